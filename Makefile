@@ -1,0 +1,59 @@
+# Two commands from nothing: `make train` and `make test`. Each first makes .venv, when it is missing or out of date.
+#
+#   PYTHON=python3.12 make train                       another interpreter (only where .venv is not made yet)
+#   make train ARGS="model=baseline size=tiny"         arguments go to train.py, or to pytest
+#   make test JOBS=4                                   test processes
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: train test lint format clean help
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# pyright runs on node: its own from PyPI where the machine has none.
+NODE := $(if $(shell command -v node),,"pyright[nodejs]")
+
+# Where no GPU is seen and pip was not told where to look, PyTorch's own index has the CPU build: 0.2 GB instead of 3.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+use_cpu_index = [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
+	&& ! $(BIN)/pip config list | grep -E 'find-links|index-url' >/dev/null
+
+notebooks = find . -name '*.ipynb' -not -path '*/.*'
+
+train: $(STAMP)  ## train a small model on a CPU in minutes; ARGS= goes to train.py
+	$(BIN)/python train.py $(ARGS)
+
+test: $(STAMP)  ## run every test; ARGS= goes to pytest
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(STAMP)  ## check format, style, types and notebooks, as CI does
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(notebooks) -exec $(BIN)/nbstripout --verify {} +
+
+format: $(STAMP)  ## rewrite the files so that lint is content with their format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(notebooks) -exec $(BIN)/nbstripout {} +
+
+clean:  ## remove .venv and the caches; logs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## say what there is
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or name it: PYTHON=python3.12 make ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d, and GSM needs 3.11 or newer; name one: PYTHON=python3.12 make ..." % sys.version_info[:2])'
+	@test -x $(BIN)/python || { echo "making .venv: a minute or two, once"; $(PYTHON) -m venv .venv; }
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	@if $(use_cpu_index); then export PIP_EXTRA_INDEX_URL=$(CPU_INDEX); fi; \
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(NODE)
+	@touch $@

@@ -1,0 +1,56 @@
+"""The operations that GSM spends its time in, each with a plain PyTorch reference and room for faster implementations.
+
+    from gsm_kernels import attend, explain, listening, using
+
+Every operation promotes its inputs to at least float32 inside and returns their dtype; float64 stays float64. Which
+implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
+"""
+
+from .attend import attend
+from .attend_band import attend_band
+from .dispatch import Impl, KernelBuildError, Op, listening, using
+from .index_top_k import candidate_pool, index_top_k
+from .indexer_kl import IndexerLoss, indexer_kl
+from .linear_cross_entropy import linear_cross_entropy
+from .mhc import mhc_enter, mhc_leave
+from .pool_groups import pool_groups
+from .rope import rotate
+
+OPS: tuple[Op, ...] = (
+    attend,
+    attend_band,
+    index_top_k,
+    candidate_pool,
+    indexer_kl,
+    pool_groups,
+    mhc_enter,
+    mhc_leave,
+    linear_cross_entropy,
+)
+
+
+def explain() -> dict[str, str]:
+    """For every operation, "implementation: reason", as this machine and GSM_KERNELS decide it."""
+    return {op.name: ": ".join(op.explain()) for op in OPS}
+
+
+__all__ = [
+    "OPS",
+    "Impl",
+    "IndexerLoss",
+    "KernelBuildError",
+    "Op",
+    "attend",
+    "attend_band",
+    "candidate_pool",
+    "explain",
+    "index_top_k",
+    "indexer_kl",
+    "linear_cross_entropy",
+    "listening",
+    "mhc_enter",
+    "mhc_leave",
+    "pool_groups",
+    "rotate",
+    "using",
+]

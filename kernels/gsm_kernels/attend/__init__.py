@@ -1,0 +1,70 @@
+"""Attention over a window and a selection from a bank, in one softmax with a sink; one latent is key and value of all heads.
+
+With q = RoPE_t(query) and z = q . entry / sqrt(C) over the entries that row t sees,
+
+    out_h = RoPE_-t( sum_i exp(z_hi) entry_i / ( sum_i exp(z_hi) + exp(sink_h) ) )
+
+Window and bank entries arrive rotated, each by its own position, so that after the inverse rotation only relative positions
+remain. An entry that a row sees twice, in the window and in the selection or twice in the selection, counts twice. A row that
+sees nothing returns 0.
+
+Args:
+    query_BRHC: not rotated; the R rows stand at the last R entries of the window's stream.
+    window_BEC: stored and new window entries in stream order, E >= R.
+    position_BR: int64, position inside its document; -1 is padding and sees no window entry.
+    width: entries a row sees at most, itself included; none before position 0 of its document.
+    sink_H: logit of the sink, in the denominator only, not divided by sqrt(C).
+    cos_BRP, sin_BRP: the angles of the rows' positions; the last 2P channels are rotated. No gradient.
+    bank_BFC: bank entries, F may be 0.
+    index_BRK: int64 slots of the bank, -1 = no entry. No gradient.
+
+Returns:
+    out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in.
+
+Raises:
+    ValueError: if the shapes do not fit or width < 1.
+
+Source: DeepSeek-V4.1-Flash's compressed sparse attention; the sink is that of Xiao et al. 2023 in its learned form.
+"""
+
+from torch import Tensor
+
+from ..dispatch import Op
+from ..shapes import agree, require
+from . import reference
+
+
+def check(
+    query_BRHC: Tensor,
+    window_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+    bank_BFC: Tensor,
+    index_BRK: Tensor,
+) -> None:
+    sizes = agree(
+        "attend",
+        query_BRHC=query_BRHC,
+        window_BEC=window_BEC,
+        position_BR=position_BR,
+        sink_H=sink_H,
+        cos_BRP=cos_BRP,
+        sin_BRP=sin_BRP,
+        bank_BFC=bank_BFC,
+        index_BRK=index_BRK,
+    )
+    require_window("attend", sizes, width)
+
+
+def require_window(op: str, sizes: dict[str, int], width: int) -> None:
+    """What every operation with a window asks of R, E, P, C and width."""
+    require(op, width >= 1, f"width = {width} must be at least 1")
+    require(op, sizes["E"] >= sizes["R"], f"{sizes['E']} window entries do not hold the {sizes['R']} rows themselves")
+    fits = sizes["C"] % 2 == 0 and 2 * sizes["P"] <= sizes["C"]
+    require(op, fits, f"{sizes['C']} channels do not hold {sizes['P']} rotated pairs; C must be even and >= 2P")
+
+
+attend = Op("attend", reference.attend, check=check, doc=__doc__)

@@ -1,0 +1,208 @@
+"""Plain PyTorch attention over a window and a selection, in chunks of rows, with a hand-written backward.
+
+Nothing of size rows x entries is kept between forward and backward: backward computes a chunk's softmax again. Letters as in
+`gsm_kernels.joint`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import at_least_float32, full_precision, scratch_elements
+from ..joint import Cut, Far, add_window_blocks, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
+from ..rope import turn
+
+
+def attend(
+    query_BRHC: Tensor,
+    window_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+    bank_BFC: Tensor,
+    index_BRK: Tensor,
+) -> Tensor:
+    """See `gsm_kernels.attend`."""
+    return _Attention.apply(query_BRHC, window_BEC, sink_H, bank_BFC, index_BRK, position_BR, cos_BRP, sin_BRP, width)
+
+
+def attend_band(
+    query_BRHC: Tensor,
+    entry_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+) -> Tensor:
+    """See `gsm_kernels.attend_band`."""
+    return _Attention.apply(query_BRHC, entry_BEC, sink_H, None, None, position_BR, cos_BRP, sin_BRP, width)
+
+
+class _Inputs(NamedTuple):
+    query_BRHC: Tensor
+    window_BEC: Tensor
+    sink_H: Tensor
+    bank_BFC: Tensor | None
+    index_BRK: Tensor | None
+    position_BR: Tensor
+    cos_BRP: Tensor
+    sin_BRP: Tensor
+
+
+class _Chunk(NamedTuple):
+    """The rows of one chunk, padded to whole blocks: what forward computes and backward needs again."""
+
+    cut: Cut
+    query_BRHC: Tensor
+    window: Tensor
+    far: Far | None
+    softmax: Tensor
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        *tensors, ctx.width = arguments
+        ctx.save_for_backward(*tensors)
+        inputs = _Inputs(*tensors)
+        out_BRHC = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
+        for start, stop in _row_chunks(inputs, ctx.width):
+            rotated = _mix(_chunk(inputs, ctx.width, start, stop))[:, : stop - start]
+            cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
+            out_BRHC[:, start:stop] = turn(rotated, cos, sin, inverse=True)
+        return out_BRHC
+
+    @staticmethod
+    def backward(ctx, grad_BRHC):
+        inputs = _Inputs(*ctx.saved_tensors)
+        with full_precision(grad_BRHC):
+            return *_gradients(inputs, ctx.width, grad_BRHC), None, None, None, None, None
+
+
+def _gradients(inputs: _Inputs, width: int, grad_BRHC: Tensor) -> tuple[Tensor | None, ...]:
+    wide = at_least_float32(inputs.query_BRHC[:0]).dtype
+    query_grad = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
+    window_grad = torch.zeros_like(inputs.window_BEC, dtype=wide, memory_format=torch.contiguous_format)
+    sink_grad = torch.zeros_like(inputs.sink_H, dtype=wide)
+    bank = inputs.bank_BFC
+    bank_grad = None if bank is None else torch.zeros_like(bank, dtype=wide, memory_format=torch.contiguous_format)
+    for start, stop in _row_chunks(inputs, width):
+        cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
+        chunk = _chunk(inputs, width, start, stop)
+        mixed_grad = pad_rows(turn(grad_BRHC[:, start:stop].to(wide), cos, sin), chunk.cut)
+        logit_grad = _logit_grad(chunk, mixed_grad)
+        sink_grad += logit_grad[..., -1].unflatten(1, (-1, sink_grad.shape[0])).sum((0, 1))
+        rows_grad = _query_grad(chunk, logit_grad)[:, : stop - start].mul_(chunk.query_BRHC.shape[-1] ** -0.5)
+        query_grad[:, start:stop] = turn(rows_grad, cos, sin, inverse=True)
+        first, last = _stream(inputs, width, start, stop)
+        add_window_blocks(window_grad[:, first:last], _window_grad(chunk, mixed_grad, logit_grad), chunk.cut)
+        if bank_grad is not None:
+            _add_far_grad(bank_grad, inputs.index_BRK[:, start:stop], chunk, mixed_grad, logit_grad)
+    bank_grad = None if bank_grad is None else bank_grad.to(bank.dtype)
+    return query_grad, window_grad.to(inputs.window_BEC.dtype), sink_grad.to(inputs.sink_H.dtype), bank_grad
+
+
+def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
+    batch, rows, heads, _ = inputs.query_BRHC.shape
+    entries = inputs.window_BEC.shape[1]
+    far = 0
+    if inputs.bank_BFC is not None:
+        slots, picks = inputs.bank_BFC.shape[1], inputs.index_BRK.shape[2]
+        far = slots if _dense(slots, picks) else picks * max(1, inputs.bank_BFC.shape[2] // heads)
+    return chunks(rows, entries, width, batch * heads, far, scratch_elements(inputs.query_BRHC.device))
+
+
+def _stream(inputs: _Inputs, width: int, start: int, stop: int) -> tuple[int, int]:
+    """The range of the stream that rows start..stop can see."""
+    offset = inputs.window_BEC.shape[1] - inputs.query_BRHC.shape[1]
+    return max(0, offset + start - (width - 1)), offset + stop
+
+
+def _chunk(inputs: _Inputs, width: int, start: int, stop: int) -> _Chunk:
+    first, last = _stream(inputs, width, start, stop)
+    rows = cut(stop - start, last - first, width)
+    query = at_least_float32(inputs.query_BRHC[:, start:stop])
+    rotated = turn(query, inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop])
+    query_BRHC = pad_rows(rotated.mul_(query.shape[-1] ** -0.5), rows)
+    window = window_blocks(inputs.window_BEC[:, first:last].to(query.dtype), rows)
+    visible = window_visible(inputs.position_BR[:, start:stop], rows)
+    far = None
+    if inputs.bank_BFC is not None:
+        index_BRK = pad_rows(inputs.index_BRK[:, start:stop], rows, -1)
+        far = _far(inputs.bank_BFC.to(query.dtype), index_BRK)
+    softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
+    return _Chunk(rows, query_BRHC, window, far, softmax)
+
+
+def _dense(slots: int, picks: int) -> bool:
+    """Whether to multiply with the whole bank under a mask rather than to gather: cheaper while the bank is small."""
+    return slots <= 8 * picks
+
+
+def _far(bank_BFC: Tensor, index_BRK: Tensor) -> Far:
+    batch, slots, channels = bank_BFC.shape
+    if _dense(slots, index_BRK.shape[2]):
+        times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
+        times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
+        return Far(bank_BFC, times_BRF[..., :slots].log())
+    keys = bank_BFC.reshape(-1, channels).index_select(0, _flat(index_BRK, slots))
+    return Far(keys.view(-1, index_BRK.shape[2], channels), as_bias(index_BRK >= 0, bank_BFC.dtype))
+
+
+def _flat(index_BRK: Tensor, slots: int) -> Tensor:
+    """Rows of the bank with its batch folded in; slot 0 stands in for none."""
+    batch = torch.arange(index_BRK.shape[0], device=index_BRK.device)[:, None, None]
+    return (index_BRK.clamp(min=0) + batch * slots).flatten()
+
+
+def _mix(chunk: _Chunk) -> Tensor:
+    batch, rows, heads, channels = chunk.query_BRHC.shape
+    span = chunk.window.shape[1]
+    out = torch.bmm(chunk.softmax[..., :span], chunk.window)
+    if chunk.far is not None:
+        keys = chunk.far.keys
+        weight = chunk.softmax.view(keys.shape[0], -1, chunk.softmax.shape[-1])[..., span:-1]
+        out.view(keys.shape[0], -1, channels).baddbmm_(weight, keys)
+    return out.view(batch, rows, heads, channels)
+
+
+def _logit_grad(chunk: _Chunk, mixed_grad: Tensor) -> Tensor:
+    channels, span = mixed_grad.shape[-1], chunk.window.shape[1]
+    grad = torch.empty_like(chunk.softmax)
+    # The sink carries no value, so nothing flows into its probability; softmax couples it to the others.
+    grad[..., -1] = 0
+    grad[..., :span] = torch.bmm(mixed_grad.view(grad.shape[0], -1, channels), chunk.window.mT)
+    if chunk.far is not None:
+        keys = chunk.far.keys
+        distant = torch.bmm(mixed_grad.view(keys.shape[0], -1, channels), keys.mT)
+        grad.view(keys.shape[0], -1, grad.shape[-1])[..., span:-1] = distant
+    return torch._softmax_backward_data(grad, chunk.softmax, -1, grad.dtype)
+
+
+def _query_grad(chunk: _Chunk, logit_grad: Tensor) -> Tensor:
+    return _mix(chunk._replace(softmax=logit_grad))
+
+
+def _window_grad(chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> Tensor:
+    blocks, channels, span = chunk.window.shape[0], mixed_grad.shape[-1], chunk.window.shape[1]
+    grad = torch.bmm(logit_grad[..., :span].mT, chunk.query_BRHC.view(blocks, -1, channels))
+    return grad.baddbmm_(chunk.softmax[..., :span].mT, mixed_grad.view(blocks, -1, channels))
+
+
+def _add_far_grad(bank_grad: Tensor, index_BRK: Tensor, chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> None:
+    keys, span, columns = chunk.far.keys, chunk.window.shape[1], logit_grad.shape[-1]
+    groups, channels = keys.shape[0], keys.shape[-1]
+    from_logits, weight = (x.view(groups, -1, columns)[..., span:-1].mT for x in (logit_grad, chunk.softmax))
+    grad = torch.bmm(from_logits, chunk.query_BRHC.view(groups, -1, channels))
+    grad.baddbmm_(weight, mixed_grad.view(groups, -1, channels))
+    if grad.shape == bank_grad.shape:
+        bank_grad += grad
+        return
+    grad = grad.unflatten(0, (bank_grad.shape[0], -1))[:, : index_BRK.shape[1]]
+    bank_grad.view(-1, channels).index_add_(0, _flat(index_BRK, bank_grad.shape[1]), grad.reshape(-1, channels))

@@ -1,0 +1,47 @@
+"""Questions about the machine: what it is, how much scratch memory suits it, and how to keep autocast out of an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+def scratch_elements(device: torch.device) -> int:
+    """How many numbers a chunk's largest temporary may hold.
+
+    On a CPU a chunk should stay near the cache (4 M numbers are 16 MB of float32); a GPU needs larger chunks to be busy.
+    """
+    return 1 << 22 if device.type == "cpu" else 1 << 26
+
+
+def full_precision(like: Tensor) -> contextlib.AbstractContextManager[None]:
+    """A context in which autocast does not lower the precision of operations on the device of `like`."""
+    kind = like.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in the precision that operations compute in: float32, or its own if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def triton_version() -> str | None:
+    """The installed Triton's version, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    return triton.__version__
+
+
+def describe() -> str:
+    """The device that operations on the default accelerator run on, in words."""
+    if not torch.cuda.is_available():
+        return f"CPU, {torch.get_num_threads()} threads"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"

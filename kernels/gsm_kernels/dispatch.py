@@ -1,0 +1,166 @@
+"""Choosing the implementation of an operation, and being able to say which one ran and why the others did not.
+
+An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by giving a
+reason; the first that does not refuse runs. There is no cache and no lock, so that `torch.compile(fullgraph=True)` traces
+through a call as if the chosen implementation had been called directly.
+
+    attend = Op("attend", reference, Impl("triton", kernel, refuses=needs_hopper), check=check)
+    with listening() as heard:
+        attend(query, window, ...)
+    assert heard == [("attend", "triton")]
+
+The environment variable GSM_KERNELS (auto, reference or triton) and the context manager `using` force a choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .device import full_precision
+
+CHOICES = ("auto", "reference", "triton")
+
+
+class KernelBuildError(RuntimeError):
+    """Raised by an implementation whose kernel could not be built, before it has computed anything."""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of an operation.
+
+    Attributes:
+        name: "reference", "triton", ...
+        fn: the callable; it has the operation's signature. It may raise `KernelBuildError`, and is then not asked again.
+        refuses: takes the operation's arguments, returns why it cannot take this call, or None.
+        missing: takes nothing, returns why it can take no call at all on this machine, or None.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    refuses: Callable[..., str | None] = _nothing
+    missing: Callable[[], str | None] = _nothing
+
+
+@dataclass
+class Op:
+    """An operation with one or more implementations; call it like the function it names.
+
+    Attributes:
+        name: what `listening`, `explain` and errors call it.
+        reference: the plain PyTorch implementation. It refuses nothing.
+        fast: the other implementations, the preferred one first.
+        check: takes the operation's arguments and raises ValueError if their shapes do not fit.
+        doc: what `help` shows.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    fast: tuple[Impl, ...] = ()
+    check: Callable[..., None] = _nothing
+    doc: str | None = None
+    retired: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.__doc__ = self.doc
+        self.__name__ = self.name
+        self.impls = (*self.fast, Impl("reference", self.reference))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check(*args, **kwargs)
+        impl = self.choose(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()))
+        try:
+            with full_precision(first):
+                result = impl.fn(*args, **kwargs)
+        except KernelBuildError as error:
+            self._retire(impl, error)
+            return self(*args, **kwargs)
+        if _heard is not None:
+            _heard.append((self.name, impl.name))
+        return result
+
+    def choose(self, *args: Any, **kwargs: Any) -> Impl:
+        """The implementation that a call with these arguments runs.
+
+        Raises:
+            RuntimeError: if a forced implementation refuses; the message gives the operation and the reason.
+        """
+        for impl in self.impls:
+            if _forced in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
+                return impl
+        reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
+        raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
+
+    def explain(self) -> tuple[str, str]:
+        """The implementation that calls will run on this machine, as far as that is known without arguments, and why."""
+        if _forced == "reference":
+            return "reference", "forced"
+        if not self.fast:
+            reason = "no Triton kernel yet"
+            return ("none", _cannot_force(self.name)) if _forced == "triton" else ("reference", reason)
+        absent = {impl.name: self.retired.get(impl.name) or impl.missing() for impl in self.fast}
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
+        for impl in self.fast:
+            if _forced in ("auto", impl.name) and absent[impl.name] is None:
+                return impl.name, reasons or "first choice on this machine"
+        return ("none", _cannot_force(self.name, reasons)) if _forced != "auto" else ("reference", reasons)
+
+    def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
+        return self.retired.get(impl.name) or impl.missing() or impl.refuses(*args, **kwargs)
+
+    def _retire(self, impl: Impl, error: KernelBuildError) -> None:
+        self.retired[impl.name] = f"its kernel could not be built ({error})"
+        if _forced == "auto":
+            message = f"{self.name}: the {impl.name} kernel could not be built and is not tried again: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def using(name: str) -> Iterator[None]:
+    """Force an implementation ("reference", "triton") or none ("auto") inside the block, whatever GSM_KERNELS says."""
+    global _forced
+    before, _forced = _forced, _validated(name, "using(...)")
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[tuple[str, str]]]:
+    """Collect (operation, implementation) for every call inside the block, in order."""
+    global _heard
+    before, _heard = _heard, []
+    try:
+        yield _heard
+    finally:
+        _heard = before
+
+
+def forced() -> str:
+    """The choice in force: "auto", or the implementation that GSM_KERNELS or `using` asks for."""
+    return _forced
+
+
+def _validated(name: str, origin: str) -> str:
+    if name not in CHOICES:
+        raise ValueError(f"{origin}: {name!r} is no implementation; choose one of {', '.join(CHOICES)}")
+    return name
+
+
+def _cannot_force(op: str, reason: str = "") -> str:
+    return f"{op}: cannot run as {_forced!r}: {reason or f'no {_forced.capitalize()} kernel yet'}; set GSM_KERNELS=auto"
+
+
+_forced = _validated(os.environ.get("GSM_KERNELS", "auto"), "GSM_KERNELS")
+_heard: list[tuple[str, str]] | None = None

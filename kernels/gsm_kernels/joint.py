@@ -1,0 +1,129 @@
+"""One softmax over a window, far entries and a sink: the arithmetic that `attend`, `attend_band` and `indexer_kl` share.
+
+Queries are cut into blocks, so that a block's window is one short run of the stream and its products are matrix products:
+
+    stream   . . . . . . . . . . . . . . . . . .
+    block 1        q q q q                         Q queries ...
+                 y y y y y y y                     ... see Y = Q + width - 1 entries
+    block 2                q q q q
+                         y y y y y y y
+
+Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries a row
+sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax, the last one being the sink.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Cut(NamedTuple):
+    """How R rows at the end of E entries are cut into blocks."""
+
+    rows: int
+    entries: int
+    width: int
+    size: int
+    count: int
+
+    @property
+    def padded(self) -> int:
+        return self.size * self.count
+
+    @property
+    def span(self) -> int:
+        return self.size + self.width - 1
+
+
+class Far(NamedTuple):
+    """What rows see besides their window: keys [B,G,C] (all rows the same) or [B*nQ,G,C], and a logit bias [B,nQ,G]."""
+
+    keys: Tensor
+    bias_BRG: Tensor
+
+
+def cut(rows: int, entries: int, width: int) -> Cut:
+    """Blocks of about `width` queries: smaller ones make thin products, larger ones compute more masked logits."""
+    width = max(min(width, entries), 1)
+    count = -(-rows // max(width, 16)) if rows else 0
+    return Cut(rows, entries, width, -(-rows // count) if count else 0, count)
+
+
+def pad_rows(x: Tensor, cut: Cut, value: float = 0.0) -> Tensor:
+    """Append rows of `value` to [B,R,...] until all blocks are full."""
+    missing = cut.padded - x.shape[1]
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing), value=value) if missing else x
+
+
+def window_blocks(window_BEC: Tensor, cut: Cut) -> Tensor:
+    """The entries each block sees, [B*n,Y,C]; places before the stream or after its end hold zeros."""
+    before = cut.entries - cut.rows - (cut.width - 1)
+    padding = (0, 0, max(-before, 0), cut.padded - cut.rows)
+    padded = F.pad(window_BEC[:, max(before, 0) :], padding)
+    return padded.unfold(1, cut.span, cut.size).mT.reshape(-1, cut.span, window_BEC.shape[-1])
+
+
+def add_window_blocks(into_BEC: Tensor, block_grads: Tensor, cut: Cut) -> None:
+    """The adjoint of `window_blocks`: add what the blocks [B*n,Y,C] hold to the entries they came from."""
+    batch, steps = into_BEC.shape[0], -(-cut.span // cut.size)
+    blocks = block_grads.unflatten(0, (batch, cut.count))
+    total = block_grads.new_zeros(batch, cut.count + steps - 1, cut.size, into_BEC.shape[-1])
+    for step in range(steps):
+        part = blocks[:, :, step * cut.size : (step + 1) * cut.size]
+        total[:, step : step + cut.count, : part.shape[2]] += part
+    before = cut.entries - cut.rows - (cut.width - 1)
+    into_BEC[:, max(before, 0) :] += total.flatten(1, 2)[:, max(-before, 0) : cut.width - 1 + cut.rows]
+
+
+def window_visible(position_BR: Tensor, cut: Cut) -> Tensor:
+    """Which of its block's entries a row sees, bool [B,nQ,Y]: itself and back to its document's start, less than width."""
+    device = position_BR.device
+    index_R = torch.arange(cut.entries - cut.rows, cut.entries, device=device)
+    reach_BR = pad_rows(torch.minimum(position_BR, index_R.clamp(max=cut.width - 1))[..., None], cut, -1)
+    row_Q = torch.arange(cut.size, device=device)[:, None]
+    distance_QY = row_Q + (cut.width - 1) - torch.arange(cut.span, device=device)
+    reach_BnQ1 = reach_BR.unflatten(1, (cut.count, cut.size))
+    return ((distance_QY >= 0) & (distance_QY <= reach_BnQ1)).flatten(1, 2)
+
+
+def probabilities(query_BRHC: Tensor, window: Tensor, visible_BRY: Tensor, sink_H: Tensor, far: Far | None) -> Tensor:
+    """The joint softmax, [B*n,Q*H,Z]: columns are the Y window entries, the G far entries and the sink.
+
+    Args:
+        query_BRHC: rotated and scaled, R = nQ rows.
+        window: [B*n,Y,C] from `window_blocks`.
+        visible_BRY: from `window_visible`.
+        sink_H: the logit of each head's sink.
+        far: further entries, or None.
+    """
+    batch, rows, heads, channels = query_BRHC.shape
+    blocks, span = window.shape[:2]
+    columns = span + (0 if far is None else far.keys.shape[1]) + 1
+    logits_BRHZ = query_BRHC.new_empty(batch, rows, heads, columns)
+    logits_BRHZ[..., :span] = as_bias(visible_BRY, query_BRHC.dtype)[:, :, None]
+    logits_BRHZ[..., -1] = sink_H
+    near = logits_BRHZ.view(blocks, -1, columns)
+    near[..., :span].baddbmm_(query_BRHC.reshape(blocks, -1, channels), window.mT)
+    if far is not None:
+        logits_BRHZ[..., span:-1] = far.bias_BRG[:, :, None]
+        distant = logits_BRHZ.view(far.keys.shape[0], -1, columns)
+        distant[..., span:-1].baddbmm_(query_BRHC.reshape(far.keys.shape[0], -1, channels), far.keys.mT)
+    return torch.softmax(near, -1)
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+
+def chunks(rows: int, entries: int, width: int, heads: int, far: int, budget: int) -> list[tuple[int, int]]:
+    """Split R rows into ranges whose logits (`heads` counts batch x heads, `far` the further columns) fit the budget."""
+    if rows == 0:
+        return []
+    whole = cut(rows, entries, width)
+    blocks = max(1, budget // max(1, heads * whole.size * (whole.span + far)))
+    return [(start, min(start + blocks * whole.size, rows)) for start in range(0, rows, blocks * whole.size)]

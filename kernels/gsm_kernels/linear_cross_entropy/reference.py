@@ -1,0 +1,57 @@
+"""Plain PyTorch linear cross-entropy in chunks of rows; the matrix products are the BLAS's, the gradients made with the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import at_least_float32, scratch_elements
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
+    """See `gsm_kernels.linear_cross_entropy`."""
+    grad_enabled = torch.is_grad_enabled()
+    wants = (grad_enabled and hidden_ND.requires_grad, grad_enabled and weight_VD.requires_grad)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, target_N, ignore_index, *wants)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
+        hidden, weight = at_least_float32(hidden_ND), at_least_float32(weight_VD)
+        counted = target_N != ignore_index
+        share = counted.to(hidden.dtype) / counted.sum().clamp(min=1)
+        target = target_N.masked_fill(~counted, 0)[:, None]
+        loss = hidden.new_zeros(())
+        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight) if wants_weight else None
+        for rows in _row_slices(hidden, weight):
+            log_model = torch.log_softmax(hidden[rows] @ weight.T, -1)
+            loss -= log_model.gather(1, target[rows])[:, 0] @ share[rows]
+            if wants_hidden or wants_weight:
+                _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share[:, None])
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if saved is None else (saved * grad).to(dtype) for saved, dtype in pairs), None, None, None, None
+
+
+def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share) -> None:
+    """The chunk's gradients; consumes `log_model`."""
+    logit_grad = log_model.exp_()
+    logit_grad.scatter_add_(1, target[rows], logit_grad.new_full((1, 1), -1.0).expand(logit_grad.shape[0], 1))
+    # Rows weigh share: on the narrow side of each product, that is V / D times less work than on the logits.
+    if hidden_grad is not None:
+        hidden_grad[rows] = (logit_grad @ weight).mul_(share[rows])
+    if weight_grad is not None:
+        weight_grad.addmm_(logit_grad.T, hidden[rows] * share[rows])
+
+
+def _row_slices(hidden: Tensor, weight: Tensor) -> list[slice]:
+    rows = hidden.shape[0]
+    step = max(1, scratch_elements(hidden.device) // max(1, weight.shape[0]))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

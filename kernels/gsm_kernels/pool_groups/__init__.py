@@ -1,0 +1,35 @@
+"""Compression: `ratio` consecutive tokens of one document become one bank entry.
+
+    pooled_fc = sum_i softmax_i(gate_ic) value_ic,   i over the stream's tokens end_f - ratio + 1 .. end_f, per channel
+
+Args:
+    value_BSC: values in stream order (S tokens, stored and new).
+    gate_BSC: logits of the same shape, or None if ratio is 1, when pooling is a gather.
+    end_BF: int64, the last token of each group; -1 gives a row of zeros. Groups that would start before the stream are an
+        error of the caller and read its first token.
+    ratio: tokens per group.
+
+Returns:
+    pooled_BFC in the values' dtype; softmax and sum in float32 or wider. Differentiable in value and gate.
+
+Raises:
+    ValueError: if the shapes do not fit, ratio < 1, or ratio > 1 has no gate.
+
+Source: the compressor of DeepSeek-V4's compressed sparse attention, in V4.1's form without overlap or positional bias.
+"""
+
+from torch import Tensor
+
+from ..dispatch import Op
+from ..shapes import agree, require
+from . import reference
+
+
+def check(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> None:
+    gate = {} if gate_BSC is None else {"gate_BSC": gate_BSC}
+    agree("pool_groups", value_BSC=value_BSC, **gate, end_BF=end_BF)
+    require("pool_groups", ratio >= 1, f"ratio = {ratio} must be at least 1")
+    require("pool_groups", ratio == 1 or gate_BSC is not None, f"ratio = {ratio} needs gate_BSC; None is for ratio 1")
+
+
+pool_groups = Op("pool_groups", reference.pool_groups, check=check, doc=__doc__)

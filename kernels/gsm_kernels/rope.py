@@ -1,0 +1,68 @@
+"""Rotary positions: `rotate` turns adjacent pairs of the last channels by one angle per pair.
+
+B batch, R rows, H heads, C channels, P here the number of angles: half as many as rotated channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .device import at_least_float32
+
+
+def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the last 2P channels of `x`; channels before them pass through.
+
+    The pair (a, b) at channels C-2P+2p and C-2P+2p+1 becomes (a cos - b sin, a sin + b cos); `inverse` turns the other way
+    and is the exact adjoint. Su et al. 2021, "RoFormer", equation 15, in the interleaved layout.
+
+    Args:
+        x: [B,R,C] or [B,R,H,C]; C even. Differentiable.
+        cos_BRP, sin_BRP: one angle per pair, P <= C/2. No gradient.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(x, cos_BRP, sin_BRP)
+    return _Rotation.apply(x, cos_BRP, sin_BRP, inverse)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos_BRP, sin_BRP, inverse):
+        ctx.save_for_backward(cos_BRP, sin_BRP)
+        ctx.inverse = inverse
+        return turn(at_least_float32(x), cos_BRP, sin_BRP, inverse).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos_BRP, sin_BRP = ctx.saved_tensors
+        return turn(at_least_float32(grad), cos_BRP, sin_BRP, not ctx.inverse).to(grad.dtype), None, None, None
+
+
+def turn(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
+    """What `rotate` computes, without a gradient of its own: `x` must be float32 or float64; returns a new tensor."""
+    cos, sin = cos_BRP.to(x.dtype), sin_BRP.to(x.dtype)
+    sin = -sin if inverse else sin
+    if x.ndim == 4:
+        cos, sin = cos[:, :, None], sin[:, :, None]
+    angles = cos.shape[-1]
+    # A copy in row-major order whatever the strides of x: the pairs must lie side by side in memory.
+    out = x.clone(memory_format=torch.contiguous_format)
+    pairs = out.unflatten(-1, (out.shape[-1] // 2, 2))[..., out.shape[-1] // 2 - angles :, :]
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)
+        pairs.copy_(torch.stack((a * cos - b * sin, a * sin + b * cos), -1))
+    else:
+        # One complex product is several times faster than four real ones on strided halves; compilers do not take it.
+        torch.view_as_complex(pairs).mul_(torch.complex(cos, sin))
+    return out
+
+
+def _check(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor) -> None:
+    if x.ndim not in (3, 4) or cos_BRP.shape != sin_BRP.shape or cos_BRP.shape[:2] != x.shape[:2]:
+        shapes = f"{tuple(x.shape)}, {tuple(cos_BRP.shape)} and {tuple(sin_BRP.shape)}"
+        raise ValueError(f"rotate: x, cos and sin have shapes {shapes}; give [B,R,(H,)C], [B,R,P] and [B,R,P]")
+    if x.shape[-1] % 2 or 2 * cos_BRP.shape[-1] > x.shape[-1]:
+        raise ValueError(f"rotate: {x.shape[-1]} channels do not hold {cos_BRP.shape[-1]} pairs; C must be even and >= 2P")

@@ -1,0 +1,35 @@
+"""Global state models: language models whose decoder reads one small state that all its layers share.
+
+Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when one of the names below is first used.
+
+    model = gsm.build_model("gsm", size="nano", overrides=["model/retriever=separate_indexer"])
+    model = gsm.load_model("logs/.../checkpoints/last.ckpt")
+    with gsm.record("stage/*") as seen:
+        model(tokens)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gsm.observe import record
+    from gsm.runs.load import build_model, load_model
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "build_model", "load_model", "record"]
+
+_HOMES = {"build_model": "gsm.runs.load", "load_model": "gsm.runs.load", "record": "gsm.observe"}
+
+
+def __getattr__(name: str) -> Any:
+    """Find a public name in its module at first use, and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gsm' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))

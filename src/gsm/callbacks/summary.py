@@ -1,0 +1,99 @@
+"""``summary.json``: what a run was and what came out of it, in one file that tables are made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+import gsm
+from gsm.callbacks.throughput import Throughput, peak_memory_bytes
+from gsm.paths import ROOT
+
+
+class Summary(lightning.Callback):
+    """Writes the file when training ends, however it ends: ``status`` is ``finished``, ``interrupted`` or ``failed``.
+
+    Args:
+        path: of the file.
+        facts: what is known before training: experiment, arm, seed, size, parameters, data, kernels, ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.facts = {**facts, "versions": versions(), "commit": commit()}
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Writes what was measured; later findings are added with ``add``."""
+        self._write(trainer, "finished")
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
+        """Writes what was measured until then, and what went wrong."""
+        stopped = isinstance(exception, KeyboardInterrupt)
+        reason = None if stopped else f"{type(exception).__name__}: {exception}"
+        self._write(trainer, "interrupted" if stopped else "failed", reason)
+
+    def add(self, **facts: Any) -> dict[str, Any]:
+        """Adds to the file of a finished run; returns the whole of it."""
+        self.facts.update(facts)
+        write_json(self.path, self.facts)
+        return self.facts
+
+    def _write(self, trainer: lightning.Trainer, status: str, reason: str | None = None) -> None:
+        if not trainer.is_global_zero:
+            return
+        metrics = trainer.callback_metrics
+        throughput = next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)
+        measured = {
+            "status": status,
+            "reason": reason,
+            "steps": trainer.global_step,
+            "tokens": throughput.tokens if throughput else None,
+            "val_loss": number(metrics.get("val/loss")),
+            "val_perplexity": number(metrics.get("val/perplexity")),
+            "bits_per_byte": number(metrics.get("val/bits_per_byte")),
+            "tokens_per_second": throughput.tokens_per_second if throughput else None,
+            "train_seconds": throughput.seconds if throughput else None,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self.add(**measured)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def number(value: torch.Tensor | float | None) -> float | None:
+    """A scalar as a float, for JSON."""
+    return None if value is None else float(value)
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "gsm": gsm.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the repository; None outside of one, or where git is not installed."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None

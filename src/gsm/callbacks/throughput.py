@@ -1,0 +1,87 @@
+"""Tokens per second of training alone, and the peak of memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import lightning
+import torch
+
+
+class Throughput(lightning.Callback):
+    """Logs ``train/tokens_per_second`` over each logging interval, time spent on validation left out, and ``train/peak_memory_gib``.
+
+    Attributes:
+        tokens: positions that this run has trained on, summed over ranks and over resumed parts.
+        seconds: time that took, in seconds.
+        latest: tokens per second of the last interval, None before the first has ended.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+        self.latest: float | None = None
+        self._clock: float | None = None
+        self._interval = (0, 0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Mean over the whole run, None before the first batch has ended."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Starts the clock."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self._interval = (self.tokens, self.seconds)
+        self._clock = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch; at the end of an interval, logs."""
+        self.tokens += batch["tokens"].numel() * trainer.world_size
+        if pl_module.interval_ends():
+            self._read_clock()
+            tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
+            self._interval = (self.tokens, self.seconds)
+            self.latest = tokens / seconds
+            pl_module.log_dict({"train/tokens_per_second": self.latest, "train/peak_memory_gib": peak_memory_bytes() / 2**30})
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Stops the clock."""
+        self._read_clock()
+        self._clock = None
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Starts the clock again."""
+        self._clock = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, so that a resumed run reports the whole of itself."""
+        return {"tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
+
+    def _read_clock(self) -> None:
+        """Adds the time since the last reading; on a GPU, after its queue has run dry."""
+        if self._clock is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+
+def peak_memory_bytes() -> int:
+    """Peak so far, in bytes: what PyTorch has allocated on the GPU if there is one, else the resident memory of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,1 @@
+"""Text for training and measuring: `module.TextData` is what a run uses; its parts also stand alone."""

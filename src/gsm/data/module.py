@@ -1,0 +1,212 @@
+"""`TextData`: text packed into sequences, for training, validation and the n-gram baselines. B batch, T positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property, partial
+
+import lightning
+import numpy as np
+from torch import Tensor
+
+from gsm.data.cache import cache_folder
+from gsm.data.corpus import SPLITS, Corpus, standard_library
+from gsm.data.loader import Batches
+from gsm.data.packing import (
+    IGNORED,
+    Sequences,
+    TrainingOrder,
+    training_batches,
+    validation_batches,
+    validation_indices,
+)
+from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
+from gsm.data.tokens import Split, find_or_encode, find_or_train
+
+
+class TextData(lightning.LightningDataModule):
+    """Packed text. Batches are dicts of int64 [B,T]: `tokens`, `targets` (shifted, -100 ignored) and `documents`.
+
+    The order of training is a function of `seed` and of how many batches the trainer has finished, so that a run
+    which was interrupted goes on with the very next batch. Everything may also be used without a trainer.
+
+    Args:
+        vocabulary: how many ids the model has; a BPE is trained to this size.
+        context: T, at least 2.
+        batch_size: B on each device, at least 1.
+        tokenizer: "bpe", "bytes", or a ready `Tokenizer` (that of a checkpoint, for instance).
+        path: a folder of text files; None: the standard library of the running interpreter.
+        corpus: a source of text instead of `path`.
+        seed: of the training order.
+        validation_sequences: how many sequences validation takes, spread evenly; None: all.
+        num_workers: processes that cut batches; 0 is usually fastest.
+        cache_dir: where the tokenizer and the ids are kept; None: GSM_CACHE or `.cache/gsm`.
+
+    Raises:
+        ValueError: a number is out of range, the tokenizer is unknown or too large for `vocabulary`.
+        FileNotFoundError: `path` is not a folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        context: int,
+        batch_size: int,
+        tokenizer: str | Tokenizer = "bpe",
+        path: str | None = None,
+        corpus: Corpus | None = None,
+        seed: int = 0,
+        validation_sequences: int | None = None,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        _require("context", context, 2)
+        _require("batch_size", batch_size, 1)
+        _require("num_workers", num_workers, 0)
+        if validation_sequences is not None:
+            _require("validation_sequences", validation_sequences, 1)
+        _require_tokenizer(tokenizer, vocabulary)
+        if path is not None and corpus is not None:
+            raise ValueError(f"path {path!r} and a corpus were both given; leave one out")
+        self.corpus = corpus or (standard_library() if path is None else Corpus(path))
+        self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
+        self.validation_sequences, self.num_workers, self.cache_dir = validation_sequences, num_workers, cache_dir
+        self._chosen = tokenizer
+
+    def prepare_data(self) -> None:
+        """Trains the tokenizer and encodes the text, unless the cache has them (seconds, the first time)."""
+        _ = self._splits
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the cached ids; makes them where `prepare_data` ran on another machine."""
+        _ = self.train_set, self.validation_set
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of this text (its `vocabulary` may be smaller than the model's)."""
+        if isinstance(self._chosen, Tokenizer):
+            return self._chosen
+        if self._chosen == "bytes":
+            return Tokenizer.plain_bytes()
+        return find_or_train(self.corpus, self.vocabulary, cache_folder(self.cache_dir))
+
+    @cached_property
+    def train_set(self) -> Sequences:
+        """All training sequences; `train_set[i]` is one, a dict of int64 [T]."""
+        return self._open("train")
+
+    @cached_property
+    def validation_set(self) -> Sequences:
+        """All validation sequences; `validation()` yields those that are used."""
+        return self._open("validation")
+
+    @cached_property
+    def order(self) -> TrainingOrder:
+        """Which sequence training takes at which place."""
+        return TrainingOrder(len(self.train_set), self.seed)
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for each predicted token of validation: bits per byte = loss / ln 2 / this.
+
+        Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
+        """
+        targets = np.concatenate([sequence["targets"].numpy() for sequence in self.validation()])
+        return float(self.tokenizer.token_lengths_V[targets[targets != IGNORED]].mean())
+
+    def train_dataloader(self) -> Batches:
+        """One pass over the data, from where the trainer stands; its length is a whole number of optimizer steps."""
+        accumulated = self.trainer.accumulate_grad_batches if self.trainer else 1
+        a_step = self.batch_size * self._world * accumulated
+        length = max(1, len(self.train_set) // a_step) * accumulated
+        return self._loader(self.train_set, partial(self._training_plan, length), length)
+
+    def val_dataloader(self) -> Batches:
+        """The validation sequences in order; with several ranks each takes its share."""
+        batches = validation_batches(
+            len(self.validation_set),
+            limit=self.validation_sequences,
+            batch_size=self.batch_size,
+            rank=self._rank,
+            world=self._world,
+        )
+        return self._loader(self.validation_set, partial(iter, batches), len(batches))
+
+    def consumed(self, sequences: int) -> Iterator[dict[str, Tensor]]:
+        """The first `sequences` training sequences of a run (all ranks together), one by one, in order.
+
+        A run has consumed steps x accumulated batches x ranks x batch_size of them.
+        """
+        return self.train_set.each(self.order.indices(0, sequences))
+
+    def validation(self) -> Iterator[dict[str, Tensor]]:
+        """The sequences that the validation loss averages over, one by one, in order."""
+        return self.validation_set.each(validation_indices(len(self.validation_set), self.validation_sequences))
+
+    def description(self) -> dict[str, str | int | float]:
+        """What a run's summary says of its data; never compare runs whose `digest` differs."""
+        sizes = {f"{name}_bytes": split.bytes for name, split in self._splits.items()}
+        sizes |= {f"{name}_tokens": split.tokens for name, split in self._splits.items()}
+        return {
+            **self.corpus.description(),
+            "bytes": sum(split.bytes for split in self._splits.values()),
+            "tokens": sum(split.tokens for split in self._splits.values()),
+            **sizes,
+            "tokenizer": self.tokenizer.kind,
+            "tokenizer_vocabulary": self.tokenizer.vocabulary,
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+    @cached_property
+    def _splits(self) -> dict[str, Split]:
+        folder = cache_folder(self.cache_dir)
+        return {split: find_or_encode(self.corpus, split, self.tokenizer, folder) for split in SPLITS}
+
+    def _open(self, split: str) -> Sequences:
+        return Sequences(self._splits[split], self.context, self.tokenizer.end_of_text)
+
+    def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=on_gpu)
+
+    def _training_plan(self, length: int) -> Iterator[np.ndarray]:
+        # Batches that are finished, not batches that were fetched: a checkpoint may be written in between.
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
+        done = progress.processed if progress else 0  # pyright: ignore[reportAttributeAccessIssue]
+        return training_batches(
+            self.order,
+            start=done * self._world * self.batch_size,
+            batches=length,
+            batch_size=self.batch_size,
+            rank=self._rank,
+            world=self._world,
+        )
+
+    @property
+    def _rank(self) -> int:
+        return self._shares["rank"]
+
+    @property
+    def _world(self) -> int:
+        return self._shares["num_replicas"]
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        """Among how many the data is divided, and which of them this process is; tensor-parallel ranks share theirs."""
+        shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return dict(shares or {"num_replicas": 1, "rank": 0})
+
+
+def _require(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{field} {value} is too small; give data.{field} at least {least}")
+
+
+def _require_tokenizer(tokenizer: str | Tokenizer, vocabulary: int) -> None:
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer.require_fit(vocabulary)
+    else:
+        require_kind(tokenizer)
+        require_vocabulary(tokenizer, vocabulary)

@@ -1,0 +1,193 @@
+"""Text to token ids and back: a byte-level BPE trained on the corpus, or plain bytes. V is the vocabulary.
+
+Both kinds spell any text exactly, end every document with one `<|endoftext|>` and never produce that id from text,
+even from text that spells it out. `to_state` is what a checkpoint carries, so that generation needs nothing else.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+KINDS = ("bpe", "bytes")
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257  # 256 bytes and the end of text
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+
+
+class Tokenizer:
+    """One of `KINDS`; made by `train`, `plain_bytes` or `from_state`.
+
+    Attributes:
+        kind: "bpe" or "bytes".
+        vocabulary: number of ids, `end_of_text` included.
+        end_of_text: the id that closes a document.
+    """
+
+    def __init__(self, bpe: tokenizers.Tokenizer | None) -> None:
+        self._bpe = bpe
+        self.kind = "bytes" if bpe is None else "bpe"
+        self.vocabulary = SMALLEST if bpe is None else bpe.get_vocab_size()
+        end = SMALLEST - 1 if bpe is None else bpe.token_to_id(END_OF_TEXT)
+        if end is None:
+            raise ValueError(f"the tokenizer has no {END_OF_TEXT} token; train it with one, as Tokenizer.train does")
+        self.end_of_text: int = end
+        if bpe is not None:
+            bpe.encode_special_tokens = True  # so that text which spells the end of text stays text
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
+        """A byte-level BPE of at most `vocabulary` ids (fewer when the text is too short to learn so many).
+
+        The pieces that merges may not cross are GPT-2's.
+
+        Raises:
+            ValueError: `vocabulary` is below 257.
+        """
+        require_vocabulary("bpe", vocabulary)
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        bpe = tokenizers.Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        )
+        bpe.train_from_iterator(texts, trainer)
+        return cls(bpe)
+
+    @classmethod
+    def plain_bytes(cls) -> Tokenizer:
+        """Every byte its own id, and 256 for the end of text."""
+        return cls(None)
+
+    @classmethod
+    def from_state(cls, state: dict[str, str | None]) -> Tokenizer:
+        """The tokenizer that `to_state` described.
+
+        Raises:
+            ValueError: the kind is unknown, or the description of a BPE is missing or damaged.
+        """
+        require_kind(state.get("kind"))
+        if state["kind"] == "bytes":
+            return cls.plain_bytes()
+        import tokenizers
+
+        text = state.get("json")
+        try:
+            described = "model" in json.loads(text or "")
+        except json.JSONDecodeError:
+            described = False
+        if not (text and described):
+            raise ValueError("the tokenizer's state has no readable 'json'; take it again from Tokenizer.to_state()")
+        return cls(tokenizers.Tokenizer.from_str(text))
+
+    def to_state(self) -> dict[str, str | None]:
+        """Plain strings that `from_state` takes: `{"kind": ..., "json": ...}`; no json for bytes."""
+        return {"kind": self.kind, "json": None if self._bpe is None else self._bpe.to_str()}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the state, in hexadecimal."""
+        return hashlib.sha256(json.dumps(self.to_state(), sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end of text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts (a BPE works on them in parallel)."""
+        if self._bpe is None:
+            return [list(text.encode("utf-8", errors="replace")) for text in texts]
+        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids. Broken UTF-8 becomes U+FFFD, an end of text becomes nothing, as in `stream`."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def stream(self) -> StreamDecoder:
+        """A decoder that takes one id at a time."""
+        return StreamDecoder(self)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes an id stands for; a model's padding id beyond the vocabulary stands for U+FFFD.
+
+        Raises:
+            ValueError: the id is negative.
+        """
+        if token < 0:
+            raise ValueError(f"token id {token} is negative; only ids from 0 to {self.vocabulary - 1} spell text")
+        return self._spelling[token] if token < self.vocabulary else UNKNOWN
+
+    @cached_property
+    def token_lengths_V(self) -> np.ndarray:
+        """int64 [V]: bytes that each id stands for, 0 for the end of text."""
+        return np.array([len(piece) for piece in self._spelling], dtype=np.int64)
+
+    def require_fit(self, vocabulary: int) -> None:
+        """Raises ValueError when a model with `vocabulary` ids cannot hold this tokenizer's."""
+        if self.vocabulary > vocabulary:
+            raise ValueError(
+                f"the tokenizer has {self.vocabulary} ids and the model's vocabulary only {vocabulary}: "
+                f"set size.vocabulary to at least {self.vocabulary}, or train a smaller tokenizer"
+            )
+
+    @cached_property
+    def _spelling(self) -> list[bytes]:
+        if self._bpe is None:
+            return [bytes([value]) for value in range(256)] + [b""]
+        byte_of = _byte_of_character()
+        spelling = [b""] * self.vocabulary
+        for piece, token in self._bpe.get_vocab().items():
+            if token != self.end_of_text:
+                spelling[token] = bytes(byte_of[character] for character in piece)
+        return spelling
+
+
+class StreamDecoder:
+    """Text from ids one by one: bytes that do not yet make a whole character wait for the next id."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that is complete after this id, possibly empty."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        """U+FFFD if the last character stayed unfinished, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def require_kind(kind: str | None) -> None:
+    """Raises ValueError when `kind` is not one of `KINDS`."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown tokenizer {kind!r}; the known ones are {', '.join(KINDS)}")
+
+
+def require_vocabulary(kind: str, vocabulary: int) -> None:
+    """Raises ValueError when no tokenizer of this kind fits into `vocabulary` ids."""
+    if vocabulary < SMALLEST:
+        raise ValueError(
+            f"vocabulary {vocabulary} cannot hold a {kind!r} tokenizer, which needs {SMALLEST} ids "
+            f"(256 bytes and the end of text); set size.vocabulary to at least {SMALLEST}"
+        )
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes bytes as printable characters: themselves where printable, else 256, 257, ... in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + rank): value for rank, value in enumerate(others)}

@@ -1,0 +1,1 @@
+"""What is measured, and what to compare it with."""

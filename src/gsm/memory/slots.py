@@ -1,0 +1,67 @@
+"""Which groups of tokens finish in a call, which bank slots they get, and which slots each new token may see.
+
+A bank of ratio m has one slot for every m consecutive tokens of one document; an incomplete group at the end of a document has none. Slots
+are numbered in stream order, so the slots visible to a token form one contiguous range that ends with the newest finished group:
+
+    tokens      a0 a1 a2 a3 a4 | b0 b1 b2          two documents, m = 2
+    slots          0     1          2
+    last         0  1  1  2  2    2  3  3          slots finished so far
+    first        0  0  0  0  0    2  2  2          last - (position + 1) // m
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The plan for one bank in one call.
+
+    Attributes:
+        end_BG: int64, index among the new tokens of the last token of each new group; -1 for a slot that this sequence does not use.
+        position_BG: int64, document-local position of the first token of each new group: its position for RoPE.
+        before_B: int64, slots filled before this call.
+        last_BT: int64, slots finished up to and including each new token.
+        first_BT: int64, first slot of the token's own document that it may see.
+        total: slots of the longest sequence after this call.
+    """
+
+    end_BG: Tensor
+    position_BG: Tensor
+    before_B: Tensor
+    last_BT: Tensor
+    first_BT: Tensor
+    total: int
+
+    @property
+    def after_B(self) -> Tensor:
+        """Slots filled after this call; a copy, for a memory must not hold on to ``last_BT``."""
+        return self.last_BT[:, -1].clone()
+
+
+def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:
+    """Plans the slots for new tokens at the given document-local positions.
+
+    Args:
+        position_BT: int64, -1 for padding.
+        ratio: tokens in a group (m).
+        before_B: int64, slots filled before; None without a memory. Only with a memory is the device asked how many slots there are
+            (the growing bank has to know its size); without one the shapes follow from T alone.
+    """
+    batch, length = position_BT.shape
+    finished_BT = (position_BT >= 0) & (position_BT % ratio == ratio - 1)
+    rank_BT = finished_BT.long().cumsum(dim=1)
+    start_B = position_BT.new_zeros(batch) if before_B is None else before_B
+    last_BT = start_B[:, None] + rank_BT
+    new = length // ratio if before_B is None else int(rank_BT[:, -1].max())
+    total = new if before_B is None else int(last_BT[:, -1].max())
+    # Scatter the index of each finishing token to the rank of its group; tokens that finish none go to one slot too many.
+    target_BT = torch.where(finished_BT, rank_BT - 1, new)
+    index_T = torch.arange(length, device=position_BT.device)
+    end_BG = position_BT.new_full((batch, new + 1), -1).scatter(1, target_BT, index_T.expand(batch, -1))[:, :new]
+    position_BG = position_BT.gather(1, end_BG.clamp(min=0)) - (ratio - 1)
+    return Slots(end_BG, position_BG.clamp(min=0), start_B, last_BT, last_BT - (position_BT + 1) // ratio, total)

@@ -1,0 +1,135 @@
+"""Sparse attention of DeepSeek-V4.1 (CSA2): a window of its own, and a few entries of a bank that a group of layers shares.
+
+    x -> window entries ----------------------------------------------.
+    x -> compressor -> bank entries, index keys   (Full)               |
+    x -> query -> indexer -> Top-K of the bank    (Full, Reindex)      |
+    x -> query -> one softmax over window and selected entries, sink <-'-> output
+
+Four roles, one class: ``window`` reads its window alone; ``full`` builds a bank and selects from it; ``reindex`` selects anew from the bank
+of the last Full layer; ``reuse`` reads what the last Full or Reindex layer selected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from gsm.memory.memory import BankMemory, LayerMemory
+from gsm.memory.slots import plan_slots
+from gsm.memory.store import Window
+from gsm.memory.view import Bank, View
+from gsm.mixers.base import Mixed
+from gsm.nn.attention import Compressor, Entry, Indexer, Shape
+from gsm.nn.reader import Found, Reader, search_bank
+from gsm.nn.rope import Angles, Rope
+from gsm.observe import tap
+from gsm.span import Span
+from gsm_kernels import candidate_pool, rotate
+
+Role = Literal["window", "full", "reindex", "reuse"]
+
+
+class SparseAttention(Reader):
+    """One sparse-attention layer.
+
+    Args:
+        shape: shared widths.
+        role: see above.
+        window: entries of the window (W), the row itself included.
+        top_k: bank entries that a row selects (K).
+        ratio: tokens per bank entry (m), for a Full layer.
+        rope: rotation of everything in this layer.
+        name: what its taps are called.
+        pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep (None: no pool).
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role,
+        *,
+        window: int,
+        top_k: int,
+        ratio: int,
+        rope: Rope,
+        name: str,
+        pool_blocks: int | None = None,
+    ):
+        super().__init__(shape.dim, shape, window=window, rope=rope, name=name)
+        self.role, self.top_k, self.ratio, self.pool_blocks = role, top_k, ratio, pool_blocks
+        self.window = Entry(shape)
+        self.compressor = Compressor(shape, ratio) if role == "full" else None
+        indexes = role in ("full", "reindex")
+        self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
+
+    def start(self, batch: int, kind: str) -> LayerMemory:
+        """An empty memory; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        like = self.window.projection.weight
+        entry_BC = like.new_empty(batch, like.shape[0])
+        window = Window.empty(f"{kind}_window", self.window_size, entry_BC)
+        if self.compressor is None or self.indexer is None or self.indexer.key is None:
+            return LayerMemory(window)
+        pending_BC = entry_BC.repeat(1, 1 if self.ratio == 1 else 2)
+        key_BI = like.new_empty(batch, self.indexer.key.out_features)
+        return LayerMemory(window, BankMemory.empty(f"{kind}_bank", self.ratio, pending_BC, entry_BC, key_BI))
+
+    def forward(self, x_BTD: Tensor, span: Span, own: LayerMemory, view: View | None) -> Mixed:
+        """Writes entries for all T new positions and reads for the last R of them.
+
+        Args:
+            x_BTD: normed input.
+            span: the new positions, and how many rows are asked for.
+            own: this layer's memory.
+            view: what the layer below looked at (None on the first layer).
+        """
+        angles = self.rope(span.position_BT, x_BTD.dtype)
+        window_BEC, window = own.window.extend(self.window(x_BTD, angles))
+        bank, bank_memory = self.publish(x_BTD, span, own.bank)
+        x_BRD, position_BR, angles = x_BTD[:, -span.rows :], span.row_position_BR, angles.last(span.rows)
+        query_BRHC, latent_BRQ = self.query(x_BRD)
+        view = self.look(window_BEC, bank, view, span.rows)
+        found = self.search(latent_BRQ, x_BRD, angles, view)
+        view = view.choose(found.chosen_BRK)
+        learned = self.learn(query_BRHC, found, view, position_BR, angles)
+        update_BRD = self.read(query_BRHC, view, position_BR, angles)
+        return Mixed(update_BRD, LayerMemory(window, bank_memory), self.narrow(view, found), learned)
+
+    def publish(self, x_BTD: Tensor, span: Span, own: BankMemory | None) -> tuple[Bank | None, BankMemory | None]:
+        """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
+        if self.compressor is None or self.indexer is None or own is None:
+            return None, None
+        projected_BEC, pending = own.pending.extend(self.compressor.project(x_BTD))
+        slots = plan_slots(span.position_BT, self.ratio, own.count_B)
+        latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
+        angles = self.rope(slots.position_BG, x_BTD.dtype)
+        entry_BFC, entry = own.entry.place(rotate(latent_BGC, *angles), slots)
+        key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
+        bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, self.rope)
+        return bank, BankMemory(pending, entry, key, None if own.count_B is None else slots.after_B)
+
+    def look(self, window_BEC: Tensor, bank: Bank | None, below: View | None, rows: int) -> View:
+        """What the rows can see: their window, and the bank of the group that this layer starts or belongs to."""
+        if bank is not None:
+            return View(window_BEC, bank.last(rows))
+        if self.role == "window" or below is None:
+            return View(window_BEC)
+        return replace(below.last(rows), window_BEC=window_BEC)
+
+    def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, view: View) -> Found:
+        """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
+        if self.indexer is None or view.bank is None:
+            return Found(view.chosen_BRK)
+        index = self.indexer(latent_BRQ, x_BRD, angles)
+        found = search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
+        tap(f"{self.name}/top_k", found.chosen_BRK)
+        return found
+
+    def narrow(self, view: View, found: Found) -> View:
+        """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""
+        if self.pool_blocks is None or found.index is None or view.bank is None:
+            return view
+        bank = view.bank
+        pool_BRN = candidate_pool(*found.index, bank.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
+        return replace(view, pool_BRN=pool_BRN)

@@ -1,0 +1,128 @@
+"""Multi-stage history aggregation (paper, section 3.1, equations 7 to 10).
+
+    u_1 = h_1,  u_s = [h_s ; r_{s-1}]             what the layer's attention read, and what has been retrieved so far
+    q_s = Query_s(RMSNorm_s(u_s))
+    r_s = r_{s-1} + Output_s(Attn(q_s ; window of the layer, bank entries that the retriever selects))
+
+Nothing is written back to the encoder, so the stages run after it, on what its layers have looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gsm.memory.view import View
+from gsm.nn.attention import Shape
+from gsm.nn.norm import RMSNorm
+from gsm.nn.reader import Reader
+from gsm.nn.rope import Rope
+from gsm.observe import tap
+from gsm.retrievers.base import Retriever
+from gsm.span import Span
+from gsm_kernels import IndexerLoss
+
+
+class Retrieved(NamedTuple):
+    """What the stages retrieved.
+
+    Attributes:
+        increments: one [B, R, D] per stage; their sum is the paper's r.
+        owns: each retriever's memory after the call.
+        learned: per stage, loss and recall of a separate indexer (None: there is none).
+    """
+
+    increments: tuple[Tensor, ...]
+    owns: tuple[Any, ...]
+    learned: list[IndexerLoss | None]
+
+
+class Stage(Reader):
+    """One stage: a query on the window and the bank of its encoder layer.
+
+    Args:
+        dim_in: width of u: D in the first stage, 2D in the others.
+        shape: shared widths.
+        window: W of the encoder layer.
+        rope: rotation of that layer.
+        retriever: which bank entries it reads.
+        name: what its taps are called.
+    """
+
+    def __init__(self, dim_in: int, shape: Shape, *, window: int, rope: Rope, retriever: Retriever, name: str):
+        super().__init__(dim_in, shape, window=window, rope=rope, name=name)
+        self.norm = RMSNorm(dim_in)
+        self.retriever = retriever
+
+    def forward(self, u_BRU: Tensor, span: Span, view: View, own: Any) -> tuple[Tensor, Any, IndexerLoss | None]:
+        """Returns the increment [B, R, D], the retriever's memory, and loss and recall of its indexer."""
+        x_BRU = self.norm(u_BRU)
+        angles = self.rope(span.position_BT, x_BRU.dtype)
+        found, own = self.retriever(x_BRU, view, angles, own)
+        view = view.choose(found.chosen_BRK)
+        query_BRHC, _ = self.query(x_BRU)
+        learned = self.learn(query_BRHC, found, view, span.position_BT, angles)
+        if found.chosen_BRK is not None:
+            tap(f"{self.name}/top_k", found.chosen_BRK)
+        increment_BRD = self.read(query_BRHC, view, span.position_BT, angles)
+        tap(f"{self.name}/increment", increment_BRD)
+        return increment_BRD, own, learned
+
+
+class Aggregation(nn.Module):
+    """All stages in order.
+
+    Args:
+        layers: the encoder layers that the stages belong to, from 1; [] for none.
+        shape: shared widths.
+        window: W of the encoder.
+        top_k: entries that a retriever selects (K).
+        rope: rotation in the encoder's layers with a bank.
+        retriever: called with ``dim_in, shape, top_k=...`` for every stage.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        shape: Shape,
+        *,
+        window: int,
+        top_k: int,
+        rope: Rope,
+        retriever: Callable[..., Retriever],
+    ):
+        super().__init__()
+        self.layers = tuple(layers)
+        self.stages = nn.ModuleList()
+        for number in range(1, len(self.layers) + 1):
+            dim_in = shape.dim if number == 1 else 2 * shape.dim
+            one = retriever(dim_in, shape, top_k=top_k)
+            self.stages.append(Stage(dim_in, shape, window=window, rope=rope, retriever=one, name=f"stage/{number}"))
+
+    def start(self, batch: int) -> tuple[Any, ...]:
+        """Empty memories of all retrievers."""
+        return tuple(stage.retriever.start(batch) for stage in self.stages)
+
+    def forward(self, entered: list[Tensor], views: list[View], span: Span, owns: Sequence[Any]) -> Retrieved:
+        """Runs the stages for the given rows.
+
+        Args:
+            entered: what each encoder layer's attention read from the streams, [B, T, D].
+            views: what each encoder layer looked at.
+            span: the rows that the state is written for.
+            owns: memory of each retriever.
+        """
+        increments, after, learned = [], [], []
+        retrieved_BRD = None
+        for stage, layer, own in zip(self.stages, self.layers, owns, strict=True):
+            h_BRD = entered[layer - 1][:, -span.rows :]
+            u_BRU = h_BRD if retrieved_BRD is None else torch.cat([h_BRD, retrieved_BRD], dim=-1)
+            increment_BRD, own, loss = stage(u_BRU, span, views[layer - 1].last(span.rows), own)
+            retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
+            increments.append(increment_BRD)
+            after.append(own)
+            learned.append(loss)
+        return Retrieved(tuple(increments), tuple(after), learned)

@@ -1,0 +1,128 @@
+"""The paper's baseline: the text backbone of DeepSeek-V4.1-Flash at small scale (causal encoder-decoder, CSA2).
+
+    tokens -> embedding -> encoder layer 1 .. L_E -> decoder layer 1 .. L_D -> norm -> head -> logits
+                              banks at ratio m          one bank at ratio 1, built by the first decoder layer (Full) from the encoder's
+                                                        output; Reindex layers select from it anew, Reuse layers take that over
+
+The same encoder as GSM's, no stages and no shared state: every decoder layer keeps a window of its own, and the bank grows with the
+history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from gsm.memory.memory import FORGETFUL, Memory
+from gsm.mixers.sparse import Role, SparseAttention
+from gsm.models.base import LanguageModel, Trace
+from gsm.models.encoder import build_encoder
+from gsm.models.geometry import Geometry, check_layers
+from gsm.models.schedule import baseline_rows
+from gsm.models.stack import Stack
+from gsm.nn.block import Block
+from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.residual import HyperConnection, Streams
+from gsm.span import Span
+
+
+class Baseline(LanguageModel):
+    """DeepSeek-V4.1-Flash-like encoder-decoder.
+
+    Args:
+        geometry: widths and depths.
+        candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks of 8 entries, which
+            the Full layer publishes; off in main training (a no-op there, and introduced after pre-training in the release).
+        residual: called with the width for every site.
+        feed_forward: called with width and hidden width for every block.
+        indexer_weight: weight of the indexers' loss.
+        recompute: recompute activations of every block in the backward pass.
+
+    Raises:
+        ValueError: for decoder roles that do not fit the decoder.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        candidate_pool: bool = False,
+        residual: Callable[[int], nn.Module] = HyperConnection,
+        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        indexer_weight: float = 1.0,
+        recompute: bool = False,
+    ):
+        super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
+        self.geometry = geometry
+
+        def block(attention: nn.Module) -> Block:
+            return Block(
+                geometry.dim,
+                attention,
+                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
+                residual=residual,
+            )
+
+        self.encoder = build_encoder(geometry, block, recompute=recompute)
+        shape, rope = geometry.shape(), geometry.bank_rope()
+        blocks = []
+        for layer, role in enumerate(decoder_roles(geometry), geometry.encoder_layers + 1):
+            attention = SparseAttention(
+                shape,
+                role,
+                window=geometry.window,
+                top_k=geometry.top_k,
+                ratio=geometry.decoder_ratio,
+                rope=rope,
+                name=f"decoder/{layer}",
+                pool_blocks=geometry.candidate_blocks if candidate_pool and role == "full" else None,
+            )
+            blocks.append(block(attention))
+        self.decoder = Stack(blocks, recompute=recompute)
+        self.streams = self.encoder.blocks[0].attention_residual.streams
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        """From embedded tokens to the last layer's output for the rows asked for."""
+        geometry = self.geometry
+        rows = baseline_rows(
+            x_BTD.shape[1],
+            span.rows,
+            encoder_layers=geometry.encoder_layers,
+            decoder_layers=geometry.decoder_layers,
+            window=geometry.window,
+        )
+        encoded = self.encoder(Streams.copies(x_BTD, self.streams), span, rows.encoder, memory.encoder)
+        decoded = self.decoder(encoded.streams, encoded.span, rows.decoder, memory.decoder)
+        learned = [
+            (f"{half}{layer}", one)
+            for half, stack, first in (("encoder", encoded, 1), ("decoder", decoded, geometry.encoder_layers + 1))
+            for layer, one in enumerate(stack.learned, first)
+            if one is not None
+        ]
+        return Trace(decoded.streams.mixed(), replace(memory, encoder=encoded.owns, decoder=decoded.owns), learned)
+
+    def empty_memory(self, batch: int) -> dict:
+        """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""
+        return {
+            half: tuple(block.attention.start(batch, half) for block in stack.blocks)
+            for half, stack in (("encoder", self.encoder), ("decoder", self.decoder))
+        }
+
+    def forgetful_memory(self) -> dict:
+        """The same, keeping nothing."""
+        return {"encoder": (FORGETFUL,) * len(self.encoder.blocks), "decoder": (FORGETFUL,) * len(self.decoder.blocks)}
+
+
+def decoder_roles(geometry: Geometry) -> list[Role]:
+    """Full, Reindex or Reuse for each decoder layer. Raises ValueError unless the Full layer is the decoder's first."""
+    first, last = geometry.encoder_layers + 1, geometry.depth
+    if geometry.decoder_full != first:
+        raise ValueError(
+            f"decoder_full must be the first decoder layer, {first}, because its bank holds the encoder's output; "
+            f"got {geometry.decoder_full}"
+        )
+    check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)
+    roles: dict[int, Role] = {first: "full"} | {layer: "reindex" for layer in geometry.decoder_reindex}
+    return [roles.get(layer, "reuse") for layer in range(first, last + 1)]

@@ -1,0 +1,37 @@
+"""The causal encoder that GSM and the baseline share: window-only layers, then groups of layers around a bank (DeepSeek-V4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from gsm.mixers.sparse import SparseAttention
+from gsm.models.geometry import Geometry
+from gsm.models.stack import Stack
+from gsm.nn.block import Block
+
+
+def build_encoder(geometry: Geometry, block: Callable[[nn.Module], Block], *, recompute: bool = False) -> Stack:
+    """The encoder of a geometry.
+
+    Args:
+        geometry: widths, depths and which layers own a bank.
+        block: wraps an attention into a block.
+        recompute: recompute activations in the backward pass.
+    """
+    shape = geometry.shape()
+    window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()
+    blocks = []
+    for layer, role in enumerate(geometry.encoder_roles(), 1):
+        attention = SparseAttention(
+            shape,
+            role,
+            window=geometry.window,
+            top_k=geometry.top_k,
+            ratio=geometry.encoder_ratio,
+            rope=window_rope if role == "window" else bank_rope,
+            name=f"encoder/{layer}",
+        )
+        blocks.append(block(attention))
+    return Stack(blocks, recompute=recompute)

@@ -1,0 +1,115 @@
+"""The widths and depths of a model: one set per size, shared by all models, so that a comparison is matched by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gsm.mixers.sparse import Role
+from gsm.nn.attention import Shape
+from gsm.nn.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """A size (``configs/size/*.yaml``). Layers are numbered from 1, as in the paper.
+
+    Attributes:
+        vocabulary: rows of the embedding (V), at least the tokenizer's size.
+        context: tokens of a training sequence.
+        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward.
+        encoder_layers, decoder_layers: depth of the two halves.
+        heads, entry_dim, rotary_dim: query heads (H), width of an entry (C), rotated channels of it.
+        query_rank, output_groups, output_rank: low-rank query and grouped low-rank output projection.
+        index_heads, index_dim: heads (J) and width (I) of an indexer.
+        window, top_k: local window (W) and selected bank entries (K).
+        encoder_ratio, decoder_ratio: tokens per bank entry (m) in the encoder, and in the baseline's decoder.
+        bank_layers: encoder layers that own a bank (Full).
+        stages: encoder layers that carry an aggregation stage (GSM).
+        decoder_full, decoder_reindex: decoder layers that build a bank, and that select anew (baseline).
+        candidate_blocks: blocks of 8 entries in the candidate pool, where one is asked for (baseline).
+        rope_base, bank_rope_base: rotation of layers without and with a bank.
+        yarn_factor: scale of the context in layers with a bank; 1: off.
+
+    Raises:
+        ValueError: for a field that cannot be, naming it.
+    """
+
+    vocabulary: int
+    context: int
+    dim: int
+    feed_forward_dim: int
+    encoder_layers: int
+    decoder_layers: int
+    heads: int
+    entry_dim: int
+    rotary_dim: int
+    query_rank: int
+    output_groups: int
+    output_rank: int
+    index_heads: int
+    index_dim: int
+    window: int
+    top_k: int
+    bank_layers: Sequence[int]
+    stages: Sequence[int]
+    decoder_full: int
+    decoder_reindex: Sequence[int]
+    candidate_blocks: int
+    encoder_ratio: int = 2
+    decoder_ratio: int = 1
+    rope_base: float = 10_000.0
+    bank_rope_base: float = 160_000.0
+    yarn_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.heads % self.output_groups:
+            raise ValueError(f"output_groups {self.output_groups} must divide heads {self.heads}")
+        if self.rotary_dim > min(self.entry_dim, self.index_dim):
+            limit = min(self.entry_dim, self.index_dim)
+            raise ValueError(f"rotary_dim {self.rotary_dim} must fit into entry_dim and index_dim: at most {limit}")
+        check_layers("bank_layers", self.bank_layers, 1, self.encoder_layers)
+        if not self.bank_layers:
+            raise ValueError("bank_layers is empty: at least one encoder layer must own a bank")
+
+    @property
+    def depth(self) -> int:
+        """Layers of encoder and decoder together."""
+        return self.encoder_layers + self.decoder_layers
+
+    def shape(self) -> Shape:
+        """The widths that attention layers share."""
+        return Shape(**{name: getattr(self, name) for name in Shape.__dataclass_fields__})
+
+    def window_rope(self) -> Rope:
+        """Rotation in window-only layers and in GSM's decoder: short base, never YaRN."""
+        return Rope(self.rotary_dim, base=self.rope_base)
+
+    def bank_rope(self) -> Rope:
+        """Rotation in layers with a bank, and in the stages."""
+        return Rope(self.rotary_dim, base=self.bank_rope_base, factor=self.yarn_factor, original=self.context)
+
+    def encoder_roles(self) -> list[Role]:
+        """Window-only layers first, then groups that a Full layer leads."""
+        first = min(self.bank_layers)
+        layers = range(1, self.encoder_layers + 1)
+        return ["full" if i in self.bank_layers else "window" if i < first else "reuse" for i in layers]
+
+
+def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> None:
+    """Raises ValueError unless ``layers`` ascend inside [first, last]."""
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"{field} {list(layers)} must ascend without repetition")
+    outside = [layer for layer in layers if not first <= layer <= last]
+    if outside:
+        raise ValueError(f"{field} {outside} lie outside of layers {first} to {last}")
+
+
+_POSITIVE = (
+    "vocabulary context dim feed_forward_dim encoder_layers decoder_layers heads entry_dim rotary_dim query_rank output_groups "
+    "output_rank index_heads index_dim window top_k candidate_blocks encoder_ratio decoder_ratio"
+).split()

@@ -1,0 +1,164 @@
+"""GSM, the Global State Model (paper, section 3): an encoder that retrieves history in stages, one shared state, a decoder that reads it.
+
+    tokens -> embedding -> encoder layer 1 .. L_E ----------------------> e --.
+                             |  window, bank, Top-K of the stage layers       |
+                             '-> stage 1 -> .. -> stage S: increments -------- writer -> z ---> state: the last M entries
+                                                                                         |              |
+                                 logits <- head <- norm <- decoder layer 1 .. L_D <-----'   <----------'  read by every layer
+
+The encoder keeps the history; the decoder owns no entries, no index and no cache: every one of its layers reads the same M entries with a
+new query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gsm.memory.memory import FORGETFUL, Memory
+from gsm.memory.store import FORGET
+from gsm.memory.view import View
+from gsm.mixers.state import StateAttention
+from gsm.models.aggregation import Aggregation
+from gsm.models.base import LanguageModel, Trace
+from gsm.models.encoder import build_encoder
+from gsm.models.geometry import Geometry
+from gsm.models.schedule import gsm_rows
+from gsm.models.stack import Stack
+from gsm.nn.block import Block
+from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.residual import HyperConnection, Streams
+from gsm.retrievers.base import Retriever
+from gsm.retrievers.shared_topk import SharedTopK
+from gsm.span import Span
+from gsm.writers.additive import Additive
+from gsm.writers.base import StateWriter
+
+
+class GSM(LanguageModel):
+    """The Global State Model.
+
+    Args:
+        geometry: widths and depths.
+        stages: encoder layers that carry an aggregation stage; None: those of the geometry, []: no aggregation.
+        state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
+        retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=...``.
+        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=...``.
+        residual: called with the width for every site.
+        feed_forward: called with width and hidden width for every block.
+        indexer_weight: weight of the indexers' loss.
+        recompute: recompute activations of every block in the backward pass.
+
+    Raises:
+        ValueError: for stages on layers that do not exist or have no bank, or a state without entries.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        stages: Sequence[int] | None = None,
+        state_size: int | None = None,
+        retriever: Callable[..., Retriever] = SharedTopK,
+        writer: Callable[..., StateWriter] = Additive,
+        residual: Callable[[int], nn.Module] = HyperConnection,
+        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        indexer_weight: float = 1.0,
+        recompute: bool = False,
+    ):
+        super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
+        self.geometry = geometry
+        self.state_size = geometry.window + geometry.top_k if state_size is None else state_size
+        if self.state_size < 1:
+            raise ValueError(f"state_size must be at least 1 entry, got {state_size}; null means window + top_k")
+        layers = check_stages(geometry.stages if stages is None else stages, geometry)
+        shape, rope = geometry.shape(), geometry.window_rope()
+
+        def block(attention: nn.Module) -> Block:
+            return Block(
+                geometry.dim,
+                attention,
+                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
+                residual=residual,
+            )
+
+        self.encoder = build_encoder(geometry, block, recompute=recompute)
+        self.aggregation = Aggregation(
+            layers, shape, window=geometry.window, top_k=geometry.top_k, rope=geometry.bank_rope(), retriever=retriever
+        )
+        self.writer = writer(shape, state_size=self.state_size, rope=rope)
+        names = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
+        self.decoder = Stack(
+            [block(StateAttention(shape, state_size=self.state_size, rope=rope, name=name)) for name in names],
+            recompute=recompute,
+        )
+        self.streams = self.encoder.blocks[0].attention_residual.streams
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        """From embedded tokens to the decoder's output for the rows asked for."""
+        geometry = self.geometry
+        rows = gsm_rows(
+            x_BTD.shape[1],
+            span.rows,
+            encoder_layers=geometry.encoder_layers,
+            decoder_layers=geometry.decoder_layers,
+            last_bank=max(geometry.bank_layers),
+            window=geometry.window,
+            state_size=self.state_size,
+            reach=self.writer.reach,
+        )
+        encoded = self.encoder(Streams.copies(x_BTD, self.streams), span, rows.encoder, memory.encoder)
+        retrieved = self.aggregation(encoded.entered, encoded.views, encoded.span, memory.stages)
+        z_BRD, state_BEC, state = self.writer(encoded.streams.mixed(), retrieved.increments, encoded.span, memory.state)
+        decoded = self.decoder(
+            Streams.copies(z_BRD[:, -span.rows :], self.streams),
+            encoded.span.last(span.rows).cut(),
+            rows.decoder,
+            [None] * geometry.decoder_layers,
+            View(state_BEC),
+        )
+        learned = [(f"encoder{i}", one) for i, one in enumerate(encoded.learned, 1) if one is not None]
+        learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
+        after = replace(memory, encoder=encoded.owns, stages=retrieved.owns, state=state)
+        return Trace(decoded.streams.mixed(), after, learned, self._norms(retrieved.increments))
+
+    def empty_memory(self, batch: int) -> dict:
+        """Windows and banks of the encoder, index keys of separate indexers, and the shared state. The decoder has nothing."""
+        return {
+            "encoder": tuple(block.attention.start(batch, "encoder") for block in self.encoder.blocks),
+            "stages": self.aggregation.start(batch),
+            "state": self.writer.start(batch),
+        }
+
+    def forgetful_memory(self) -> dict:
+        """The same, keeping nothing."""
+        return {
+            "encoder": (FORGETFUL,) * len(self.encoder.blocks),
+            "stages": (None,) * len(self.aggregation.stages),
+            "state": FORGET,
+        }
+
+    def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """In training: the mean length of what has been retrieved up to each stage."""
+        if not self.training or not increments:
+            return {}
+        retrieved_SBRD = torch.stack(increments).detach().cumsum(dim=0)
+        lengths_S = retrieved_SBRD.norm(dim=-1).mean(dim=(1, 2))
+        return {f"retrieved_norm/stage{i}": length for i, length in enumerate(lengths_S, 1)}
+
+
+def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
+    """The stages as a list. Raises ValueError for one past the encoder, or on a layer that reads no bank."""
+    beyond = [layer for layer in stages if layer > geometry.encoder_layers]
+    if beyond:
+        raise ValueError(f"stages {beyond} exceed the {geometry.encoder_layers} encoder layers")
+    first = min(geometry.bank_layers)
+    bare = [layer for layer in stages if layer < first]
+    if bare:
+        raise ValueError(f"stages {bare} stand on window-only layers, which have no bank; the first layer with one is {first}")
+    if list(stages) != sorted(set(stages)):
+        raise ValueError(f"stages {list(stages)} must ascend without repetition")
+    return list(stages)

@@ -1,0 +1,53 @@
+"""Where a model's parameters are: total, active for one token, and by part."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+# First match wins; the tied head is counted once, as the embedding.
+_PARTS = (
+    ("embedding", r"^embedding\."),
+    ("aggregation stages", r"^aggregation\."),
+    ("state writer", r"^writer\."),
+    ("hyper-connections", r"_residual\."),
+    ("indexers", r"\.indexer\."),
+    ("bank compressors", r"\.compressor\."),
+    ("window entries", r"\.attention\.window\."),
+    ("query, output, sink", r"\.attention\.(query|output|sink)"),
+    ("feed-forward", r"\.feed_forward\."),
+    ("norms", r"norm\.weight$"),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Parameter counts.
+
+    Attributes:
+        total: all parameters, tied ones once.
+        active: those that take part in the computation of one token.
+        parts: by part; sums to ``total``.
+    """
+
+    total: int
+    active: int
+    parts: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = [f"{name:<22}{count:>15,}{count / self.total:>8.1%}" for name, count in self.parts.items()]
+        return "\n".join([*rows, f"{'total':<22}{self.total:>15,}", f"{'active':<22}{self.active:>15,}"])
+
+
+def count_parameters(model: nn.Module) -> Report:
+    """Counts a model's parameters by part. Raises ValueError for a parameter that belongs to no known part."""
+    parts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = next((part for part, pattern in _PARTS if re.search(pattern, name)), None)
+        if part is None:
+            raise ValueError(f"parameter {name} belongs to no part of the report; add its pattern to gsm.models.report")
+        parts[part] = parts.get(part, 0) + parameter.numel()
+    total = sum(parts.values())
+    return Report(total, total, parts)

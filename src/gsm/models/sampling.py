@@ -1,0 +1,35 @@
+"""From logits to the next token: greedy, temperature, and nucleus sampling (Holtzman et al., 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.shapes import promoted
+
+
+def sample(logits_BV: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+    """Draws one token per sequence, int64 [B].
+
+    Args:
+        logits_BV: scores of the next token.
+        temperature: 0 takes the likeliest; else logits are divided by it.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this.
+        generator: source of randomness on the logits' device.
+
+    Raises:
+        ValueError: for a temperature below 0, or top_p outside of (0, 1].
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    probability_BV = (promoted(logits_BV) / temperature).softmax(dim=-1)
+    if top_p < 1:
+        sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True)
+        # A token stays while the mass before it is below top_p, so that the likeliest always stays.
+        kept_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= top_p, 0)
+        probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, kept_BV)
+    return torch.multinomial(probability_BV, 1, generator=generator)[:, 0]

@@ -1,0 +1,76 @@
+"""A stack of blocks, run row schedule by row schedule. Encoder and decoder of both models are stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gsm.memory.view import View
+from gsm.nn.block import Block
+from gsm.nn.residual import Streams
+from gsm.span import Span
+from gsm_kernels import IndexerLoss
+
+
+@dataclass(frozen=True)
+class StackOutput:
+    """What a stack gives back.
+
+    Attributes:
+        streams: residual streams of the last layer's rows.
+        span: those rows.
+        view: what the last layer looked at.
+        owns: memory of every layer after the call.
+        entered, views: per layer, what its attention read from the streams ([B, T, D]) and what it looked at.
+        learned: per layer, loss and recall of its indexer (None: it has none, or this is not training).
+    """
+
+    streams: Streams
+    span: Span
+    view: View | None
+    owns: tuple[Any, ...]
+    entered: list[Tensor] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+    learned: list[IndexerLoss | None] = field(default_factory=list)
+
+
+class Stack(nn.Module):
+    """Blocks in order.
+
+    Args:
+        blocks: the layers.
+        recompute: run every block a second time in the backward pass instead of keeping its activations (training only).
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, recompute: bool = False):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.recompute = recompute
+
+    def forward(
+        self, streams: Streams, span: Span, rows: Sequence[int], owns: Sequence[Any], view: View | None = None
+    ) -> StackOutput:
+        """Runs every block for its rows.
+
+        Args:
+            streams: residual streams of the new positions.
+            span: these positions.
+            rows: rows of each layer; must not grow upwards.
+            owns: memory of each layer.
+            view: what the first layer may read besides its own window.
+        """
+        outputs = []
+        for block, wanted, own in zip(self.blocks, rows, owns, strict=True):
+            span = span.last(wanted)
+            if self.recompute and self.training:
+                out = checkpoint(block, streams, span, own, view, use_reentrant=False)
+            else:
+                out = block(streams, span, own, view)
+            outputs.append(out)
+            streams, view, span = out.streams, out.view, span.cut()
+        _, entered, after, views, learned = zip(*outputs, strict=True)
+        return StackOutput(streams, span, view, after, list(entered), list(views), list(learned))

@@ -1,0 +1,32 @@
+"""SwiGLU with clamped branches, the dense feed-forward of all models (DeepSeek-V4.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gsm.nn.linear import Linear
+from gsm.shapes import promoted
+
+
+class SwiGLU(nn.Module):
+    """``down( silu(min(gate(x), limit)) * clip(up(x), -limit, limit) )``; the product in at least float32.
+
+    Args:
+        dim: model width.
+        hidden_dim: width between the two maps.
+        limit: the gate is clamped from above, the other branch on both sides.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, limit: float = 10.0):
+        super().__init__()
+        self.limit = limit
+        self.gate = Linear(dim, hidden_dim)
+        self.up = Linear(dim, hidden_dim)
+        self.down = Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [..., dim] to [..., dim]."""
+        gate, up = self.gate(x), self.up(x)
+        hidden = F.silu(promoted(gate).clamp(max=self.limit)) * promoted(up).clamp(-self.limit, self.limit)
+        return self.down(hidden.to(gate.dtype))

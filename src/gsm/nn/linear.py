@@ -1,0 +1,38 @@
+"""Bias-free linear maps with the project's initialisation: normal with variance 1 / fan-in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """``x W^T``; every projection of the models. Initialised so that unit-variance inputs give unit-variance outputs."""
+
+    def __init__(self, dim_in: int, dim_out: int):
+        super().__init__(dim_in, dim_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+
+class GroupedLinear(nn.Module):
+    """Several small linear maps side by side: group g of the input goes through its own matrix.
+
+    Args:
+        groups: number of groups; must divide ``dim_in``.
+        dim_in: width of the whole input.
+        rank: outputs of each group.
+    """
+
+    def __init__(self, groups: int, dim_in: int, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, rank, dim_in // groups))
+        nn.init.normal_(self.weight, std=(dim_in // groups) ** -0.5)
+
+    def forward(self, x_BRD: Tensor) -> Tensor:
+        """Maps [..., dim_in] to [..., groups * rank]."""
+        groups, _, width = self.weight.shape
+        split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
+        return torch.bmm(split, self.weight.to(split.dtype).mT).transpose(0, 1).reshape(*x_BRD.shape[:-1], -1)

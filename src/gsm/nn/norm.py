@@ -1,0 +1,28 @@
+"""RMSNorm over the last dimension (Zhang and Sennrich, 2019), computed in at least float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gsm.shapes import promoted
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight``, in the dtype of ``x``.
+
+    Args:
+        dim: size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        wide = promoted(x)
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)

@@ -1,0 +1,117 @@
+"""What all attention of the models has in common: a query, a sink, an output projection, and how they read what a layer sees.
+
+Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in where the entries come from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gsm.memory.view import Bank, View
+from gsm.nn.attention import IndexQuery, Output, Query, Shape
+from gsm.nn.rope import Angles, Rope
+from gsm.observe import tap
+from gsm.shapes import promoted
+from gsm_kernels import attend, attend_band, index_top_k, indexer_kl, rotate
+from gsm_kernels import IndexerLoss
+
+
+class Found(NamedTuple):
+    """The result of a search in a bank.
+
+    Attributes:
+        chosen_BRK: int64, selected slots, -1 for none (None: there is no bank).
+        index, key_BFI: what an indexer searched with, for its loss (None: nothing was searched, or nothing can be learned).
+    """
+
+    chosen_BRK: Tensor | None
+    index: IndexQuery | None = None
+    key_BFI: Tensor | None = None
+
+
+def search_bank(index: IndexQuery, bank: Bank, key_BFI: Tensor, top_k: int, pool_BRN: Tensor | None = None) -> Found:
+    """The best ``top_k`` visible slots of a bank for every row, ascending; ties go to the lowest slot."""
+    chosen_BRK = index_top_k(*index, key_BFI, bank.first_BR, bank.last_BR, top_k, pool_BRN)
+    return Found(chosen_BRK, index, key_BFI)
+
+
+class Reader(nn.Module):
+    """Query, sink and output projection of one attention (the paper's Query, Attn and Output).
+
+    Args:
+        dim_in: width of the query's input.
+        shape: shared widths.
+        window: entries of the window that a row sees, itself included.
+        rope: rotation of queries and outputs; that of the entries.
+        name: what its taps are called, e.g. ``encoder/3``.
+    """
+
+    # Above this many new tokens the teacher of an indexer looks at the selected slots alone.
+    dense_teacher_limit = 4096
+
+    def __init__(self, dim_in: int, shape: Shape, *, window: int, rope: Rope, name: str):
+        super().__init__()
+        self.window_size, self.rope, self.name = window, rope, name
+        self.query = Query(dim_in, shape)
+        self.sink = nn.Parameter(torch.zeros(shape.heads))
+        self.output = Output(shape)
+
+    def read(self, query_BRHC: Tensor, view: View, position_BR: Tensor, angles: Angles) -> Tensor:
+        """One softmax over window and selected slots, with the sink in the denominator; then the output projection. [B, R, D]."""
+        looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
+        tap(f"{self.name}/weights", lambda: attention_weights(*looked_at))
+        band = (view.window_BEC, position_BR, self.window_size, self.sink, *angles)
+        if view.bank is None or view.chosen_BRK is None:
+            return self.output(attend_band(query_BRHC, *band))
+        return self.output(attend(query_BRHC, *band, view.bank.entry_BFC, view.chosen_BRK))
+
+    def learn(self, query_BRHC: Tensor, found: Found, view: View, position_BR: Tensor, angles: Angles) -> IndexerLoss | None:
+        """KL of an indexer's distribution to the mass that this attention puts on the bank; None when there is nothing to learn from."""
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        if found.index is None or found.key_BFI is None or found.chosen_BRK is None or view.bank is None:
+            return None
+        return indexer_kl(
+            query_BRHC,
+            view.window_BEC,
+            position_BR,
+            self.window_size,
+            self.sink,
+            *angles,
+            view.bank.entry_BFC,
+            view.bank.first_BR,
+            view.bank.last_BR,
+            found.chosen_BRK,
+            *found.index,
+            found.key_BFI,
+            dense=position_BR.shape[1] <= self.dense_teacher_limit,
+            pool_BRN=view.pool_BRN,
+        )
+
+
+def attention_weights(
+    query_BRHC: Tensor, view: View, position_BR: Tensor, window: int, sink_H: Tensor, angles: Angles
+) -> Tensor:
+    """Attention weights for looking at, not for computing with: the kernels never form them.
+
+    Returns:
+        weights_BRHE: over the window (oldest first, ``window`` places), then the selected slots, then the sink. Rows sum to 1.
+    """
+    query_BRHC = promoted(rotate(query_BRHC, *angles))
+    rows, stored = query_BRHC.shape[1], view.window_BEC.shape[1]
+    row_R = torch.arange(stored - rows, stored, device=query_BRHC.device)
+    back_W = torch.arange(window - 1, -1, -1, device=query_BRHC.device)
+    index_RW = row_R[:, None] - back_W
+    entry_BRKC = view.window_BEC[:, index_RW.clamp(min=0)]
+    seen_BRK = back_W <= position_BR[..., None]
+    if view.bank is not None and view.chosen_BRK is not None and view.bank.entry_BFC.shape[1]:
+        row_BRK = view.chosen_BRK.clamp(min=0)
+        picked_BRKC = view.bank.entry_BFC[torch.arange(len(row_BRK), device=row_BRK.device)[:, None, None], row_BRK]
+        entry_BRKC, seen_BRK = torch.cat([entry_BRKC, picked_BRKC], 2), torch.cat([seen_BRK, view.chosen_BRK >= 0], 2)
+    logit_BRHK = torch.einsum("brhc,brkc->brhk", query_BRHC, promoted(entry_BRKC)) * query_BRHC.shape[-1] ** -0.5
+    logit_BRHK = logit_BRHK.masked_fill(~seen_BRK[:, :, None], float("-inf"))
+    sink_BRH1 = promoted(sink_H)[:, None].expand(*logit_BRHK.shape[:3], 1)
+    return torch.cat([logit_BRHK, sink_BRH1], dim=-1).softmax(dim=-1)

@@ -1,0 +1,72 @@
+"""Rotary positions: angles of the rotated channel pairs, with YaRN for contexts beyond the trained one.
+
+Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2024), used here as DeepSeek-V4.1 does: adjacent pairs, only the last
+channels of a head, frequencies only (no attention temperature). The rotation itself is ``gsm_kernels.rotate``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of every rotated pair, at least float32."""
+
+    cos_BTP: Tensor
+    sin_BTP: Tensor
+
+    def last(self, rows: int) -> Angles:
+        """Those of the last ``rows`` positions."""
+        return Angles(self.cos_BTP[:, -rows:], self.sin_BTP[:, -rows:])
+
+
+class Rope:
+    """Angles ``position * base ** (-2 i / channels)`` for the pairs i.
+
+    Not a module: it owns no tensor that a change of dtype could round. The table is made on the device of the positions.
+
+    Args:
+        channels: number of rotated channels, even.
+        base: 160,000 in layers with a bank, 10,000 in window-only layers and in GSM's decoder.
+        factor: YaRN's scale of the context; 1 switches YaRN off.
+        original: trained context in tokens that YaRN starts from.
+
+    Raises:
+        ValueError: for an odd number of channels, or a factor below 1.
+    """
+
+    def __init__(self, channels: int, *, base: float, factor: float = 1.0, original: int = 4096):
+        if channels % 2:
+            raise ValueError(f"rotary_dim must be even because channels are rotated in pairs, got {channels}")
+        if factor < 1:
+            raise ValueError(f"yarn_factor must be at least 1 (1: off), got {factor}")
+        self.channels, self.base, self.factor, self.original = channels, base, factor, original
+
+    def __call__(self, position_BT: Tensor, dtype: torch.dtype) -> Angles:
+        """Angles at the given positions, for tensors of ``dtype``: float64 for float64, else float32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        angle_BTP = position_BT.to(wide)[..., None] * self.frequencies(position_BT.device, wide)
+        return Angles(angle_BTP.cos(), angle_BTP.sin())
+
+    def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Radians per position of every pair, with YaRN's interpolation of the slow ones."""
+        pair_P = torch.arange(self.channels // 2, device=device, dtype=dtype)
+        theta_P = self.base ** (-2 * pair_P / self.channels)
+        if self.factor == 1:
+            return theta_P
+        low, high = self.correction_range()
+        slow_P = ((pair_P - low) / (high - low)).clamp(0, 1)
+        return theta_P * (1 - slow_P) + theta_P / self.factor * slow_P
+
+    def correction_range(self, fast: float = 32.0, slow: float = 1.0) -> tuple[int, int]:
+        """YaRN's first and last interpolated pair: those that turn ``fast`` and ``slow`` times over the original context."""
+
+        def pair(turns: float) -> float:
+            return self.channels * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
+
+        low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), self.channels - 1)
+        return low, max(high, low + 1)

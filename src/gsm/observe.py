@@ -1,0 +1,85 @@
+"""Named taps: a model says what may be looked at, and pays nothing until somebody looks.
+
+    tap("stage/2/weights", weights_BRHK)                  # in the model: does nothing ...
+
+    with record("stage/*", "state/entries") as seen:      # ... until somebody listens
+        model(tokens)
+    seen["stage/2/weights"]                               # the tensor of the last call
+    seen.all("stage/2/weights")                           # of every call, in order: chunks, decoded tokens
+
+After the named probes of facebookresearch/lingua; here they nest, choose by pattern, and vanish under `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+_listening: list[Seen] = []
+
+
+def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
+    """Show a tensor to whoever records under this name.
+
+    What is costly to make, such as attention weights that a kernel never writes down, is given as a function: it is
+    called only when somebody listens, and then once.
+    """
+    if _listening:
+        _show(name, value)
+
+
+@contextmanager
+def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
+    """Record every tap whose name matches one of the patterns, all of them if there is none.
+
+    Patterns are those of the shell, and `*` also crosses slashes: `"stage/*"` matches `"stage/2/weights"`. Recordings
+    nest; each gets what it asks for. Tensors are detached copies, so that a memory that is overwritten in place later
+    does not change what was seen; `detach=False` keeps the tensors themselves, with their graph, to ask autograd about.
+
+    A compiled model is compiled once more when somebody starts to listen, and breaks its graph at every tap; one that
+    was compiled with `fullgraph=True` refuses to: record from the model as it was before `torch.compile`.
+    """
+    seen = Seen(patterns, detach)
+    _listening.append(seen)
+    try:
+        yield seen
+    finally:
+        _listening[:] = [other for other in _listening if other is not seen]
+
+
+class Seen(dict[str, Tensor]):
+    """What a recording saw: name -> the last tensor of that name; `all(name)` -> each of them, in order."""
+
+    def __init__(self, patterns: tuple[str, ...] = (), detach: bool = True) -> None:
+        super().__init__()
+        self.patterns = patterns
+        self.detach = detach
+        self._history: dict[str, list[Tensor]] = {}
+
+    def all(self, name: str) -> list[Tensor]:
+        """Every tensor seen under this name, in order. Raises KeyError, which lists the names seen, for any other."""
+        return self._history[name] if name in self._history else self.__missing__(name)
+
+    def wants(self, name: str) -> bool:
+        return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self[name] = tensor.detach().clone() if self.detach else tensor
+        self._history.setdefault(name, []).append(self[name])
+
+    def __missing__(self, name: str):
+        raise KeyError(f"no tap named {name!r} was seen; seen: {', '.join(sorted(self)) or 'nothing'}")
+
+
+@torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
+def _show(name: str, value: Tensor | Callable[[], Tensor]) -> None:
+    wanting = [seen for seen in _listening if seen.wants(name)]
+    if not wanting:
+        return
+    tensor = value() if callable(value) else value
+    for seen in wanting:
+        seen.add(name, tensor)

@@ -1,0 +1,57 @@
+"""Where the repository lies, and how to keep its root off the import path.
+
+`python train.py` puts the repository root on `sys.path`. The root holds a folder `kernels/`, and the import system
+takes any folder for a (namespace) package: `import kernels` would answer with ours where the optional package of that
+name by Hugging Face is meant, which transformers looks for when it is imported. Nothing is ever imported from the root,
+so scripts, notebooks and tests drop it first of all:
+
+    from gsm.paths import hide_root
+
+    hide_root()
+
+This is also why `kernels/` must never get an `__init__.py`: a regular package would hide the real one everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository, seen from an editable install; see `configs` for what happens without one."""
+
+
+def hide_root() -> None:
+    """Drop the repository root from `sys.path`, however it is spelt, so that no folder in it is taken for a package."""
+    sys.path[:] = [entry for entry in sys.path if not _is_root(entry)]
+
+
+def configs() -> Path:
+    """Return the folder of the yaml files.
+
+    Raises FileNotFoundError when gsm runs from a wheel: the configs are files to edit, so they stay in the repository.
+    """
+    folder = ROOT / "configs"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"no folder {folder}: gsm was installed without its configs; "
+            "clone the repository and run `pip install -e .` in it"
+        )
+    return folder
+
+
+def variants(group: str) -> list[str]:
+    """Return the names of the yaml files of one group, sorted: `variants("model/writer")` gives `["additive", ...]`.
+
+    Raises ValueError for a group that does not exist.
+    """
+    folder = configs() / group
+    if not folder.is_dir():
+        raise ValueError(f"config group {group!r} not found: {folder} is not a folder")
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def _is_root(entry: str) -> bool:
+    """An empty entry stands for the current folder, as in `python -c` and in notebooks."""
+    return os.path.realpath(entry or os.curdir) == str(ROOT)

@@ -1,0 +1,43 @@
+"""The paper's ablation: every stage has an indexer of its own over the same bank (section 4.5.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gsm.memory.store import FORGET, Column, ColumnStore
+from gsm.memory.view import View
+from gsm.nn.attention import Indexer, Shape
+from gsm.nn.reader import Found, search_bank
+from gsm.nn.rope import Angles
+from gsm.retrievers.base import Retriever
+
+
+class SeparateIndexer(Retriever):
+    """Searches with its own index queries, weights and keys; the keys are made from the bank's latents before rotation.
+
+    Args:
+        dim_in: width of the stage's query input.
+        shape: shared widths.
+        top_k: entries to select (K).
+    """
+
+    def __init__(self, dim_in: int, shape: Shape, *, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+        self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
+
+    def start(self, batch: int) -> Column:
+        """No index keys yet."""
+        like = self.indexer.query.weight
+        return Column.empty("index_keys", like.new_empty(batch, self.indexer.width))
+
+    def forward(
+        self, x_BRU: Tensor, view: View, angles: Angles, own: ColumnStore | None
+    ) -> tuple[Found, ColumnStore | None]:
+        """The K best visible slots by this indexer's own scores; without a bank, nothing."""
+        bank = view.bank
+        if bank is None:
+            return Found(None), own
+        new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.rope(bank.slots.position_BG, bank.latent_BGC.dtype)))
+        key_BFI, own = (FORGET if own is None else own).place(new_BGI, bank.slots)
+        return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), own

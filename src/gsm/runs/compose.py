@@ -1,0 +1,204 @@
+"""Configurations from Python, and the check of those from the command line: `check` says what is wrong in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gsm import paths
+from gsm.runs.check import ConfigError, check, parameters, unknown
+
+
+def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = ()) -> dict[str, Any]:
+    """The configuration that ``python train.py`` would run with, resolved, as plain containers.
+
+    Args:
+        overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
+        directories: folders of yaml files besides ``configs/``.
+
+    Raises:
+        ConfigError: an unknown key or variant, or a value that does not fit.
+    """
+    overrides = list(overrides)
+    check_overrides(overrides, directories)
+    with _composed(overrides, directories) as composed:
+        return finish(composed, composed.hydra.runtime.choices, directories)
+
+
+def finish(config: DictConfig, choices: Mapping[str, str], directories: Sequence[Path] = ()) -> dict[str, Any]:
+    """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
+
+    ``HydraConfig`` has to be set, as it is inside a job, since the configuration refers to it. Raises ConfigError.
+    """
+    chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
+    plain = _resolve(config)
+    groups = [f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice]
+    with _composed(groups, directories) as composed:
+        reference = OmegaConf.to_container(composed, resolve=False)
+    check(plain, {**reference, "choices": {}}, _folders(directories))
+    return {**plain, "choices": chosen}
+
+
+def from_job(config: DictConfig) -> dict[str, Any]:
+    """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
+    runtime = HydraConfig.get().runtime
+    sources = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    return finish(config, runtime.choices, [path for path in sources if path != paths.configs()])
+
+
+def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = ()) -> None:
+    """Checks what stands on a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
+    parsed = _parse(overrides)
+    groups = _groups(_folders(directories))
+    for override in parsed:
+        _check_choice(override, groups)
+    first = [line for override in parsed if (line := _first_choice(override, groups))]
+    with _composed(first, directories) as composed:
+        for override in parsed:
+            if override.key_or_group not in groups and not override.is_add():
+                _check_key(override.key_or_group, composed, groups)
+
+
+@contextlib.contextmanager
+def _composed(overrides: Sequence[str], directories: Sequence[Path]) -> Iterator[DictConfig]:
+    """Hydra's composition, its own node included; what it changes globally is put back."""
+    register_resolvers()
+    state, main = HydraConfig.instance(), GlobalHydra.instance()
+    before, main_before = state.cfg, main.hydra
+    main.clear()  # inside a job Hydra is at work already, and there is only one
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in directories)}]"] if directories else []
+    try:
+        with hydra.initialize_config_dir(str(paths.configs()), version_base="1.3"):
+            composed = hydra.compose("train", [*overrides, *search], return_hydra_config=True)
+        state.set_config(composed)
+        yield composed
+    except MissingConfigException as error:
+        raise _missing(error, directories) from error
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    finally:
+        state.cfg, main.hydra = before, main_before
+
+
+def register_resolvers() -> None:
+    """What yaml files may ask for: ``${root:}``, the repository's folder, and ``${precision:}``, the best one here."""
+    OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
+    OmegaConf.register_new_resolver("precision", best_precision, replace=True)
+
+
+def best_precision() -> str:
+    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
+    import torch
+
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if has_bfloat16 else "32-true"
+
+
+def _resolve(config: DictConfig) -> dict[str, Any]:
+    """Plain containers without Hydra's own node. Raises ConfigError for a reference to nothing, or a value left out."""
+    config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {reason}") from error
+    return {str(key): value for key, value in plain.items()}
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for line in overrides:
+        try:
+            parsed.append(parser.parse_override(line))
+        except OverrideParseException as error:
+            raise ConfigError(f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1") from error
+    return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
+
+
+def _folders(directories: Sequence[Path]) -> list[Path]:
+    return [paths.configs(), *directories]
+
+
+def _groups(folders: Sequence[Path]) -> dict[str, set[str]]:
+    """Every group with its variants: the folders below the configs, and the yaml files in them."""
+    groups: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.rglob("*.yaml"):
+            group = file.parent.relative_to(folder).as_posix()
+            if group.split("/")[0] not in (".", "hydra"):
+                groups.setdefault(group, set()).add(file.stem)
+    return groups
+
+
+def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
+    """An override of a group names variants that exist."""
+    key = override.key_or_group
+    if key not in groups:
+        if "/" in key:
+            raise unknown("group", key, groups, "the configuration")
+        if key.replace(".", "/") in groups:
+            group = key.replace(".", "/")
+            raise ConfigError(f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}")
+        return
+    for choice in _choices(override, groups[key]):
+        if choice not in groups[key]:
+            raise unknown("variant", choice, groups[key], f"the group '{key}'")
+
+
+def _choices(override: Override, known: Collection[str]) -> list[str]:
+    """The variants that an override of a group names: one, several in a sweep, or those that fit a pattern."""
+    value = override.value()
+    if value is None or override.is_delete():
+        return []
+    if isinstance(value, Glob):
+        return value.filter(sorted(known))
+    return [str(choice) for choice in override.sweep_string_iterator()] if override.is_sweep_override() else [str(value)]
+
+
+def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | None:
+    """The override of a group with one choice, for composing what the other overrides are checked against."""
+    choices = _choices(override, groups.get(override.key_or_group, ()))
+    if override.key_or_group not in groups or not choices:
+        return None
+    return f"{'+' if override.is_add() else ''}{override.key_or_group}={choices[0]}"
+
+
+def _check_key(key: str, composed: DictConfig, groups: Mapping[str, set[str]]) -> None:
+    """An override of a value names a key that exists; what its mapping takes counts as existing, given a default or not."""
+    node: Any = composed
+    path: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node):
+            return
+        known = {str(name) for name in node if path or name != "hydra"}
+        target = node._get_node("_target_") if "_target_" in node else None
+        taken = parameters(target._value()) if target is not None else {}
+        if part not in known and taken is not None and part not in taken:
+            place = ".".join(path) or "the configuration"
+            candidates = known | set(taken) if path else known | set(groups)
+            raise unknown("key", ".".join([*path, part]), candidates - {"_target_", "_partial_", "_convert_"}, place)
+        if part not in known:
+            raise ConfigError(f"{key} is taken by {target._value()} but has no value yet: write +{key}=")
+        path.append(part)
+        node = node._get_node(part)
+
+
+def _missing(error: MissingConfigException, directories: Sequence[Path]) -> ConfigError:
+    """A variant that a yaml chose, but that does not exist."""
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    groups = _groups(_folders(directories))
+    if group in groups:
+        return unknown("variant", choice, groups[group], f"the group '{group}'", _folders(directories))
+    return ConfigError(" ".join(str(error).split()))

@@ -1,0 +1,158 @@
+"""A training run from its header to its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from gsm.callbacks.hyperparameters import Hyperparameters
+from gsm.callbacks.summary import Summary
+from gsm.data.module import TextData
+from gsm.eval.ngrams import ngram_bits_per_byte
+from gsm.models.base import LanguageModel
+from gsm.runs import report
+from gsm.runs.folder import Start, locked, prepare
+from gsm.runs.load import instantiate, instantiate_model, refusals
+from gsm.task import LanguageModeling
+from gsm_kernels import explain
+
+NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
+MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a training run is made of."""
+
+    config: Mapping[str, Any]
+    data: TextData
+    model: LanguageModel
+    task: LanguageModeling
+    trainer: lightning.Trainer
+    summary: Summary
+
+
+def train(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains as a composed configuration says (``gsm.runs.compose.compose``) and returns what ``summary.json`` holds.
+
+    Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv``, ``summary.json``.
+
+    Raises:
+        ConfigError: a part refuses its values, or another process trains in the same folder.
+        FloatingPointError: the loss is not finite any more.
+    """
+    leads = rank_zero_only.rank == 0
+    with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
+        start = prepare(config, leads)
+        run = assemble(config)
+        if leads:
+            print(report.header(run, start.sentence), flush=True)
+        _fit(run, start)
+        return _conclude(run) if leads else dict(run.summary.facts)
+
+
+def assemble(config: Mapping[str, Any]) -> Run:
+    """Builds all parts. The weights follow from the seed alone, whatever else has drawn random numbers before."""
+    _quiet()
+    lightning.seed_everything(config["seed"], workers=True, verbose=False)
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+    data = instantiate(config["data"], "data")
+    with refusals("data"):
+        data.prepare_data()
+    model = instantiate_model(config, config["seed"])
+    task = LanguageModeling(
+        model,
+        instantiate(config["optimizer"], "optimizer"),
+        config=config,
+        tokenizer=data.tokenizer.to_state(),
+        token_bytes_V=torch.from_numpy(data.tokenizer.token_lengths_V),
+        compile=config["compile"],
+    )
+    summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
+    return Run(config, data, model, task, _trainer(config, model, summary), summary)
+
+
+def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
+    """Lightning's Trainer; every run is long enough to be logged at least once."""
+    callbacks = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
+    callbacks += [Hyperparameters(config, model.parameter_report().total), summary]
+    loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    settings = dict(config["trainer"])
+    if settings["max_steps"] > 0:
+        settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
+    make = instantiate({**settings, "_partial_": True}, "trainer")
+    with refusals("trainer"):
+        return make(callbacks=callbacks, logger=loggers, default_root_dir=config["folder"])
+
+
+def _fit(run: Run, start: Start) -> None:
+    """Trains and validates; the last step is validated and saved like any other that is."""
+    try:
+        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+    except SystemExit as error:  # Lightning's way to end after Ctrl-C
+        saved = (Path(run.config["folder"]) / "checkpoints" / "last.ckpt").is_file()
+        hope = "the same command goes on from its last checkpoint" if saved else "no checkpoint was written yet"
+        raise SystemExit(f"\ninterrupted at step {run.trainer.global_step}; {hope}") from error
+
+
+def _conclude(run: Run) -> dict[str, Any]:
+    """What is found out after training: the sizes of the memory, n-gram models, a sample; printed, and added to the summary."""
+    run.model.to(run.trainer.strategy.root_device).eval()
+    with torch.no_grad():
+        facts = run.summary.add(**_memory(run), **_ngrams(run))
+        sample = report.sample(run.model, run.data) if run.config["sample"] else None
+    print(report.conclusion(run, facts, sample), flush=True)
+    return facts
+
+
+def _facts(config: Mapping[str, Any], data: TextData, model: LanguageModel) -> dict[str, Any]:
+    """What a summary says before anything was measured."""
+    return {
+        "experiment": config["name"],
+        "arm": str(config["arm"]),
+        "seed": config["seed"],
+        "model": config["choices"]["model"],
+        "size": config["choices"]["size"],
+        "choices": config["choices"],
+        "parameters": model.parameter_report().total,
+        "data": data.description(),
+        "kernels": explain(),
+    }
+
+
+def _memory(run: Run) -> dict[str, Any]:
+    """Bytes that the model keeps after reading one context, by kind; ``state_bytes`` is None for a model without a shared state."""
+    tokens_BT = run.data.validation_set[0]["tokens"][None].to(run.trainer.strategy.root_device)
+    memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
+    sizes = memory.breakdown()
+    return {"state_bytes": sizes.get("shared_state"), "memory_bytes": sizes, "memory_after_tokens": tokens_BT.shape[1]}
+
+
+def _ngrams(run: Run) -> dict[str, float | None]:
+    """Bits per byte of n-gram models counted on exactly the tokens that this run has consumed."""
+    sequences = run.trainer.global_step * run.trainer.accumulate_grad_batches * run.trainer.world_size * run.data.batch_size
+    wanted = run.config["ngrams"] and sequences * run.data.context <= MOST_COUNTED
+    consumed, validation = (list(run.data.consumed(sequences)), list(run.data.validation())) if wanted else ([], [])
+    size = {"vocabulary": run.data.tokenizer.vocabulary, "bytes_per_token": run.data.bytes_per_token}
+    return {
+        f"{name}_bits_per_byte": ngram_bits_per_byte(consumed, validation, order=order, **size) if wanted else None
+        for name, order in NGRAMS.items()
+    }
+
+
+def _quiet() -> None:
+    """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated"):
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,127 @@
+"""Models from a name, or from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.errors import InstantiationException
+
+from gsm.data.tokenizer import Tokenizer
+from gsm.models.base import LanguageModel
+from gsm.runs.check import ConfigError, check
+from gsm.runs.compose import compose
+
+
+class CheckpointError(ConfigError):
+    """A file is no checkpoint of this project, or not one that can be used; the message says why."""
+
+
+def build_model(name: str = "gsm", size: str = "nano", overrides: Iterable[str] = (), seed: int | None = None) -> LanguageModel:
+    """A fresh model, as a training run would start with.
+
+    Args:
+        name: a variant of the group ``model``: ``"gsm"``, ``"baseline"``, ...
+        size: a variant of the group ``size``: ``"nano"``, ``"tiny"``, ...
+        overrides: as on the command line: ``["model/retriever=separate_indexer", "model.state_size=64"]``.
+        seed: of the weights; None draws them from PyTorch's global generator. A seed leaves that generator alone.
+
+    Raises:
+        ConfigError: an unknown name or key, or a value that the model refuses.
+    """
+    config = compose([f"model={name}", f"size={size}", *overrides])
+    return instantiate_model(config, seed)
+
+
+def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> LanguageModel:
+    """The trained model of a checkpoint, in evaluation mode.
+
+    Args:
+        path: a ``.ckpt`` file, or the folder of a run, which stands for its ``checkpoints/last.ckpt``.
+        device: where the weights go.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is truncated, no checkpoint of this project, or its configuration no longer fits the code.
+    """
+    checkpoint = read_checkpoint(path)
+    try:
+        model = instantiate_model(checkpoint["hyper_parameters"]["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"the configuration in {path} no longer fits this version of the code: {error}") from error
+    weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items() if key.startswith("model.")}
+    wrong = sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+    if wrong:
+        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {_few(wrong)}")
+    model.load_state_dict(weights)
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises as ``load_model`` does."""
+    state = read_checkpoint(path).get("tokenizer")
+    if not state:
+        raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
+    return Tokenizer.from_state(state)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file."""
+    path = Path(path)
+    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    if not path.is_file():
+        beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        raise FileNotFoundError(f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else ""))
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever its readers meet: RuntimeError, EOFError, UnpicklingError, KeyError, ...
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(f"{path} cannot be read as a checkpoint, it may be truncated: {reason[0] if reason else error!r}") from error
+    config = checkpoint.get("hyper_parameters", {}).get("config") if isinstance(checkpoint, Mapping) else None
+    if not (isinstance(config, Mapping) and "model" in config and "state_dict" in checkpoint):
+        raise CheckpointError(f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration")
+    return dict(checkpoint)
+
+
+def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
+    """The model of a composed configuration. Raises ConfigError with the model's own words where it refuses."""
+    check({"model": config["model"]}, {"model": config["model"]}, [])
+    if seed is None:
+        return instantiate(config["model"], "model")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return instantiate(config["model"], "model")
+
+
+def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
+    """What ``_target_`` makes; an error of the constructor comes out as a ConfigError with the constructor's own sentence."""
+    with refusals(place):
+        return hydra.utils.instantiate(node, **arguments)
+
+
+@contextlib.contextmanager
+def refusals(place: str) -> Iterator[None]:
+    """Turns what a part says against its values into a ConfigError that also names the place."""
+    try:
+        yield
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | TypeError | OSError):
+            raise ConfigError(f"{place}: {cause}") from error
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    return [f"{name} {tuple(weights[name].shape)} for {tuple(shape)}" for name, shape in shapes.items() if weights[name].shape != shape]
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

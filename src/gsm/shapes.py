@@ -1,0 +1,24 @@
+"""The letters that tensor names end in, and the one dtype rule of the project.
+
+A tensor is named after what it holds, then its dimensions: ``retrieved_SBRD`` is one retrieved vector per stage, sequence, row and channel.
+
+    B  sequences in a batch                  T  new positions of a call            R  rows asked for: the last R of the T positions
+    E  entries of a window, stored and new   F  slots of a bank                    G  slots that this call adds to a bank
+    K  bank entries that a query selects     N  candidate blocks of a query        S  aggregation stages
+    D  model width                           H  attention heads                    C  width of an entry (key and value at once)
+    P  rotated channel pairs                 Q  rank of a query                    X  residual streams
+    J  index heads                           I  index width                        V  vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def promoted(x: Tensor) -> Tensor:
+    """``x`` in at least float32: half types are widened, float64 stays what it is.
+
+    Never use ``.float()`` for this: it would silently narrow a float64 model, and the invariants are tested in float64.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,57 @@
+"""Which positions are new in a call, where they stand in their documents, and for how many of them an output is wanted.
+
+Everything that depends on documents follows from document-local positions: documents are contiguous runs, so a position p has exactly
+p predecessors in its document, a window of W reaches min(p, W - 1) entries back, and (p + 1) // m groups of m tokens are finished.
+No layer ever compares document ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """The new positions of a call, as one layer sees them.
+
+    Attributes:
+        position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
+        rows: how many trailing positions this layer has to produce.
+    """
+
+    position_BT: Tensor
+    rows: int
+
+    @property
+    def row_position_BR(self) -> Tensor:
+        """Positions of the rows asked for."""
+        return self.position_BT[:, -self.rows :]
+
+    def last(self, rows: int) -> Span:
+        """Ask for ``rows`` trailing positions (or all there are)."""
+        return replace(self, rows=min(rows, self.position_BT.shape[1]))
+
+    def cut(self) -> Span:
+        """The rows of this layer are the new positions of the next one."""
+        return Span(self.row_position_BR, self.rows)
+
+
+def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:
+    """Positions inside documents, given as contiguous runs of equal ids; id -1 is padding and gets position -1.
+
+    Args:
+        documents_BT: int64 document ids of the new tokens.
+        last_document_B: id of the last token before them (-1: none).
+        last_position_B: its position inside its document (-1: none).
+
+    Returns:
+        position_BT, int64.
+    """
+    previous_BT = torch.cat([last_document_B[:, None], documents_BT[:, :-1]], dim=1)
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    start_BT = torch.where(documents_BT != previous_BT, index_T, -1).cummax(dim=1).values
+    position_BT = torch.where(start_BT >= 0, index_T - start_BT, last_position_B[:, None] + 1 + index_T)
+    return torch.where(documents_BT < 0, -1, position_BT)

@@ -1,0 +1,49 @@
+"""What every test needs before its first import, and the few fixtures they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from gsm.paths import hide_root, variants
+
+hide_root()  # before anything may look for the optional package `kernels` and find our folder of that name
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Read where a kernel is decorated, so it has to be set before the first module that holds one is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+__all__ = ["variants"]  # test modules parametrise over `variants("model/writer")`: a new yaml is tested by being there
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share the cores among the test processes: more threads than cores make every test slower."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same numbers in every order of the tests and in every process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Build and compute in float64 by default, for tests where equality is meant."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

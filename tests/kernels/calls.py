@@ -1,0 +1,126 @@
+"""One small, ordinary call of every operation: arguments by name, for the checks that all of them must pass."""
+
+from __future__ import annotations
+
+import torch
+from oracles import angles, normal, packed_positions, slot_ranges
+from torch import Tensor
+
+
+def attention(batch=2, rows=11, entries=17, heads=4, channels=32, pairs=8, width=5, ratio=2, k=4, padding=2, seed=0):
+    """Arguments of `attend` and the slot ranges of its bank, float64; k slots drawn at random, some of them -1."""
+    position_BE = packed_positions(batch, entries, seed, padding)
+    first, last, slots = slot_ranges(position_BE, ratio)
+    position = position_BE[:, entries - rows :]
+    cos, sin = angles(position, pairs)
+    index = torch.randint(-2, max(slots, 1), (batch, rows, k), generator=torch.Generator().manual_seed(seed))
+    call = {
+        "query_BRHC": normal(batch, rows, heads, channels, seed=seed),
+        "window_BEC": normal(batch, entries, channels, seed=seed + 1),
+        "position_BR": position,
+        "width": width,
+        "sink_H": normal(heads, seed=seed + 2),
+        "cos_BRP": cos,
+        "sin_BRP": sin,
+        "bank_BFC": normal(batch, slots, channels, seed=seed + 3),
+        "index_BRK": index.clamp(min=-1) if slots else index.clamp(max=-1),
+    }
+    return call, {"first_BR": first[:, entries - rows :], "last_BR": last[:, entries - rows :]}
+
+
+def band(**sizes) -> dict:
+    call, _ = attention(**sizes)
+    call["entry_BEC"] = call["window_BEC"]
+    names = ("query_BRHC", "entry_BEC", "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
+    return {name: call[name] for name in names}
+
+
+def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
+    call, ranges = attention(seed=seed, k=k, **sizes)
+    batch, rows = call["position_BR"].shape
+    return {
+        "query_BRJI": normal(batch, rows, heads, width, seed=seed + 4),
+        "weight_BRJ": normal(batch, rows, heads, seed=seed + 5),
+        "key_BFI": normal(batch, call["bank_BFC"].shape[1], width, seed=seed + 6),
+        **ranges,
+        "k": k,
+    }
+
+
+def indexer(seed=0, **sizes) -> dict:
+    call, ranges = attention(seed=seed, **sizes)
+    chosen = selection(seed=seed, **sizes)
+    student = {f"index_{name}": chosen[name] for name in ("query_BRJI", "weight_BRJ", "key_BFI")}
+    index = call.pop("index_BRK")
+    return {**call, **ranges, "index_BRK": index, **student}
+
+
+def hyper_connection(batch=2, rows=5, streams=4, width=6, seed=0) -> dict:
+    numbers = 2 * streams + streams * streams
+    return {
+        "streams_BRXD": normal(batch, rows, streams, width, seed=seed),
+        "update_BRD": normal(batch, rows, width, seed=seed + 1),
+        "phi": normal(numbers, streams * width, seed=seed + 2),
+        "bias": normal(numbers, seed=seed + 3),
+        "scale": normal(3, seed=seed + 4),
+    }
+
+
+def every_call() -> dict[str, dict]:
+    pooled = {k: v for k, v in selection().items() if k != "k"}
+    hyper = hyper_connection()
+    target = torch.tensor([3, -100, 0, 6, 6, 1])
+    return {
+        "attend": attention()[0],
+        "attend_band": band(),
+        "index_top_k": selection(),
+        "candidate_pool": {**pooled, "blocks": 2, "block": 2},
+        "indexer_kl": indexer(),
+        "pool_groups": {
+            "value_BSC": normal(2, 9, 4, seed=1),
+            "gate_BSC": normal(2, 9, 4, seed=2),
+            "end_BF": torch.tensor([[1, 3, 8], [2, 6, -1]]),
+            "ratio": 2,
+        },
+        "mhc_enter": {"streams_BTXD": hyper["streams_BRXD"], "read_BTX": normal(2, 5, 4, seed=9)},
+        "mhc_leave": hyper,
+        "linear_cross_entropy": {"hidden_ND": normal(6, 5), "weight_VD": normal(7, 5, seed=1), "target_N": target},
+    }
+
+
+def cast(call: dict, dtype: torch.dtype) -> dict:
+    """The call with its floating-point tensors in another dtype."""
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+def with_leaves(call: dict) -> dict:
+    """The call with fresh leaves that require a gradient in place of its floating-point tensors, angles excepted."""
+    fixed = ("cos_BRP", "sin_BRP")
+    return {
+        k: v.detach().clone().requires_grad_(k not in fixed) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in call.items()
+    }
+
+
+def outputs(result) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def probe(result) -> Tensor:
+    """A scalar that weighs every differentiable output number differently."""
+    total = 0
+    for seed, out in enumerate(outputs(result)):
+        if out.requires_grad:
+            total = total + (out.to(torch.float64) * normal(*out.shape, seed=50 + seed)).sum()
+    return total
+
+
+def gradients(function, call: dict) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and the gradient of their probe for every floating-point argument (None where nothing flows)."""
+    call = with_leaves(call)
+    result = function(**call)
+    scalar = probe(result)
+    if isinstance(scalar, Tensor):
+        scalar.backward()
+    grads = {k: v.grad for k, v in call.items() if isinstance(v, Tensor) and v.requires_grad}
+    return [out.detach() for out in outputs(result)], grads

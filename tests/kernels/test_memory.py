@@ -1,0 +1,97 @@
+"""No operation may allocate anything of size rows x entries, or rows x vocabulary."""
+
+import gsm_kernels
+import pytest
+import torch
+from calls import cast, with_leaves
+from oracles import angles
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned (views count as what they show)."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+def long_call(rows: int, heads=2, channels=8, k=16, ratio=2):
+    position = torch.arange(rows)[None]
+    cos, sin = angles(position, 2, torch.float32)
+    slots = rows // ratio
+    return {
+        "query_BRHC": torch.randn(1, rows, heads, channels),
+        "window_BEC": torch.randn(1, rows, channels),
+        "position_BR": position,
+        "width": 16,
+        "sink_H": torch.zeros(heads),
+        "cos_BRP": cos,
+        "sin_BRP": sin,
+        "bank_BFC": torch.randn(1, slots, channels),
+        "index_BRK": torch.randint(-1, slots, (1, rows, k)),
+    }
+
+
+def largest(function, call) -> int:
+    call = with_leaves(call)
+    with Largest() as seen:
+        out = function(**call)
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            out.sum().backward()
+    return seen.elements
+
+
+def test_attention_grows_with_rows_times_window_and_selection():
+    rows, heads = 16384, 2
+    limit = 4 * rows * heads * (16 + 16)
+    assert largest(gsm_kernels.attend, long_call(rows, heads)) <= limit < rows * rows // 16
+
+
+def test_top_k_stays_within_its_scratch_memory():
+    rows, slots = 2048, 32768
+    call = {
+        "query_BRJI": torch.randn(1, rows, 1, 4),
+        "weight_BRJ": torch.randn(1, rows, 1),
+        "key_BFI": torch.randn(1, slots, 4),
+        "first_BR": torch.zeros(1, rows, dtype=torch.int64),
+        "last_BR": torch.full((1, rows), slots),
+        "k": 16,
+    }
+    assert largest(gsm_kernels.index_top_k, {k: v[:, :512] if k != "key_BFI" and k != "k" else v for k, v in call.items()}) <= 1 << 22
+
+
+def test_the_indexer_loss_stays_within_its_scratch_memory():
+    rows = 2048
+    call = long_call(rows)
+    slots = call["bank_BFC"].shape[1]
+    last = (call["position_BR"] + 1) // 2
+    index = call.pop("index_BRK")
+    call |= {"first_BR": torch.zeros_like(last), "last_BR": last, "index_BRK": index}
+    call |= {"index_query_BRJI": torch.randn(1, rows, 4, 8), "index_weight_BRJ": torch.randn(1, rows, 4)}
+    call |= {"index_key_BFI": torch.randn(1, slots, 8)}
+    seen = largest(lambda **call: gsm_kernels.indexer_kl(**call).loss, call)
+    assert seen <= (1 << 22) + 16 * rows < 2 * rows * slots * 4
+
+
+def test_the_head_never_holds_all_logits():
+    rows, vocabulary = 4096, 8192
+    call = {"hidden_ND": torch.randn(rows, 4), "weight_VD": torch.randn(vocabulary, 4)}
+    call["target_N"] = torch.randint(0, vocabulary, (rows,))
+    assert largest(gsm_kernels.linear_cross_entropy, cast(call, torch.float32)) <= 1 << 22 < rows * vocabulary
+
+
+@pytest.mark.parametrize("op", ["attend"])
+def test_the_meter_can_fail(op):
+    """A dense masked attention over the same inputs is caught."""
+    call = long_call(4096)
+
+    def dense(query_BRHC, window_BEC, **_):
+        return torch.einsum("brhc,bec->bhre", query_BRHC, window_BEC)
+
+    assert largest(dense, call) > 4 * 4096 * 2 * 32

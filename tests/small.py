@@ -1,0 +1,115 @@
+"""Small float64 models for tests: every variant that has a yaml, with parameters far from their initial values.
+
+Sinks, gates and norms start at values that hide mistakes (a sink of zero, a mixing matrix that is uniform), so all of them are drawn anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from gsm.models.base import LanguageModel
+from gsm.models.baseline import Baseline
+from gsm.models.geometry import Geometry
+from gsm.models.gsm import GSM
+from gsm.nn.residual import HyperConnection
+from gsm.paths import ROOT
+
+GEOMETRY = Geometry(
+    vocabulary=23,
+    context=48,
+    dim=16,
+    feed_forward_dim=24,
+    encoder_layers=4,
+    decoder_layers=4,
+    heads=4,
+    entry_dim=8,
+    rotary_dim=4,
+    query_rank=6,
+    output_groups=2,
+    output_rank=5,
+    index_heads=2,
+    index_dim=6,
+    window=4,
+    top_k=3,
+    bank_layers=[2, 3],
+    stages=[2, 4],
+    decoder_full=5,
+    decoder_reindex=[7],
+    candidate_blocks=1,
+)
+W, K, M, RATIO = GEOMETRY.window, GEOMETRY.top_k, GEOMETRY.window + GEOMETRY.top_k, GEOMETRY.encoder_ratio
+ROUNDS = 3  # of Sinkhorn: what is tested here holds for any number, and 20 would take most of the time
+# Odd and even lengths around the window, the state, K groups of tokens, and beyond everything local.
+LENGTHS = (1, 2, 3, W, W + 1, K * RATIO, M, M + 1, 2 * M + 1, 40, 41)
+
+
+def variant(group: str, name: str):
+    """The partial that a yaml of a group stands for, as the model's constructor receives it."""
+    return instantiate(OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml"), _convert_="all")
+
+
+def names(group: str) -> list[str]:
+    """The variants of a group: its yamls. A new yaml is enrolled in every test by being there."""
+    return sorted(path.stem for path in (ROOT / "configs" / "model" / group).glob("*.yaml"))
+
+
+def cases() -> list[str]:
+    """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
+    gsm = [f"gsm-{slot}={name}" for slot in ("retriever", "writer", "residual") for name in names(slot)]
+    return [*gsm, "gsm-stages=none", "gsm-ratio=3", *(f"baseline-residual={name}" for name in names("residual")), "baseline-pool"]
+
+
+def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
+    """The model of a case, in float64, with all parameters drawn from the seed."""
+    family, _, choice = case.partition("-")
+    slot, _, name = choice.partition("=")
+    geometry = options.pop("geometry", GEOMETRY)
+    if slot == "ratio":
+        geometry = replace(geometry, encoder_ratio=int(name))
+    elif slot == "stages":
+        options["stages"] = []
+    elif slot == "pool":
+        options["candidate_pool"] = True
+    elif slot:
+        options[slot] = variant(slot, name)
+    if name == "mhc" or slot != "residual":
+        options["residual"] = partial(HyperConnection, sinkhorn_rounds=ROUNDS)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = (GSM if family == "gsm" else Baseline)(geometry, **options).double()
+        randomise(model)
+    return model.eval()
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Draws every parameter: matrices around their usual size, everything else visibly away from 0 and 1."""
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if name.endswith("phi"):
+                parameter.normal_(std=0.3)
+            elif name.endswith("scale"):
+                parameter.uniform_(0.5, 1.0)
+            elif parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_()
+
+
+def random_tokens(batch: int, length: int, seed: int = 1) -> Tensor:
+    """int64 [batch, length]."""
+    return torch.randint(GEOMETRY.vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-9) -> None:
+    """Equal up to the tolerance, or a sentence that says where and by how much they are not."""
+    assert got.shape == want.shape, f"{what}: shapes {list(got.shape)} and {list(want.shape)} differ"
+    error = (got - want).abs().max().item() if got.numel() else 0.0
+    assert error <= tolerance, f"{what}: largest difference {error:.3e}, allowed {tolerance:.0e}"

@@ -1,0 +1,174 @@
+"""The corpus, its division into splits, and the cache of what is made from it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_text
+
+from gsm.data import tokens as tokens_module
+from gsm.data.cache import cache_folder, find_or_make
+from gsm.data.corpus import Corpus, _fraction, standard_library
+from gsm.data.tokenizer import Tokenizer
+from gsm.data.tokens import find_or_encode, find_or_train
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.write(tmp_path_factory.mktemp("text"))
+
+
+def test_the_split_of_a_file_hangs_on_its_module_path_alone(text: Path, tmp_path: Path) -> None:
+    before = Corpus(text).files
+    for path in text.glob("*.py"):
+        (tmp_path / path.name).write_text("something else")
+    (tmp_path / "one_more.py").write_text("x")
+    after = Corpus(tmp_path).files
+    assert set(before["validation"]) == set(after["validation"]) - {"one_more.py"}
+
+
+def test_a_module_that_becomes_a_package_stays_in_its_split(tmp_path: Path) -> None:
+    found = []
+    for root, name in ((tmp_path / "one", "email.py"), (tmp_path / "two", "email/__init__.py")):
+        for path in (name, "json/decoder.py", "abc.py", "tomllib/_parser.py"):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text("x")
+        shares = (0.4, 0.5, 0.6, 0.9)
+        found.append([name in Corpus(root, validation_share=share).files["validation"] for share in shares])
+    assert found[0] == found[1]
+    assert set(found[0]) == {False, True}
+
+
+def test_the_hash_is_the_same_on_every_machine() -> None:
+    assert _fraction("json/decoder.py") == pytest.approx(0.3414872287, abs=1e-9)
+
+
+def test_both_splits_are_sorted_disjoint_and_never_empty(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py"):
+        (tmp_path / name).write_text("x")
+    files = Corpus(tmp_path).files
+    assert sorted(files["train"] + files["validation"]) == ["a.py", "b.py"]
+    assert len(files["validation"]) == 1
+
+
+def test_the_standard_library_is_its_core_without_tests_and_installed_packages(tmp_path: Path) -> None:
+    kept = ["abc.py", "json/decoder.py", "unittest/case.py"]
+    left_out = ["test/a.py", "unittest/test/b.py", "ctypes/tests/c.py", "site-packages/torch.py", "idlelib/d.py"]
+    left_out += ["config-3.11-x86_64-linux-gnu/e.py", "_sysconfigdata__linux.py", "json/notes.txt", "empty.py"]
+    for name in kept + left_out:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.py" else "x")
+    files = standard_library(tmp_path).files
+    assert sorted(files["train"] + files["validation"]) == kept
+
+
+def test_bytes_that_are_no_utf8_do_not_stop_anything(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "other.py").write_bytes(b"x")
+    corpus = Corpus(tmp_path)
+    texts = [text for split in corpus.files for text in corpus.documents(split)]
+    assert "# caf\N{REPLACEMENT CHARACTER}\n" in texts
+
+
+@pytest.mark.parametrize("change", ["content", "name"])
+def test_the_digest_notices_another(change: str, tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("xy")
+    before = Corpus(tmp_path).digest
+    assert Corpus(tmp_path).digest == before
+    if change == "content":
+        (tmp_path / "a.py").write_text("yx")
+    else:
+        (tmp_path / "a.py").rename(tmp_path / "c.py")
+    assert Corpus(tmp_path).digest != before
+
+
+def test_a_path_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder; give data.path"):
+        Corpus(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds 0 files.*needs at least 2"):
+        _ = Corpus(tmp_path).files
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "note"])
+def test_a_damaged_cache_is_noticed_and_made_again(
+    damage: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus, tokenizer = Corpus(text), Tokenizer.plain_bytes()
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path)
+    sound = split.path.read_bytes()
+    if damage == "truncated":
+        split.path.write_bytes(sound[:-100])
+    elif damage == "flipped":
+        split.path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    else:
+        split.path.with_name(split.path.name + ".note.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split
+    assert "is damaged" in caplog.text and "is made again" in caplog.text
+    assert split.path.read_bytes() == sound
+
+
+def test_a_damaged_tokenizer_file_is_made_again(text: Path, tmp_path: Path) -> None:
+    first = find_or_train(Corpus(text), 300, tmp_path)
+    (file,) = (path for path in tmp_path.glob("tokenizer-*.json") if "note" not in path.name)
+    file.write_bytes(file.read_bytes()[:1000])
+    assert find_or_train(Corpus(text), 300, tmp_path).digest == first.digest
+
+
+def test_another_division_into_splits_is_another_cache_entry(text: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.plain_bytes()
+    few, many = (Corpus(text, validation_share=share) for share in (0.05, 0.5))
+    assert few.files != many.files, "the test needs two divisions"
+    paths = {find_or_encode(corpus, "train", tokenizer, tmp_path).path for corpus in (few, many)}
+    assert len(paths) == 2
+
+
+def test_two_processes_may_fill_one_cache_at_once(text: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from gsm.data.corpus import Corpus; from gsm.data import tokens\n"
+        "corpus, folder = Corpus(sys.argv[1]), Path(sys.argv[2])\n"
+        "tokenizer = tokens.find_or_train(corpus, 300, folder)\n"
+        "print(tokens.find_or_encode(corpus, 'train', tokenizer, folder).open().sum())"
+    )
+    command = [sys.executable, "-c", code, str(text), str(tmp_path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sums = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sums[0] == sums[1] != ""
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_file_whose_making_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fail(file: Any) -> dict[str, Any]:
+        file.write(b"half")
+        raise RuntimeError("the disk went away")
+
+    with pytest.raises(RuntimeError, match="went away"):
+        find_or_make(tmp_path / "thing", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_lies_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSM_CACHE", str(tmp_path / "environment"))
+    assert cache_folder(tmp_path / "chosen") == tmp_path / "chosen"
+    assert cache_folder() == tmp_path / "environment"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="set data.cache_dir or GSM_CACHE"):
+        cache_folder(tmp_path / "file")
+
+
+def test_ids_take_two_bytes_while_they_fit() -> None:
+    class Large:
+        vocabulary, end_of_text = 70_000, 69_999
+        encode_batch = staticmethod(lambda texts: [[69_000] for _ in texts])
+
+    assert tokens_module._encode(iter(["ab"]), Tokenizer.plain_bytes())[0].dtype == np.uint16
+    ids, length = tokens_module._encode(iter(["ab", "ü"]), Large())  # type: ignore[arg-type]
+    assert ids.dtype == np.uint32 and ids.tolist() == [69_000, 69_999] * 2 and length == 4

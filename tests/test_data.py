@@ -1,0 +1,297 @@
+"""Packing, the order of training, `TextData`, and that an interrupted run goes on with the very next batch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+import tiny_text
+import torch
+from torch import Tensor
+
+from gsm.data import tokens as tokens_module
+from gsm.data.corpus import Corpus
+from gsm.data.loader import Batches
+from gsm.data.module import TextData
+from gsm.data.packing import IGNORED, TrainingOrder, training_batches, validation_batches
+from gsm.data.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.write(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def make(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TextData]:
+    """TextData over the small text, with one cache for the whole file."""
+    cache = tmp_path_factory.mktemp("cache")
+    defaults: dict[str, Any] = {"vocabulary": 320, "context": 16, "batch_size": 4}
+    return lambda **chosen: TextData(**{**defaults, "path": str(text), "cache_dir": str(cache), **chosen})
+
+
+def test_sequences_are_the_documents_one_after_another(make: Callable[..., TextData], text: Path) -> None:
+    data = make()
+    expected = [
+        token
+        for document in Corpus(text).documents("train")
+        for token in [*data.tokenizer.encode(document), data.tokenizer.end_of_text]
+    ]
+    ids = torch.cat([data.train_set[i]["tokens"] for i in range(len(data.train_set))])
+    assert ids.tolist() == expected[: len(ids)]
+    assert 0 < len(expected) - len(ids) <= data.context, "only what fills no whole sequence may be left over"
+
+
+def test_targets_are_shifted_and_never_cross_a_boundary(make: Callable[..., TextData]) -> None:
+    data = make()
+    ids = torch.from_numpy(data.train_set.ids.astype(np.int64))
+    end = data.tokenizer.end_of_text
+    for index, row in enumerate(data.consumed(len(data.train_set))):
+        start = int(data.order.indices(index, index + 1)[0]) * data.context
+        following = ids[start + 1 : start + 1 + data.context]
+        assert torch.equal(row["targets"], torch.where(row["tokens"] == end, IGNORED, following))
+    predicted = torch.cat([row["targets"] for row in data.consumed(len(data.train_set))])
+    assert (predicted == end).sum() > 20, "an end of text is predicted"
+
+
+def test_documents_change_exactly_after_an_end_of_text(make: Callable[..., TextData]) -> None:
+    data = make()
+    owner: dict[int, int] = {}
+    for index in range(len(data.train_set)):
+        row = data.train_set[index]
+        ended = (row["tokens"][:-1] == data.tokenizer.end_of_text).long()
+        assert torch.equal(row["documents"].diff(), ended)
+        for document in row["documents"].unique().tolist():
+            assert owner.setdefault(document, index) == index, "two sequences may not share a document id"
+
+
+def test_batches_are_int64_and_hold_the_same_as_single_sequences(make: Callable[..., TextData]) -> None:
+    sequences = make().train_set
+    batch = sequences.batch([3, 0])
+    assert list(batch) == ["tokens", "targets", "documents"]
+    for name, value_BT in batch.items():
+        assert value_BT.dtype == torch.int64 and value_BT.shape == (2, 16) and value_BT.is_contiguous()
+        assert torch.equal(value_BT[0], sequences[3][name])
+    with pytest.raises(IndexError, match="there are"):
+        _ = sequences[len(sequences)]
+
+
+def test_sequences_are_pickled_without_their_ids(make: Callable[..., TextData]) -> None:
+    sequences = make(context=2).train_set
+    packed = pickle.dumps(sequences)
+    assert len(packed) < 2000
+    assert torch.equal(pickle.loads(packed)[5]["targets"], sequences[5]["targets"])
+
+
+def test_a_context_longer_than_the_text_is_named(make: Callable[..., TextData]) -> None:
+    with pytest.raises(ValueError, match="context 100000 needs at least 100001 tokens and the validation split has"):
+        make(context=100_000).validation_set  # noqa: B018
+
+
+def test_sequences_lie_side_by_side(make: Callable[..., TextData]) -> None:
+    sequences = make().train_set
+    for left, right in pairwise(range(len(sequences))):
+        last, first = sequences[left]["targets"][-1], sequences[right]["tokens"][0]
+        assert last in (first, IGNORED)
+
+
+def test_every_pass_takes_every_sequence_once_in_another_order() -> None:
+    order = TrainingOrder(10, seed=1)
+    passes = order.indices(0, 30).reshape(3, 10)
+    assert all(sorted(one) == list(range(10)) for one in passes.tolist())
+    assert len({tuple(one) for one in passes.tolist()}) == 3
+    assert TrainingOrder(10, seed=2).indices(0, 10).tolist() != passes[0].tolist()
+
+
+def test_the_order_is_a_function_of_the_place_alone() -> None:
+    whole = TrainingOrder(7, seed=3).indices(0, 50)
+    for start, stop in ((0, 1), (5, 9), (13, 40), (49, 50), (20, 20)):
+        assert TrainingOrder(7, seed=3).indices(start, stop).tolist() == whole[start:stop].tolist()
+
+
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_divide_each_step_among_them(world: int, batch_size: int) -> None:
+    order = TrainingOrder(11, seed=0)
+    by_rank = [
+        list(training_batches(order, start=8, batches=5, batch_size=batch_size, rank=rank, world=world))
+        for rank in range(world)
+    ]
+    steps = [np.concatenate(step).tolist() for step in zip(*by_rank, strict=True)]
+    assert steps == order.indices(8, 28).reshape(5, 4).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("limit", [None, 1, 5, 100])
+def test_validation_takes_each_sequence_once_however_many_ranks(world: int, limit: int | None) -> None:
+    ranks = [validation_batches(10, limit=limit, batch_size=2, rank=rank, world=world) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1, "a rank with fewer batches would make the others wait"
+    taken = np.concatenate([indices for batches in ranks for indices in batches])
+    assert sorted(taken[taken >= 0]) == {None: [*range(10)], 1: [0], 5: [0, 2, 4, 6, 8], 100: [*range(10)]}[limit]
+
+
+def test_a_blank_sequence_has_no_targets(make: Callable[..., TextData]) -> None:
+    batch = make().train_set.batch([-1, 1])
+    assert (batch["targets"][0] == IGNORED).all() and (batch["targets"][1] != IGNORED).any()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ({"context": 1}, "context 1 is too small; give data.context at least 2"),
+        ({"batch_size": 0}, "batch_size 0 is too small"),
+        ({"num_workers": -1}, "num_workers -1 is too small"),
+        ({"validation_sequences": 0}, "validation_sequences 0 is too small"),
+        ({"tokenizer": "words"}, "unknown tokenizer 'words'; the known ones are bpe, bytes"),
+        ({"vocabulary": 256}, "vocabulary 256 cannot hold a 'bpe' tokenizer, which needs 257"),
+        ({"vocabulary": 100, "tokenizer": "bytes"}, "vocabulary 100 cannot hold a 'bytes' tokenizer"),
+        ({"vocabulary": 200, "tokenizer": Tokenizer.plain_bytes()}, "has 257 ids and the model's vocabulary only 200"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(
+    chosen: dict[str, Any], sentence: str, make: Callable[..., TextData]
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make(**chosen)
+
+
+def test_a_path_that_is_missing_is_refused_at_construction(make: Callable[..., TextData], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder; give data.path"):
+        make(path=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="were both given"):
+        make(corpus=Corpus(tmp_path))
+
+
+def test_a_given_tokenizer_is_used_as_it_is(make: Callable[..., TextData]) -> None:
+    given = Tokenizer.from_state(make(vocabulary=290).tokenizer.to_state())
+    assert make(tokenizer=given).description()["tokenizer_vocabulary"] == 290
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_bytes_per_token_counts_the_predicted_targets(
+    kind: str, limit: int | None, make: Callable[..., TextData]
+) -> None:
+    data = make(tokenizer=kind, validation_sequences=limit, batch_size=2)
+    length = count = 0
+    for batch in data.val_dataloader():
+        targets = batch["targets"][batch["targets"] != IGNORED].tolist()
+        length += sum(len(data.tokenizer.token_bytes(token)) for token in targets)
+        count += len(targets)
+    assert data.bytes_per_token == pytest.approx(length / count, rel=1e-12)
+    assert count <= (limit or 10**9) * data.context
+
+
+def test_the_description_counts_files_bytes_and_tokens(make: Callable[..., TextData], text: Path) -> None:
+    data = make(tokenizer="bytes")
+    described = data.description()
+    size = sum(path.stat().st_size for path in text.glob("*.py"))
+    assert described["bytes"] == described["train_bytes"] + described["validation_bytes"] == size
+    assert described["files"] == described["train_files"] + described["validation_files"] == 40
+    assert described["tokens"] == size + 40, "every byte, and one end of text a file"
+    assert described["digest"] == Corpus(text).digest
+    assert described["python"] == sys.version.split()[0]
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_workers_change_nothing(make: Callable[..., TextData]) -> None:
+    alone = list(make(context=64, batch_size=8).train_dataloader())
+    helped = list(make(context=64, batch_size=8, num_workers=2).train_dataloader())
+    assert len(alone) == len(helped) > 2
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(alone, helped, strict=True) for name in a)
+
+
+def test_a_corpus_smaller_than_a_batch_still_trains(make: Callable[..., TextData]) -> None:
+    data = make(batch_size=10_000)
+    (batch,) = data.train_dataloader()
+    assert batch["tokens"].shape == (10_000, 16)
+
+
+def test_the_second_time_everything_comes_from_the_cache(
+    make: Callable[..., TextData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make()
+    first.prepare_data()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this was in the cache")
+
+    monkeypatch.setattr(tokens_module.Tokenizer, "train", refuse)
+    monkeypatch.setattr(tokens_module, "_encode", refuse)
+    second = make()
+    second.setup()
+    assert second.description() == first.description()
+    assert torch.equal(second.train_set[0]["tokens"], first.train_set[0]["tokens"])
+
+
+def test_a_loader_is_sized_and_says_that_it_resumes(make: Callable[..., TextData]) -> None:
+    loader = make().train_dataloader()
+    assert isinstance(loader, Batches)
+    assert len(list(loader)) == len(loader) == len(make().train_set) // 4
+    loader.load_state_dict(loader.state_dict())
+
+
+class Reader(lightning.LightningModule):
+    """Learns next to nothing and remembers which batches it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.seen.append(batch["tokens"])
+        return (self.weight - batch["tokens"].float().mean()) ** 2
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        """Only so that validation happens in between."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def read(data: TextData, steps: int, folder: Path, *, accumulate: int = 1, resume: bool = False) -> Reader:
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, filename="last", every_n_train_steps=1)
+    reader = Reader()
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=[keep],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+    )
+    trainer.fit(reader, datamodule=data, ckpt_path=str(newest(folder)) if resume else None)
+    return reader
+
+
+def newest(folder: Path) -> Path:
+    return max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stop", ["within a pass", "at its end", "in the next pass"])
+def test_a_resumed_run_takes_the_batches_it_would_have_taken(
+    stop: str, accumulate: int, make: Callable[..., TextData], tmp_path: Path
+) -> None:
+    def fresh() -> TextData:
+        return make(context=64, batch_size=8, validation_sequences=2)
+
+    a_pass = len(fresh().train_set) // (8 * accumulate)
+    first = {"within a pass": 2, "at its end": a_pass, "in the next pass": a_pass + 1}[stop]
+    total = 2 * a_pass + 1
+    before = read(fresh(), first, tmp_path, accumulate=accumulate)
+    after = read(fresh(), total, tmp_path, accumulate=accumulate, resume=True)
+    expected = torch.stack([row["tokens"] for row in fresh().consumed(total * accumulate * 8)])
+    assert torch.equal(torch.cat(before.seen + after.seen), expected)

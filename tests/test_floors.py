@@ -1,0 +1,140 @@
+"""What may import what: the house has floors, and an import goes down a floor or stays on its own, never up.
+
+Read from the source with `ast`, so that an import inside a function counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from gsm.paths import ROOT
+
+FLOORS = {
+    "gsm_kernels": 0,
+    **dict.fromkeys(["__version__", "paths", "shapes", "span", "observe", "memory"], 1),
+    "nn": 2,
+    **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
+    "models": 4,
+    **dict.fromkeys(["task", "optimizer", "data", "callbacks", "eval", "generate"], 5),
+    **dict.fromkeys(["runs", "compare", "notebook"], 6),
+    "gsm": 7,  # the package's front door, which finds build_model and load_model in runs
+}
+STRANGERS = {
+    "mixers",
+    "retrievers",
+    "writers",
+}  # one floor, and still not one another: each can be read and replaced alone
+
+# Up to the models, PyTorch is all there is, so that any component can be built in a notebook without a framework.
+LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6}
+ELSEWHERE = 5
+KERNEL_LIBRARIES = {"torch", "triton", "xformers", "fla"}
+
+
+def test_no_import_goes_up_a_floor() -> None:
+    arrows = upward_arrows(ROOT / "src", ROOT / "kernels")
+    assert not arrows, "imports that go up:\n" + "\n".join(arrows)
+
+
+def test_every_module_of_the_house_has_a_floor() -> None:
+    modules = {path.stem for path in (ROOT / "src/gsm").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert modules - {"__init__"} <= set(FLOORS), "give these a floor in FLOORS"
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("gsm/nn/block.py", "from gsm.models.gsm import GSM"),
+        ("gsm/nn/block.py", "from ..models.gsm import GSM"),
+        ("gsm/nn/block.py", "from gsm import models"),
+        ("gsm/nn/block.py", "import gsm"),
+        ("gsm/models/gsm.py", "def late():\n    import hydra.utils"),
+        ("gsm/models/gsm.py", "from lightning import LightningModule"),
+        ("gsm/task.py", "from omegaconf import DictConfig"),
+        ("gsm/writers/gated.py", "from gsm.retrievers.base import Retriever"),
+        ("gsm/mixers/linear.py", "import triton"),
+        ("gsm_kernels/attend/reference.py", "from gsm.span import Span"),
+        ("gsm_kernels/dispatch.py", "import numpy"),
+    ],
+)
+def test_a_planted_upward_import_is_found(tmp_path: Path, place: str, line: str) -> None:
+    _plant(tmp_path, place, line)
+    assert len(upward_arrows(tmp_path)) == 1, f"{line!r} in {place} went unseen"
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("gsm/models/gsm.py", "import math\nfrom gsm.nn import block\nfrom gsm_kernels import attend"),
+        ("gsm/mixers/linear.py", "from .base import Mixer"),
+        ("gsm/data/text.py", "import numpy as np\nfrom tokenizers import Tokenizer"),
+        ("gsm/callbacks/summary.py", "from gsm import __version__"),
+        ("gsm/runs/fit.py", "import hydra\nfrom gsm.task import LanguageModeling"),
+    ],
+)
+def test_an_import_that_goes_down_is_let_through(tmp_path: Path, place: str, line: str) -> None:
+    _plant(tmp_path, place, line)
+    assert upward_arrows(tmp_path) == []
+
+
+def upward_arrows(*sources: Path) -> list[str]:
+    """List the imports below these source roots that the floors forbid, as `file:line module imports target`."""
+    return [
+        f"{path}:{line} {importer} imports {target}"
+        for source in sources
+        for path in sorted(source.rglob("*.py"))
+        for importer in [_owner(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))]
+        for line, target in _imports(path, source)
+        if not _may_import(importer, target)
+    ]
+
+
+def _may_import(importer: str, target: str) -> bool:
+    library = target.partition(".")[0]
+    if library in sys.stdlib_module_names:
+        return True
+    if library not in ("gsm", "gsm_kernels"):
+        return _library_allowed(importer, library)
+    owner = _owner(target)
+    if importer in STRANGERS and owner in STRANGERS:
+        return importer == owner
+    return FLOORS.get(importer, 0) >= FLOORS.get(owner, 0)
+
+
+def _library_allowed(importer: str, library: str) -> bool:
+    if importer == "gsm_kernels":
+        return library in KERNEL_LIBRARIES
+    return FLOORS.get(importer, 0) >= LIBRARIES.get(library, ELSEWHERE)
+
+
+def _owner(dotted: str) -> str:
+    """The part of the house a dotted name belongs to: `gsm.nn.block` -> `nn`, `gsm.record` -> `gsm`."""
+    package, _, rest = dotted.partition(".")
+    part = rest.partition(".")[0]
+    return part if package == "gsm" and part in FLOORS else package
+
+
+def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, target) for target in _from_targets(node, path.relative_to(source).parts)]
+    return found
+
+
+def _from_targets(node: ast.ImportFrom, parts: tuple[str, ...]) -> list[str]:
+    """`from gsm import nn` names a part of the house, `from gsm.nn import block` is in one already."""
+    base = ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
+    return [f"gsm.{alias.name}" for alias in node.names] if base == "gsm" else [base]
+
+
+def _plant(root: Path, place: str, line: str) -> None:
+    path = root / place
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n", encoding="utf-8")

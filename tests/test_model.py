@@ -1,0 +1,180 @@
+"""Gradients, algebra between variants, and the fixed size of the state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import GEOMETRY, M, assert_same, build, cases, random_tokens, variant
+
+from gsm.models.gsm import GSM
+from gsm.nn.residual import HyperConnection, Streams
+
+
+def gradients(model, length=40):
+    """Gradients of the language-model loss alone, and of the indexers' loss alone."""
+    tokens = random_tokens(2, length)
+    out = model.train()(tokens, targets=tokens)
+    parameters = dict(model.named_parameters())
+    by_loss = torch.autograd.grad(out.loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+    learned = sum(out.losses.values())
+    by_index = torch.autograd.grad(learned, list(parameters.values()), allow_unused=True) if out.losses else [None] * len(parameters)
+    return {name: (a, b) for name, a, b in zip(parameters, by_loss, by_index, strict=True)}
+
+
+def touched(gradient) -> bool:
+    return gradient is not None and gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", cases())
+def test_every_parameter_learns_from_its_own_loss_and_from_no_other(case):
+    for name, (by_loss, by_index) in gradients(build(case)).items():
+        if case == "gsm-writer=encoder_only" and name.startswith("aggregation."):
+            assert not touched(by_loss), f"{case}: {name} learns although the state ignores the stages"
+        elif ".indexer." in name:
+            assert not touched(by_loss), f"{case}: the language-model loss reaches {name}"
+            assert touched(by_index), f"{case}: {name} does not learn"
+        else:
+            assert touched(by_loss), f"{case}: {name} does not learn"
+            assert not touched(by_index), f"{case}: the indexers' loss reaches {name}"
+
+
+def test_the_first_mixing_matrix_cannot_learn_because_all_streams_are_equal():
+    model = build("gsm-residual=mhc")
+    streams = GEOMETRY.dim * 4
+    for stack in ("encoder", "decoder"):
+        by_loss = gradients(model)[f"{stack}.blocks.0.attention_residual.phi"][0]
+        mixing, rest = by_loss[8:].abs().max(), by_loss[:8].abs().max()
+        assert by_loss.shape == (24, streams)
+        # Not exactly zero: the rounds end with columns that sum to 1 up to the epsilon of the normalisation.
+        assert mixing < 1e-6 * rest, f"{stack}: gradient of the mixing rows {mixing:.1e}, of the others {rest:.1e}"
+
+
+def test_encoder_only_with_stages_equals_no_stages():
+    with_stages, without = build("gsm-writer=encoder_only"), build("gsm-stages=none")
+    shared = {k: v for k, v in with_stages.state_dict().items() if not k.startswith("aggregation.")}
+    without.load_state_dict(shared)
+    tokens = random_tokens(2, 30)
+    assert_same(with_stages(tokens).logits, without(tokens).logits, "encoder_only against no stages")
+
+
+def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monkeypatch):
+    from gsm.nn.reader import Found
+    from gsm.retrievers.separate_indexer import SeparateIndexer
+
+    separate, shared = build("gsm-retriever=separate_indexer"), build("gsm-retriever=shared_topk")
+    shared.load_state_dict({k: v for k, v in separate.state_dict().items() if ".retriever." not in k})
+    tokens = random_tokens(2, 40)
+    assert (separate(tokens).logits - shared(tokens).logits).abs().max() > 1e-6, "the two select the same: nothing is tested"
+    monkeypatch.setattr(SeparateIndexer, "forward", lambda self, x, view, angles, own: (Found(view.chosen_BRK), own))
+    assert_same(separate(tokens).logits, shared(tokens).logits, "separate indexer with the layer's selection")
+
+
+@pytest.mark.parametrize(("rounds", "tolerance"), [(20, 1e-5), (400, 1e-5)])
+@torch.no_grad()
+def test_mixing_matrices_are_doubly_stochastic(rounds, tolerance):
+    # 20 rounds suffice for moderate coefficients; extreme ones need more (the columns are right after any number of rounds).
+    spread = 0.3 if rounds == 20 else 2.0
+    site = HyperConnection(8, sinkhorn_rounds=rounds).double()
+    site.scale.fill_(1.0)
+    site.phi.normal_(std=spread / 32**0.5)
+    site.bias.normal_(std=spread)
+    value = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    nothing = torch.zeros(2, 5, 8, dtype=torch.float64)
+    read = torch.rand(2, 5, 4, dtype=torch.float64)
+    kept = site.leave(Streams(value, read), nothing).value_BTXD
+    assert_same(kept.sum(dim=2), value.sum(dim=2), "rows sum to 1: the sum over streams passes unchanged", 30 * tolerance)
+    equal = value[:, :, :1].expand(-1, -1, 4, -1)
+    assert_same(site.leave(Streams(equal, read), nothing).value_BTXD, equal, "columns sum to 1: equal streams stay equal", tolerance)
+
+
+def test_plain_equals_hyper_connections_at_identity(monkeypatch):
+    import gsm.nn.residual as residual
+
+    def identity(streams, update, phi, bias, scale, rounds):
+        first = torch.zeros_like(streams[:, :, :, 0])
+        first[:, :, 0] = 1
+        return streams + update[:, :, None], first
+
+    mixed, plain = build("gsm-residual=mhc"), build("gsm-residual=plain")
+    plain.load_state_dict({k: v for k, v in mixed.state_dict().items() if "_residual." not in k})
+    monkeypatch.setattr(residual, "mhc_leave", identity)
+    tokens = random_tokens(2, 30)
+    assert_same(mixed(tokens).logits, plain(tokens).logits, "mHC with A = one-hot, C = 1, M = identity")
+
+
+@torch.no_grad()
+def test_full_reindex_and_reuse_agree_when_everything_is_selected():
+    from dataclasses import replace
+
+    everything = replace(GEOMETRY, top_k=40)
+    reindex = build("baseline-residual=mhc", geometry=everything)
+    reuse = build("baseline-residual=mhc", geometry=replace(everything, decoder_reindex=[]))
+    reuse.load_state_dict({k: v for k, v in reindex.state_dict().items() if not k.startswith("decoder.blocks.2.attention.indexer")})
+    tokens = random_tokens(1, 30)
+    assert_same(reindex(tokens).logits, reuse(tokens).logits, "Reindex against Reuse with top_k over all entries")
+
+
+@torch.no_grad()
+def test_a_pool_that_holds_everything_is_a_no_op():
+    from dataclasses import replace
+
+    wide = replace(GEOMETRY, candidate_blocks=8)
+    with_pool, without = build("baseline-pool", geometry=wide), build("baseline-residual=mhc", geometry=wide)
+    narrow = build("baseline-pool")
+    tokens = random_tokens(1, 60)
+    assert_same(with_pool(tokens).logits, without(tokens).logits, "a pool of 64 entries for 60 tokens")
+    assert (narrow(tokens).logits - without(tokens).logits).abs().max() > 1e-6, "a pool of 8 entries changes nothing: not applied?"
+
+
+@torch.no_grad()
+def test_the_state_and_the_windows_have_the_same_size_at_any_length():
+    model = build("gsm-writer=additive")
+    sizes = []
+    for length in (100, 400):
+        memory = model.prefill(random_tokens(1, length), model.start(), chunk=64).memory
+        sizes.append(memory.breakdown())
+        assert memory.nbytes() == sum(memory.breakdown().values())
+    for kind in ("shared_state", "encoder_window", "bookkeeping", "encoder_bank_pending"):
+        assert sizes[0][kind] == sizes[1][kind], f"{kind} grows with the length: {sizes[0][kind]} and {sizes[1][kind]} bytes"
+    assert sizes[0]["shared_state"] == M * GEOMETRY.entry_dim * 8
+    assert sizes[1]["encoder_bank"] == 4 * sizes[0]["encoder_bank"]
+    assert sizes[1]["index_keys"] == 4 * sizes[0]["index_keys"]
+    assert not any(kind.startswith("decoder") for kind in sizes[0]), f"GSM's decoder owns memory: {sizes[0]}"
+
+
+@torch.no_grad()
+def test_breakdown_counts_every_reachable_storage_once():
+    import gc
+
+    model = build("gsm-retriever=separate_indexer")
+    memory = model.prefill(random_tokens(2, 50), model.start(2), chunk=16).memory
+    reachable, queue, seen = {}, [memory], set()
+    while queue:
+        node = queue.pop()
+        if id(node) in seen or isinstance(node, type):
+            continue
+        seen.add(id(node))
+        if isinstance(node, torch.Tensor):
+            storage = node.untyped_storage()
+            reachable[storage.data_ptr()] = storage.nbytes()
+        else:
+            queue += [n for n in gc.get_referents(node) if isinstance(n, torch.Tensor | tuple | dict) or hasattr(n, "__dataclass_fields__")]
+    assert memory.nbytes() == sum(reachable.values())
+
+
+def test_taps_show_what_the_model_saw():
+    import gsm
+
+    model, tokens = build("gsm-retriever=separate_indexer"), random_tokens(1, 30)
+    with gsm.record() as seen:
+        model(tokens)
+    for name in ("encoder/3/top_k", "stage/2/weights", "stage/2/increment", "state/entries", "decoder/5/weights"):
+        assert name in seen, f"{name} is not tapped; there are {sorted(seen)}"
+    weights = seen["decoder/5/weights"]
+    assert_same(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), "attention weights and sink", 1e-12)
+    assert weights.shape == (1, 30, GEOMETRY.heads, M + 1)
+
+
+def test_variants_can_be_built_without_any_configuration():
+    model = GSM(GEOMETRY, retriever=variant("retriever", "separate_indexer"), state_size=9, stages=[3])
+    assert model.state_size == 9 and model.aggregation.layers == (3,)

@@ -1,0 +1,107 @@
+"""Taps are free until somebody records, and then say exactly what passed by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gsm
+from gsm.observe import tap
+
+
+class Tapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        tap("layer/1/doubled", doubled)
+        tap("layer/1/weights", lambda: doubled.softmax(-1))
+        return doubled + 1
+
+
+def test_a_recording_holds_what_passed_by() -> None:
+    x = torch.randn(2, 3)
+    with gsm.record() as seen:
+        Tapped()(x)
+    assert set(seen) == {"layer/1/doubled", "layer/1/weights"}
+    assert torch.equal(seen["layer/1/doubled"], x * 2)
+
+
+def test_nothing_is_made_or_kept_while_nobody_listens() -> None:
+    with gsm.record() as seen:
+        pass
+    Tapped()(torch.ones(1))
+    tap("after", lambda: pytest.fail("made although nobody listens"))
+    assert not seen
+
+
+def test_what_no_pattern_asks_for_is_not_made() -> None:
+    with gsm.record("stage/*", "layer/?/doubled") as seen:
+        Tapped()(torch.ones(1))
+        tap("decoder/weights", lambda: pytest.fail("made although nobody asked"))
+    assert list(seen) == ["layer/1/doubled"]
+
+
+def test_recordings_nest() -> None:
+    with gsm.record() as outer:
+        Tapped()(torch.ones(1))
+        with gsm.record("*/weights") as inner:
+            Tapped()(torch.ones(1))
+        Tapped()(torch.ones(1))
+    assert list(inner) == ["layer/1/weights"]
+    assert len(inner.all("layer/1/weights")) == 1
+    assert len(outer.all("layer/1/weights")) == 3
+
+
+def test_every_call_is_kept_in_order_and_the_last_is_at_hand() -> None:
+    with gsm.record() as seen:
+        for step in range(3):
+            tap("state", torch.tensor(step))
+    assert [int(value) for value in seen.all("state")] == [0, 1, 2]
+    assert int(seen["state"]) == 2
+
+
+def test_a_memory_overwritten_later_does_not_change_what_was_seen() -> None:
+    ring = torch.zeros(2, requires_grad=True)
+    with gsm.record() as seen, torch.no_grad():
+        tap("ring", ring)
+        ring.fill_(1)
+    assert torch.equal(seen["ring"], torch.zeros(2))
+    assert not seen["ring"].requires_grad
+
+
+def test_detach_false_keeps_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with gsm.record(detach=False) as seen:
+        loss = Tapped()(x).sum()
+    (gradient,) = torch.autograd.grad(loss, seen["layer/1/doubled"])
+    assert torch.equal(gradient, torch.ones(2))
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with gsm.record() as seen:
+        tap("stage/1/weights", torch.ones(1))
+    for ask in (seen.__getitem__, seen.all):
+        with pytest.raises(KeyError, match=r"stage/2/weights.*seen: stage/1/weights"):
+            ask("stage/2/weights")
+
+
+def test_a_recording_ends_when_its_block_raises() -> None:
+    with pytest.raises(ZeroDivisionError), gsm.record() as seen:
+        raise ZeroDivisionError
+    tap("late", torch.ones(1))
+    assert not seen
+
+
+def test_taps_leave_no_trace_in_a_compiled_graph() -> None:
+    x = torch.randn(2, 3)
+    compiled = torch.compile(Tapped(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), Tapped()(x))
+
+
+def test_a_compiled_model_can_be_recorded_where_its_graph_may_break() -> None:
+    x = torch.randn(2, 3)
+    compiled = torch.compile(Tapped(), backend="aot_eager")
+    compiled(x)
+    with gsm.record() as seen:
+        compiled(x)
+    assert torch.equal(seen["layer/1/doubled"], x * 2)

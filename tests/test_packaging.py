@@ -1,0 +1,110 @@
+"""The two packages install as they should, and the folder `kernels/` never poses as the package of that name.
+
+transformers looks for an optional package `kernels` when it is imported; what a folder of ours in its place breaks
+differs from one release to the next, so it must not be seen at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from gsm import paths
+
+ROOT = paths.ROOT
+
+
+def test_the_test_process_does_not_take_our_folder_for_a_package() -> None:
+    spec = importlib.util.find_spec("kernels")
+    assert not _is_ours(spec), f"`import kernels` finds {spec}: a folder of that name lies on sys.path {sys.path}"
+
+
+def test_a_script_does_not_take_our_folder_for_a_package() -> None:
+    """As in `python train.py --help`: the script's folder is first on the path until the script drops it."""
+    found = _python(
+        f"import importlib.util, runpy, sys; sys.path[0] = {str(ROOT)!r}; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "spec = importlib.util.find_spec('kernels'); print('FOUND', *(spec.submodule_search_locations if spec else []))"
+    )
+    assert str(ROOT) not in found.rpartition("FOUND")[2], found
+
+
+def test_without_hide_root_the_trap_is_there() -> None:
+    """Else the two tests above would prove nothing."""
+    find = "import importlib.util; spec = importlib.util.find_spec('kernels')"
+    where = f"{find}; print(*(spec.submodule_search_locations if spec else []))"
+    unhidden = _python(where).strip()
+    if unhidden and str(ROOT) not in unhidden:
+        pytest.skip("the real package `kernels` is installed and wins over a folder")
+    assert unhidden == str(ROOT / "kernels")
+    assert _python(f"from gsm.paths import hide_root; hide_root(); {where}").strip() == ""
+
+
+def test_kernels_is_a_folder_and_not_a_package() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists(), "kernels/__init__.py hides the real package: remove it"
+    loose = [path.name for path in (ROOT / "kernels").glob("*.py")]
+    assert not loose, f"kernels/ is on sys.path, so {loose} can be imported by anyone: move them into gsm_kernels"
+
+
+@pytest.mark.parametrize("spelling", ["", ".", str(ROOT), str(ROOT) + os.sep, str(ROOT / "src" / "..")])
+def test_hide_root_knows_the_root_by_every_name(monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [spelling, str(ROOT / "src"), "/elsewhere"])
+    paths.hide_root()
+    assert sys.path == [str(ROOT / "src"), "/elsewhere"]
+
+
+def test_importing_gsm_is_light() -> None:
+    heavy = "{'torch', 'lightning', 'hydra', 'omegaconf', 'triton', 'transformers', 'xformers', 'numpy'}"
+    assert _python(f"import sys, gsm; print(sorted({heavy} & set(sys.modules)), gsm.__version__)").startswith("[] 0.")
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    import gsm
+
+    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, load_model, record"):
+        gsm.biuld_model  # noqa: B018
+
+
+def test_configs_missing_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"clone the repository and run `pip install -e \.`"):
+        paths.variants("model")
+
+
+def test_an_unknown_config_group_is_named() -> None:
+    with pytest.raises(ValueError, match="'model/writter' not found"):
+        paths.variants("model/writter")
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, cwd=tmp_path, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"gsm/__init__.py", "gsm/py.typed", "gsm_kernels/__init__.py"} <= set(names)
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"gsm", "gsm_kernels", "gsm_playground"}
+
+
+def _is_ours(spec: ModuleSpec | None) -> bool:
+    return spec is not None and any(str(ROOT) in place for place in spec.submodule_search_locations or [])
+
+
+def _python(code: str) -> str:
+    """Run code in a process of its own, at the repository's root as a user would, and return what it printed."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout

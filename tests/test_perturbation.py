@@ -1,0 +1,78 @@
+"""What may influence what (oracle 2). One path shares its mistakes in all three ways; changing an input shows them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import GEOMETRY, M, W, assert_same, build, cases, random_tokens
+
+LOCAL = GEOMETRY.encoder_layers * (W - 1) + max(M, GEOMETRY.decoder_layers * (W - 1) + W)  # reach of everything but banks
+
+
+def each_changed(tokens: torch.Tensor, positions: range) -> torch.Tensor:
+    """One copy of the sequence [1, T] for every position, with another token there."""
+    copies = tokens.repeat(len(positions), 1)
+    for row, position in enumerate(positions):
+        copies[row, position] = (copies[row, position] + 1) % GEOMETRY.vocabulary
+    return copies
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_a_later_token_changes_nothing_earlier(case):
+    model, tokens = build(case), random_tokens(1, 26)
+    full = model(tokens).logits[0]
+    for t, other in enumerate(model(each_changed(tokens, range(26))).logits):
+        assert_same(other[:t], full[:t], f"{case}: logits before token {t}")
+        assert (other[t] - full[t]).abs().max() > 1e-6, f"{case}: token {t} does not reach its own logits"
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
+    model = build(case)
+    tokens = random_tokens(1, LOCAL + 21)
+    moved = (model(each_changed(tokens, range(20)), rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
+    assert moved.max() > 1e-6, f"{case}: none of the first 20 of {tokens.shape[1]} tokens changes the last logits"
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_packed_documents_equal_each_document_alone(case):
+    model = build(case)
+    for lengths in ([5, 9, 1, 12], [W, M, 2 * M + 1], [1, 1, 20, 3]):
+        tokens = random_tokens(1, sum(lengths))
+        ids = torch.repeat_interleave(torch.arange(len(lengths)) * 7 + 3, torch.tensor(lengths))[None]
+        packed = model(tokens, documents=ids).logits.split(lengths, dim=1)
+        for number, (alone, inside) in enumerate(zip(tokens.split(lengths, dim=1), packed, strict=True)):
+            assert_same(inside, model(alone).logits, f"{case}: document {number} of {lengths}")
+
+
+@pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
+@torch.no_grad()
+def test_an_id_that_comes_back_is_another_document(case):
+    model, tokens = build(case), random_tokens(1, 24)
+    again = torch.tensor([[0] * 8 + [1] * 8 + [0] * 8])
+    apart = torch.tensor([[0] * 8 + [1] * 8 + [2] * 8])
+    assert_same(model(tokens, documents=again).logits, model(tokens, documents=apart).logits, f"{case}: runs of ids")
+
+
+@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool"])
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(case):
+    model, tokens = build(case), random_tokens(1, 21)
+    for padding in (1, 2, 7):
+        padded = torch.cat([random_tokens(1, padding, seed=9), tokens], dim=1)
+        ids = torch.cat([torch.full((1, padding), -1), torch.zeros(1, 21, dtype=torch.long)], dim=1)
+        assert_same(model(padded, documents=ids).logits[:, padding:], model(tokens).logits, f"{case}: {padding} padding tokens")
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_shifting_all_positions_changes_nothing(case, monkeypatch):
+    from gsm.nn.rope import Rope
+
+    model, tokens = build(case), random_tokens(1, 30)
+    want, angles = model(tokens).logits, Rope.__call__
+    monkeypatch.setattr(Rope, "__call__", lambda self, position, dtype: angles(self, position + 1000, dtype))
+    assert_same(model(tokens).logits, want, f"{case}: all positions moved by 1000")

@@ -1,0 +1,104 @@
+"""Training, pruned prefill, chunked prefill and decode are one computation (oracle 1): equal to 1e-9 for every model and variant."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from small import LENGTHS, K, M, W, assert_same, build, cases, random_tokens
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
+    model = build(case)
+    for length in LENGTHS:
+        tokens = random_tokens(2, length)
+        full = model(tokens).logits
+        for rows in {1, min(2, length), min(5, length), min(M + 3, length), length}:
+            assert_same(model(tokens, rows=rows).logits, full[:, -rows:], f"{case}, {length} tokens, {rows} rows")
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_any_split_into_chunks_equals_the_full_forward(case):
+    model, draw = build(case), random.Random(0)
+    for length in (M + 1, 2 * M + 1, 41):
+        tokens = random_tokens(2, length)
+        full = model(tokens).logits
+        for trial in range(3):
+            memory, done = model.start(batch=2), 0
+            while done < length:
+                chunk = min(draw.choice((1, 1, 2, 3, W, W + 1, K, M, 2 * M)), length - done)
+                rows = draw.choice((1, chunk, min(2, chunk), min(M + 3, chunk)))
+                out = model(tokens[:, done : done + chunk], memory=memory, rows=rows)
+                memory, done = out.memory, done + chunk
+                assert_same(out.logits, full[:, done - rows : done], f"{case}, trial {trial}, {chunk} tokens up to {done}")
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_decoding_token_by_token_equals_the_full_forward(case):
+    model, tokens = build(case), random_tokens(1, 41)
+    full = model(tokens).logits
+    for prompt in (1, M + 3):
+        out = model(tokens[:, :prompt], memory=model.start(), rows=1)
+        for t in range(prompt, tokens.shape[1]):
+            assert_same(out.logits[:, 0], full[:, t - 1], f"{case}, prompt {prompt}, position {t - 1}")
+            out = model(tokens[:, t : t + 1], memory=out.memory, rows=1)
+
+
+@pytest.mark.parametrize("case", ["gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-residual=mhc"])
+@torch.no_grad()
+def test_documents_survive_any_split_even_when_they_differ_between_sequences(case):
+    model, draw = build(case), random.Random(1)
+    tokens = random_tokens(3, 40)
+    documents = torch.stack([torch.arange(40) // 40, torch.arange(40) // 13, (torch.arange(40) + 4) // 9])
+    documents[2, :5] = -1  # left padding
+    full = model(tokens, documents=documents).logits
+    for _ in range(4):
+        memory, done = model.start(batch=3), 0
+        while done < 40:
+            chunk = min(draw.choice((1, 2, 5, 8, 17)), 40 - done)
+            part = slice(done, done + chunk)
+            out = model(tokens[:, part], documents=documents[:, part], memory=memory, rows=1)
+            memory, done = out.memory, done + chunk
+            if done > 5:
+                assert_same(out.logits[:, 0], full[:, done - 1], f"{case}, {chunk} tokens up to {done}")
+
+
+@pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
+@torch.no_grad()
+def test_a_memory_is_never_changed_and_can_be_forked(case):
+    model, tokens = build(case), random_tokens(1, 30)
+    memory = model(tokens, memory=model.start(), rows=1).memory
+    before = memory.clone()
+    left = model(tokens[:, :3], memory=memory).logits
+    model(tokens[:, 5:9], memory=memory)
+    assert_same(model(tokens[:, :3], memory=memory).logits, left, "a second call on the same memory")
+    assert_same(model(tokens[:, :3], memory=before).logits, left, "a call on a clone made before")
+    many = model(tokens[:, :3].expand(3, -1), memory=memory.expand(3)).logits
+    assert_same(many, left.expand(3, -1, -1), "an expanded memory")
+
+
+@torch.no_grad()
+def test_prefill_in_chunks_equals_one_prefill():
+    model, tokens = build("gsm-writer=additive"), random_tokens(1, 41)
+    whole = model.prefill(tokens, model.start())
+    for chunk in (1, 7, 16, 40):
+        part = model.prefill(tokens, model.start(), chunk=chunk)
+        assert_same(part.logits, whole.logits, f"prefill in chunks of {chunk}")
+        assert part.memory.breakdown() == whole.memory.breakdown()
+
+
+def test_recomputing_activations_changes_no_gradient():
+    tokens = random_tokens(2, 20)
+    gradients = []
+    for recompute in (False, True):
+        model = build("gsm-retriever=separate_indexer", recompute=recompute).train()
+        out = model(tokens, targets=tokens)
+        (out.loss + sum(out.losses.values())).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, plain in gradients[0].items():
+        assert_same(gradients[1][name], plain, f"gradient of {name}", 1e-12)
