@@ -1,6 +1,7 @@
 """Small float64 models for tests: every variant that has a yaml, with parameters far from their initial values.
 
-Sinks, gates and norms start at values that hide mistakes (a sink of zero, a mixing matrix that is uniform), so all of them are drawn anew.
+Sinks, gates and norms start at values that hide mistakes (a sink of zero, a mixing matrix that is uniform), so all of
+them are drawn anew.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ def names(group: str) -> list[str]:
 def cases() -> list[str]:
     """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
     gsm = [f"gsm-{slot}={name}" for slot in ("retriever", "writer", "residual") for name in names(slot)]
-    return [*gsm, "gsm-stages=none", "gsm-ratio=3", *(f"baseline-residual={name}" for name in names("residual")), "baseline-pool"]
+    return [
+        *gsm,
+        "gsm-stages=none",
+        "gsm-ratio=3",
+        *(f"baseline-residual={name}" for name in names("residual")),
+        "baseline-pool",
+    ]
 
 
 def build(case: str, *, seed: int = 0, **options) -> LanguageModel:

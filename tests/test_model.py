@@ -17,7 +17,11 @@ def gradients(model, length=40):
     parameters = dict(model.named_parameters())
     by_loss = torch.autograd.grad(out.loss, list(parameters.values()), retain_graph=True, allow_unused=True)
     learned = sum(out.losses.values())
-    by_index = torch.autograd.grad(learned, list(parameters.values()), allow_unused=True) if out.losses else [None] * len(parameters)
+    by_index = (
+        torch.autograd.grad(learned, list(parameters.values()), allow_unused=True)
+        if out.losses
+        else [None] * len(parameters)
+    )
     return {name: (a, b) for name, a, b in zip(parameters, by_loss, by_index, strict=True)}
 
 
@@ -64,7 +68,9 @@ def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monke
     separate, shared = build("gsm-retriever=separate_indexer"), build("gsm-retriever=shared_topk")
     shared.load_state_dict({k: v for k, v in separate.state_dict().items() if ".retriever." not in k})
     tokens = random_tokens(2, 40)
-    assert (separate(tokens).logits - shared(tokens).logits).abs().max() > 1e-6, "the two select the same: nothing is tested"
+    assert (separate(tokens).logits - shared(tokens).logits).abs().max() > 1e-6, (
+        "the two select the same: nothing is tested"
+    )
     monkeypatch.setattr(SeparateIndexer, "forward", lambda self, x, view, angles, own: (Found(view.chosen_BRK), own))
     assert_same(separate(tokens).logits, shared(tokens).logits, "separate indexer with the layer's selection")
 
@@ -72,7 +78,8 @@ def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monke
 @pytest.mark.parametrize(("rounds", "tolerance"), [(20, 1e-5), (400, 1e-5)])
 @torch.no_grad()
 def test_mixing_matrices_are_doubly_stochastic(rounds, tolerance):
-    # 20 rounds suffice for moderate coefficients; extreme ones need more (the columns are right after any number of rounds).
+    # 20 rounds suffice for moderate coefficients; extreme ones need more (the columns are right after any number of
+    # rounds).
     spread = 0.3 if rounds == 20 else 2.0
     site = HyperConnection(8, sinkhorn_rounds=rounds).double()
     site.scale.fill_(1.0)
@@ -80,24 +87,29 @@ def test_mixing_matrices_are_doubly_stochastic(rounds, tolerance):
     site.bias.normal_(std=spread)
     value = torch.randn(2, 5, 4, 8, dtype=torch.float64)
     nothing = torch.zeros(2, 5, 8, dtype=torch.float64)
-    read = torch.rand(2, 5, 4, dtype=torch.float64)
-    kept = site.leave(Streams(value, read), nothing).value_BTXD
-    assert_same(kept.sum(dim=2), value.sum(dim=2), "rows sum to 1: the sum over streams passes unchanged", 30 * tolerance)
+    kept = site.leave(Streams(value, nothing), nothing).value_BTXD
+    assert_same(
+        kept.sum(dim=2), value.sum(dim=2), "rows sum to 1: the sum over streams passes unchanged", 30 * tolerance
+    )
     equal = value[:, :, :1].expand(-1, -1, 4, -1)
-    assert_same(site.leave(Streams(equal, read), nothing).value_BTXD, equal, "columns sum to 1: equal streams stay equal", tolerance)
+    assert_same(
+        site.leave(Streams(equal, nothing), nothing).value_BTXD,
+        equal,
+        "columns sum to 1: equal streams stay equal",
+        tolerance,
+    )
 
 
 def test_plain_equals_hyper_connections_at_identity(monkeypatch):
     import gsm.nn.residual as residual
 
     def identity(streams, update, phi, bias, scale, rounds):
-        first = torch.zeros_like(streams[:, :, :, 0])
-        first[:, :, 0] = 1
-        return streams + update[:, :, None], first
+        written = streams + update[:, :, None]
+        return written, written[:, :, 0]
 
     mixed, plain = build("gsm-residual=mhc"), build("gsm-residual=plain")
     plain.load_state_dict({k: v for k, v in mixed.state_dict().items() if "_residual." not in k})
-    monkeypatch.setattr(residual, "mhc_leave", identity)
+    monkeypatch.setattr(residual, "mhc_boundary", identity)
     tokens = random_tokens(2, 30)
     assert_same(mixed(tokens).logits, plain(tokens).logits, "mHC with A = one-hot, C = 1, M = identity")
 
@@ -109,7 +121,9 @@ def test_full_reindex_and_reuse_agree_when_everything_is_selected():
     everything = replace(GEOMETRY, top_k=40)
     reindex = build("baseline-residual=mhc", geometry=everything)
     reuse = build("baseline-residual=mhc", geometry=replace(everything, decoder_reindex=[]))
-    reuse.load_state_dict({k: v for k, v in reindex.state_dict().items() if not k.startswith("decoder.blocks.2.attention.indexer")})
+    reuse.load_state_dict(
+        {k: v for k, v in reindex.state_dict().items() if not k.startswith("decoder.blocks.2.attention.indexer")}
+    )
     tokens = random_tokens(1, 30)
     assert_same(reindex(tokens).logits, reuse(tokens).logits, "Reindex against Reuse with top_k over all entries")
 
@@ -123,7 +137,9 @@ def test_a_pool_that_holds_everything_is_a_no_op():
     narrow = build("baseline-pool")
     tokens = random_tokens(1, 60)
     assert_same(with_pool(tokens).logits, without(tokens).logits, "a pool of 64 entries for 60 tokens")
-    assert (narrow(tokens).logits - without(tokens).logits).abs().max() > 1e-6, "a pool of 8 entries changes nothing: not applied?"
+    assert (narrow(tokens).logits - without(tokens).logits).abs().max() > 1e-6, (
+        "a pool of 8 entries changes nothing: not applied?"
+    )
 
 
 @torch.no_grad()
@@ -135,7 +151,9 @@ def test_the_state_and_the_windows_have_the_same_size_at_any_length():
         sizes.append(memory.breakdown())
         assert memory.nbytes() == sum(memory.breakdown().values())
     for kind in ("shared_state", "encoder_window", "bookkeeping", "encoder_bank_pending"):
-        assert sizes[0][kind] == sizes[1][kind], f"{kind} grows with the length: {sizes[0][kind]} and {sizes[1][kind]} bytes"
+        assert sizes[0][kind] == sizes[1][kind], (
+            f"{kind} grows with the length: {sizes[0][kind]} and {sizes[1][kind]} bytes"
+        )
     assert sizes[0]["shared_state"] == M * GEOMETRY.entry_dim * 8
     assert sizes[1]["encoder_bank"] == 4 * sizes[0]["encoder_bank"]
     assert sizes[1]["index_keys"] == 4 * sizes[0]["index_keys"]
@@ -158,7 +176,11 @@ def test_breakdown_counts_every_reachable_storage_once():
             storage = node.untyped_storage()
             reachable[storage.data_ptr()] = storage.nbytes()
         else:
-            queue += [n for n in gc.get_referents(node) if isinstance(n, torch.Tensor | tuple | dict) or hasattr(n, "__dataclass_fields__")]
+            queue += [
+                n
+                for n in gc.get_referents(node)
+                if isinstance(n, torch.Tensor | tuple | dict) or hasattr(n, "__dataclass_fields__")
+            ]
     assert memory.nbytes() == sum(reachable.values())
 
 

@@ -1,4 +1,5 @@
-"""What may influence what (oracle 2). One path shares its mistakes in all three ways; changing an input shows them at once."""
+"""What may influence what (oracle 2). One path shares its mistakes in all three ways; changing an input shows them at
+once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import pytest
 import torch
 from small import GEOMETRY, M, W, assert_same, build, cases, random_tokens
 
-LOCAL = GEOMETRY.encoder_layers * (W - 1) + max(M, GEOMETRY.decoder_layers * (W - 1) + W)  # reach of everything but banks
+LOCAL = GEOMETRY.encoder_layers * (W - 1) + max(
+    M, GEOMETRY.decoder_layers * (W - 1) + W
+)  # reach of everything but banks
 
 
 def each_changed(tokens: torch.Tensor, positions: range) -> torch.Tensor:
@@ -32,7 +35,9 @@ def test_a_later_token_changes_nothing_earlier(case):
 def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
     model = build(case)
     tokens = random_tokens(1, LOCAL + 21)
-    moved = (model(each_changed(tokens, range(20)), rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
+    moved = (
+        (model(each_changed(tokens, range(20)), rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
+    )
     assert moved.max() > 1e-6, f"{case}: none of the first 20 of {tokens.shape[1]} tokens changes the last logits"
 
 
@@ -64,7 +69,9 @@ def test_padding_on_the_left_changes_nothing(case):
     for padding in (1, 2, 7):
         padded = torch.cat([random_tokens(1, padding, seed=9), tokens], dim=1)
         ids = torch.cat([torch.full((1, padding), -1), torch.zeros(1, 21, dtype=torch.long)], dim=1)
-        assert_same(model(padded, documents=ids).logits[:, padding:], model(tokens).logits, f"{case}: {padding} padding tokens")
+        assert_same(
+            model(padded, documents=ids).logits[:, padding:], model(tokens).logits, f"{case}: {padding} padding tokens"
+        )
 
 
 @pytest.mark.parametrize("case", cases())

@@ -1,4 +1,5 @@
-"""Training, pruned prefill, chunked prefill and decode are one computation (oracle 1): equal to 1e-9 for every model and variant."""
+"""Training, pruned prefill, chunked prefill and decode are one computation (oracle 1): equal to 1e-9 for every model
+and variant."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_any_split_into_chunks_equals_the_full_forward(case):
                 rows = draw.choice((1, chunk, min(2, chunk), min(M + 3, chunk)))
                 out = model(tokens[:, done : done + chunk], memory=memory, rows=rows)
                 memory, done = out.memory, done + chunk
-                assert_same(out.logits, full[:, done - rows : done], f"{case}, trial {trial}, {chunk} tokens up to {done}")
+                assert_same(
+                    out.logits, full[:, done - rows : done], f"{case}, trial {trial}, {chunk} tokens up to {done}"
+                )
 
 
 @pytest.mark.parametrize("case", cases())
@@ -49,7 +52,9 @@ def test_decoding_token_by_token_equals_the_full_forward(case):
             out = model(tokens[:, t : t + 1], memory=out.memory, rows=1)
 
 
-@pytest.mark.parametrize("case", ["gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-residual=mhc"])
+@pytest.mark.parametrize(
+    "case", ["gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-residual=mhc"]
+)
 @torch.no_grad()
 def test_documents_survive_any_split_even_when_they_differ_between_sequences(case):
     model, draw = build(case), random.Random(1)

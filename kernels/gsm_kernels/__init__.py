@@ -12,9 +12,11 @@ from .dispatch import Impl, KernelBuildError, Op, listening, using
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
 from .linear_cross_entropy import linear_cross_entropy
-from .mhc import mhc_enter, mhc_leave
+from .mhc import mhc_boundary
 from .pool_groups import pool_groups
+from .rms_norm import rms_norm
 from .rope import rotate
+from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
     attend,
@@ -23,8 +25,9 @@ OPS: tuple[Op, ...] = (
     candidate_pool,
     indexer_kl,
     pool_groups,
-    mhc_enter,
-    mhc_leave,
+    mhc_boundary,
+    rms_norm,
+    swiglu,
     linear_cross_entropy,
 )
 
@@ -48,9 +51,10 @@ __all__ = [
     "indexer_kl",
     "linear_cross_entropy",
     "listening",
-    "mhc_enter",
-    "mhc_leave",
+    "mhc_boundary",
     "pool_groups",
+    "rms_norm",
     "rotate",
+    "swiglu",
     "using",
 ]

@@ -1,4 +1,4 @@
-"""Questions about the machine: what it is, how much scratch memory suits it, and how to keep autocast out of an operation."""
+"""Questions about the machine: what it is, how much scratch memory suits it, and how to keep autocast out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 def scratch_elements(device: torch.device) -> int:
     """How many numbers a chunk's largest temporary may hold.
 
-    On a CPU a chunk should stay near the cache (4 M numbers are 16 MB of float32); a GPU needs larger chunks to be busy.
+    On a CPU a chunk should stay near the cache (2 M numbers are 8 MB of float32); a GPU needs larger chunks to be busy.
     """
-    return 1 << 22 if device.type == "cpu" else 1 << 26
+    return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
-def full_precision(like: Tensor) -> contextlib.AbstractContextManager[None]:
+def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of operations on the device of `like`."""
     kind = like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

@@ -1,8 +1,8 @@
 """Choosing the implementation of an operation, and being able to say which one ran and why the others did not.
 
-An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by giving a
-reason; the first that does not refuse runs. There is no cache and no lock, so that `torch.compile(fullgraph=True)` traces
-through a call as if the chosen implementation had been called directly.
+An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by
+giving a reason; the first that does not refuse runs. There is no cache and no lock, so that
+`torch.compile(fullgraph=True)` traces through a call as if the chosen implementation had been called directly.
 
     attend = Op("attend", reference, Impl("triton", kernel, refuses=needs_hopper), check=check)
     with listening() as heard:
@@ -40,7 +40,8 @@ class Impl:
 
     Attributes:
         name: "reference", "triton", ...
-        fn: the callable; it has the operation's signature. It may raise `KernelBuildError`, and is then not asked again.
+        fn: the callable; it has the operation's signature. It may raise `KernelBuildError`, and is then not asked
+            again.
         refuses: takes the operation's arguments, returns why it cannot take this call, or None.
         missing: takes nothing, returns why it can take no call at all on this machine, or None.
     """
@@ -102,7 +103,7 @@ class Op:
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 
     def explain(self) -> tuple[str, str]:
-        """The implementation that calls will run on this machine, as far as that is known without arguments, and why."""
+        """The implementation that calls run on this machine, as far as that is known without arguments, and why."""
         if _forced == "reference":
             return "reference", "forced"
         if not self.fast:

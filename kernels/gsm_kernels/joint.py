@@ -1,6 +1,7 @@
-"""One softmax over a window, far entries and a sink: the arithmetic that `attend`, `attend_band` and `indexer_kl` share.
+"""One softmax over a window, far entries and a sink: what `attend`, `attend_band` and `indexer_kl` share.
 
-Queries are cut into blocks, so that a block's window is one short run of the stream and its products are matrix products:
+Queries are cut into blocks, so that a block's window is one short run of the stream and its products are matrix
+products:
 
     stream   . . . . . . . . . . . . . . . . . .
     block 1        q q q q                         Q queries ...
@@ -8,7 +9,8 @@ Queries are cut into blocks, so that a block's window is one short run of the st
     block 2                q q q q
                          y y y y y y y
 
-Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries a row
+Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries
+    a row
 sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax, the last one being the sink.
 """
 
@@ -80,7 +82,7 @@ def add_window_blocks(into_BEC: Tensor, block_grads: Tensor, cut: Cut) -> None:
 
 
 def window_visible(position_BR: Tensor, cut: Cut) -> Tensor:
-    """Which of its block's entries a row sees, bool [B,nQ,Y]: itself and back to its document's start, less than width."""
+    """Which of its block's entries a row sees, bool [B,nQ,Y]: back to its document's start, at most `width`."""
     device = position_BR.device
     index_R = torch.arange(cut.entries - cut.rows, cut.entries, device=device)
     reach_BR = pad_rows(torch.minimum(position_BR, index_R.clamp(max=cut.width - 1))[..., None], cut, -1)
@@ -100,19 +102,27 @@ def probabilities(query_BRHC: Tensor, window: Tensor, visible_BRY: Tensor, sink_
         sink_H: the logit of each head's sink.
         far: further entries, or None.
     """
-    batch, rows, heads, channels = query_BRHC.shape
-    blocks, span = window.shape[:2]
-    columns = span + (0 if far is None else far.keys.shape[1]) + 1
-    logits_BRHZ = query_BRHC.new_empty(batch, rows, heads, columns)
-    logits_BRHZ[..., :span] = as_bias(visible_BRY, query_BRHC.dtype)[:, :, None]
-    logits_BRHZ[..., -1] = sink_H
-    near = logits_BRHZ.view(blocks, -1, columns)
-    near[..., :span].baddbmm_(query_BRHC.reshape(blocks, -1, channels), window.mT)
-    if far is not None:
-        logits_BRHZ[..., span:-1] = far.bias_BRG[:, :, None]
-        distant = logits_BRHZ.view(far.keys.shape[0], -1, columns)
-        distant[..., span:-1].baddbmm_(query_BRHC.reshape(far.keys.shape[0], -1, channels), far.keys.mT)
-    return torch.softmax(near, -1)
+    heads = query_BRHC.shape[2]
+    near = _logits(query_BRHC, window, as_bias(visible_BRY, query_BRHC.dtype))
+    parts = [near] if far is None else [near, _logits(query_BRHC, far.keys, far.bias_BRG)]
+    sink = sink_H.repeat(near.shape[:2].numel() // heads)
+    return torch.softmax(join(parts, sink, window.shape[0]), -1)
+
+
+def _logits(query_BRHC: Tensor, keys: Tensor, bias_BRG: Tensor) -> Tensor:
+    """query . key + bias, [b,rows,G] in as many batches as the keys have."""
+    batches, columns, _ = keys.shape
+    query = query_BRHC.reshape(batches, -1, query_BRHC.shape[3])
+    bias_BRHG = bias_BRG[:, :, None].expand(-1, -1, query_BRHC.shape[2], -1)
+    # Contiguous: into anything else the CPU multiplies one batch at a time, ten times slower for small ones.
+    logits = bias_BRHG.clone(memory_format=torch.contiguous_format).view(batches, query.shape[1], columns)
+    return logits.baddbmm_(query, keys.mT)
+
+
+def join(parts: list[Tensor], last: Tensor, blocks: int) -> Tensor:
+    """Columns side by side, [B*n,Q*H,Z], whatever batches they were computed in; `last` is the sink's."""
+    columns = [part.flatten(0, 1) for part in parts]
+    return torch.cat((*columns, last[:, None]), 1).unflatten(0, (blocks, -1))
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,10 +130,14 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
-def chunks(rows: int, entries: int, width: int, heads: int, far: int, budget: int) -> list[tuple[int, int]]:
-    """Split R rows into ranges whose logits (`heads` counts batch x heads, `far` the further columns) fit the budget."""
-    if rows == 0:
+def chunks(cut: Cut, heads: int, far: int, other: int, budget: int) -> list[tuple[int, int]]:
+    """Split the rows into ranges of whole blocks whose largest temporary fits the budget.
+
+    A row's temporaries are its logits, `heads` (of all sequences) times the entries of its block and `far` more, and
+    `other` numbers.
+    """
+    if cut.rows == 0:
         return []
-    whole = cut(rows, entries, width)
-    blocks = max(1, budget // max(1, heads * whole.size * (whole.span + far)))
-    return [(start, min(start + blocks * whole.size, rows)) for start in range(0, rows, blocks * whole.size)]
+    per_row = max(heads * (cut.span + far + 1), other)
+    step = max(1, budget // max(1, per_row * cut.size)) * cut.size
+    return [(start, min(start + step, cut.rows)) for start in range(0, cut.rows, step)]

@@ -14,8 +14,8 @@ from .device import at_least_float32
 def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last 2P channels of `x`; channels before them pass through.
 
-    The pair (a, b) at channels C-2P+2p and C-2P+2p+1 becomes (a cos - b sin, a sin + b cos); `inverse` turns the other way
-    and is the exact adjoint. Su et al. 2021, "RoFormer", equation 15, in the interleaved layout.
+    The pair (a, b) at channels C-2P+2p and C-2P+2p+1 becomes (a cos - b sin, a sin + b cos); `inverse` turns the
+    other way and is the exact adjoint. Su et al. 2021, "RoFormer", equation 15, in the interleaved layout.
 
     Args:
         x: [B,R,C] or [B,R,H,C]; C even. Differentiable.
@@ -65,4 +65,5 @@ def _check(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor) -> None:
         shapes = f"{tuple(x.shape)}, {tuple(cos_BRP.shape)} and {tuple(sin_BRP.shape)}"
         raise ValueError(f"rotate: x, cos and sin have shapes {shapes}; give [B,R,(H,)C], [B,R,P] and [B,R,P]")
     if x.shape[-1] % 2 or 2 * cos_BRP.shape[-1] > x.shape[-1]:
-        raise ValueError(f"rotate: {x.shape[-1]} channels do not hold {cos_BRP.shape[-1]} pairs; C must be even and >= 2P")
+        pairs = cos_BRP.shape[-1]
+        raise ValueError(f"rotate: {x.shape[-1]} channels do not hold {pairs} pairs; C must be even and >= 2P")

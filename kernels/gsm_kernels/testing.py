@@ -18,8 +18,8 @@ class Tolerance(NamedTuple):
 
 TOLERANCE: dict[torch.dtype, Tolerance] = {
     torch.float64: Tolerance(1e-9, 1e-9, "the same sums in another order: far above 2e-16 times a thousand terms"),
-    torch.float32: Tolerance(2e-6, 1e-5, "6e-8 per rounding; sums of a few hundred terms, twice as many roundings in backward"),
-    torch.bfloat16: Tolerance(4e-3, 8e-3, "2e-3 on average from rounding the result; gradients arrive through a rounded output"),
+    torch.float32: Tolerance(2e-6, 1e-5, "6e-8 per rounding, sums of a few hundred terms; more roundings in backward"),
+    torch.bfloat16: Tolerance(4e-3, 8e-3, "2e-3 from rounding the result; gradients arrive through a rounded output"),
     torch.float16: Tolerance(5e-4, 1e-3, "bfloat16's reasons with three more bits"),
 }
 

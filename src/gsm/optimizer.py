@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), linear warm-up, then a cosine down to a fraction of the peak.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), linear warm-up, then a cosine.
 
     Attributes:
         learning_rate: peak learning rate.
@@ -31,7 +31,11 @@ class AdamW:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        for name, low, high in (("learning_rate", 0, math.inf), ("final_fraction", 0, 1), ("weight_decay", 0, math.inf)):
+        for name, low, high in (
+            ("learning_rate", 0, math.inf),
+            ("final_fraction", 0, 1),
+            ("weight_decay", 0, math.inf),
+        ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}, but has to lie between {low} and {high}")
         if self.warmup_steps < 0:

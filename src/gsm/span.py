@@ -1,8 +1,8 @@
 """Which positions are new in a call, where they stand in their documents, and for how many of them an output is wanted.
 
-Everything that depends on documents follows from document-local positions: documents are contiguous runs, so a position p has exactly
-p predecessors in its document, a window of W reaches min(p, W - 1) entries back, and (p + 1) // m groups of m tokens are finished.
-No layer ever compares document ids.
+Everything that depends on documents follows from document-local positions: documents are contiguous runs, so a
+position p has exactly p predecessors in its document, a window of W reaches min(p, W - 1) entries back, and (p + 1)
+// m groups of m tokens are finished. No layer ever compares document ids.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ def every_call() -> dict[str, dict]:
             "end_BF": torch.tensor([[1, 3, 8], [2, 6, -1]]),
             "ratio": 2,
         },
-        "mhc_enter": {"streams_BTXD": hyper["streams_BRXD"], "read_BTX": normal(2, 5, 4, seed=9)},
-        "mhc_leave": hyper,
+        "mhc_boundary": {**hyper, "rounds": 3},
+        "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
+        "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
         "linear_cross_entropy": {"hidden_ND": normal(6, 5), "weight_VD": normal(7, 5, seed=1), "target_N": target},
     }
 

@@ -1,4 +1,4 @@
-"""Random packed streams, and the operations as slow loops written from their formulas: what the fast forms are held to."""
+"""Random packed streams, and the operations as slow loops written from their formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def packed_positions(batch: int, entries: int, seed: int = 0, padding: int = 0) -> Tensor:
-    """Positions [B,E] of documents of random lengths, other ones in each batch row; the last `padding` of row 0 are -1."""
+    """Positions [B,E] of documents of random lengths that differ between batch rows; row 0 ends in `padding`."""
     rows = []
     for row in range(batch):
         lengths = torch.randint(1, 12, (entries,), generator=seeded(100 * seed + row)).tolist()
@@ -26,7 +26,7 @@ def packed_positions(batch: int, entries: int, seed: int = 0, padding: int = 0) 
 
 
 def slot_ranges(position_BE: Tensor, ratio: int) -> tuple[Tensor, Tensor, int]:
-    """first, last [B,E] of a bank with one slot per finished group of `ratio` tokens, and the number of slots it needs."""
+    """first, last [B,E] of a bank with one slot per finished group of `ratio` tokens, and its number of slots."""
     finished = ((position_BE >= 0) & ((position_BE + 1) % ratio == 0)).long().cumsum(1)
     last = torch.where(position_BE < 0, 0, finished)
     return last - (position_BE + 1) // ratio, last, int(finished.max())
@@ -131,7 +131,7 @@ def naive_kl(query, window, position, width, sink, cos, sin, bank, first, last, 
 
 
 def naive_mhc(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, hc_eps=1e-6):
-    """(streams, read) with ordinary autograd, tokens first."""
+    """(streams, mixed) with ordinary autograd, tokens first."""
     streams, update = streams_BRXD, update_BRD
     count = streams.shape[2]
     flat = streams.flatten(2)
@@ -144,4 +144,5 @@ def naive_mhc(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, h
     for _ in range(rounds - 1):
         mix = mix / (mix.sum(-1, keepdim=True) + hc_eps)
         mix = mix / (mix.sum(-2, keepdim=True) + hc_eps)
-    return write[..., None] * update[:, :, None] + torch.einsum("brjk,brjd->brkd", mix, streams), read
+    left = write[..., None] * update[:, :, None] + torch.einsum("brjk,brjd->brkd", mix, streams)
+    return left, torch.einsum("brk,brkd->brd", read, left)

@@ -17,6 +17,7 @@ RAGGED = {
     "a window of one": {"width": 1},
     "an empty bank": {"ratio": 50},
     "a bank that is gathered": {"ratio": 1, "k": 1, "rows": 40, "entries": 43, "batch": 2},
+    "no slot selected": {"k": 0},
     "more rows than a block": {"rows": 37, "entries": 40, "heads": 2, "width": 18},
     "narrow blocks": {"rows": 33, "entries": 33, "heads": 1, "width": 3},
     "sixteen heads of 64": {"heads": 16, "channels": 64, "pairs": 4, "rows": 5},
@@ -89,7 +90,9 @@ def test_huge_logits_stay_finite():
 
 def test_no_rows_give_no_output():
     call, _ = attention(rows=1)
-    rows = {k: v[:, :0] for k, v in call.items() if k in ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK")}
+    rows = {
+        k: v[:, :0] for k, v in call.items() if k in ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK")
+    }
     out, grads = gradients(attend, {**call, **rows})
     assert out[0].shape == (2, 0, 4, 32) and (grads["window_BEC"] == 0).all()
 

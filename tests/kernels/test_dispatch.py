@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-import gsm_kernels
 import pytest
 import torch
+
+import gsm_kernels
 from gsm_kernels import Impl, KernelBuildError, Op, explain, listening, using
 from gsm_kernels.device import describe
 
@@ -59,7 +60,10 @@ def test_explain_gives_the_machine_s_reason():
 
 
 def test_an_unknown_choice_is_named():
-    with pytest.raises(ValueError, match="'fast' is no implementation; choose one of auto, reference, triton"), using("fast"):
+    with (
+        pytest.raises(ValueError, match="'fast' is no implementation; choose one of auto, reference, triton"),
+        using("fast"),
+    ):
         pass
 
 
@@ -105,7 +109,11 @@ def run_module(environment: dict[str, str]) -> subprocess.CompletedProcess:
     import os
 
     return subprocess.run(
-        [sys.executable, "-m", "gsm_kernels"], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gsm_kernels"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

@@ -25,7 +25,10 @@ def integral(call: dict) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED.keys())
 def test_it_is_the_sorted_top_k_with_ties_to_the_lowest(sizes, dtype):
-    call = {k: v.to(dtype) if k in ("query_BRJI", "weight_BRJ", "key_BFI") else v for k, v in integral(selection(**sizes)).items()}
+    call = {
+        k: v.to(dtype) if k in ("query_BRJI", "weight_BRJ", "key_BFI") else v
+        for k, v in integral(selection(**sizes)).items()
+    }
     with listening() as heard:
         index = index_top_k(**call)
     assert heard == [("index_top_k", "reference")]

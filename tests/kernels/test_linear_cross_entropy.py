@@ -24,6 +24,7 @@ def oracle(hidden_ND, weight_VD, target_N):
 @pytest.mark.parametrize("scratch", [1, 50, 1 << 22])
 def test_loss_and_gradients_equal_all_logits_at_once(scratch, monkeypatch):
     monkeypatch.setattr(reference, "scratch_elements", lambda device: scratch)
+    monkeypatch.setattr(reference, "FEWEST_ROWS", 1)
     with listening() as heard:
         out, grads = gradients(linear_cross_entropy, example())
     expected, expected_grads = gradients(oracle, example())

@@ -1,6 +1,5 @@
 """No operation may allocate anything of size rows x entries, or rows x vocabulary."""
 
-import gsm_kernels
 import pytest
 import torch
 from calls import cast, with_leaves
@@ -8,15 +7,19 @@ from oracles import angles
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import gsm_kernels
+
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned (views count as what they show)."""
+    """Remembers the number of elements in the largest storage that any operation returned."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        sizes = [
+            x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, torch.Tensor)
+        ]
         self.elements = max(self.elements, *sizes, 0)
         return result
 
@@ -63,7 +66,10 @@ def test_top_k_stays_within_its_scratch_memory():
         "last_BR": torch.full((1, rows), slots),
         "k": 16,
     }
-    assert largest(gsm_kernels.index_top_k, {k: v[:, :512] if k != "key_BFI" and k != "k" else v for k, v in call.items()}) <= 1 << 22
+    assert (
+        largest(gsm_kernels.index_top_k, {k: v[:, :512] if k != "key_BFI" and k != "k" else v for k, v in call.items()})
+        <= 1 << 21
+    )
 
 
 def test_the_indexer_loss_stays_within_its_scratch_memory():
@@ -76,14 +82,14 @@ def test_the_indexer_loss_stays_within_its_scratch_memory():
     call |= {"index_query_BRJI": torch.randn(1, rows, 4, 8), "index_weight_BRJ": torch.randn(1, rows, 4)}
     call |= {"index_key_BFI": torch.randn(1, slots, 8)}
     seen = largest(lambda **call: gsm_kernels.indexer_kl(**call).loss, call)
-    assert seen <= (1 << 22) + 16 * rows < 2 * rows * slots * 4
+    assert seen <= 1 << 21 < 2 * rows * slots * 4
 
 
 def test_the_head_never_holds_all_logits():
     rows, vocabulary = 4096, 8192
     call = {"hidden_ND": torch.randn(rows, 4), "weight_VD": torch.randn(vocabulary, 4)}
     call["target_N"] = torch.randint(0, vocabulary, (rows,))
-    assert largest(gsm_kernels.linear_cross_entropy, cast(call, torch.float32)) <= 1 << 22 < rows * vocabulary
+    assert largest(gsm_kernels.linear_cross_entropy, cast(call, torch.float32)) <= 1 << 21 < rows * vocabulary
 
 
 @pytest.mark.parametrize("op", ["attend"])

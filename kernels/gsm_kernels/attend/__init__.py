@@ -1,12 +1,12 @@
-"""Attention over a window and a selection from a bank, in one softmax with a sink; one latent is key and value of all heads.
+"""Attention over a window and a selection from a bank, in one softmax with a sink; one latent is key and value.
 
 With q = RoPE_t(query) and z = q . entry / sqrt(C) over the entries that row t sees,
 
     out_h = RoPE_-t( sum_i exp(z_hi) entry_i / ( sum_i exp(z_hi) + exp(sink_h) ) )
 
-Window and bank entries arrive rotated, each by its own position, so that after the inverse rotation only relative positions
-remain. An entry that a row sees twice, in the window and in the selection or twice in the selection, counts twice. A row that
-sees nothing returns 0.
+Window and bank entries arrive rotated, each by its own position, so that after the inverse rotation only relative
+positions remain. An entry that a row sees twice, in the window and in the selection or twice in the selection, counts
+twice. A row that sees nothing returns 0.
 
 Args:
     query_BRHC: not rotated; the R rows stand at the last R entries of the window's stream.

@@ -1,7 +1,7 @@
 """Plain PyTorch attention over a window and a selection, in chunks of rows, with a hand-written backward.
 
-Nothing of size rows x entries is kept between forward and backward: backward computes a chunk's softmax again. Letters as in
-`gsm_kernels.joint`.
+A call that fits one chunk keeps its softmax for backward; a longer one keeps nothing but its inputs, and backward
+computes each chunk's softmax again. Letters as in `gsm_kernels.joint`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, scratch_elements
-from ..joint import Cut, Far, add_window_blocks, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
+from ..joint import (
+    Cut,
+    Far,
+    add_window_blocks,
+    as_bias,
+    chunks,
+    cut,
+    join,
+    pad_rows,
+    probabilities,
+    window_blocks,
+    window_visible,
+)
 from ..rope import turn
 
 
@@ -69,32 +81,35 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, ctx.width = arguments
-        ctx.save_for_backward(*tensors)
         inputs = _Inputs(*tensors)
+        ranges = _row_chunks(inputs, ctx.width)
         out_BRHC = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
-        for start, stop in _row_chunks(inputs, ctx.width):
-            rotated = _mix(_chunk(inputs, ctx.width, start, stop))[:, : stop - start]
+        softmax = None
+        for start, stop in ranges:
+            chunk = _chunk(inputs, ctx.width, start, stop)
             cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
-            out_BRHC[:, start:stop] = turn(rotated, cos, sin, inverse=True)
+            out_BRHC[:, start:stop] = turn(_mix(chunk)[:, : stop - start], cos, sin, inverse=True)
+            softmax = chunk.softmax if len(ranges) == 1 else None
+        ctx.save_for_backward(*tensors, softmax)
         return out_BRHC
 
     @staticmethod
     def backward(ctx, grad_BRHC):
-        inputs = _Inputs(*ctx.saved_tensors)
+        *tensors, softmax = ctx.saved_tensors
         with full_precision(grad_BRHC):
-            return *_gradients(inputs, ctx.width, grad_BRHC), None, None, None, None, None
+            return *_gradients(_Inputs(*tensors), softmax, ctx.width, grad_BRHC), None, None, None, None, None
 
 
-def _gradients(inputs: _Inputs, width: int, grad_BRHC: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(inputs: _Inputs, softmax: Tensor | None, width: int, grad_BRHC: Tensor) -> tuple[Tensor | None, ...]:
     wide = at_least_float32(inputs.query_BRHC[:0]).dtype
     query_grad = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
     window_grad = torch.zeros_like(inputs.window_BEC, dtype=wide, memory_format=torch.contiguous_format)
     sink_grad = torch.zeros_like(inputs.sink_H, dtype=wide)
-    bank = inputs.bank_BFC
+    bank, index = inputs.bank_BFC, inputs.index_BRK
     bank_grad = None if bank is None else torch.zeros_like(bank, dtype=wide, memory_format=torch.contiguous_format)
     for start, stop in _row_chunks(inputs, width):
         cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
-        chunk = _chunk(inputs, width, start, stop)
+        chunk = _chunk(inputs, width, start, stop, softmax)
         mixed_grad = pad_rows(turn(grad_BRHC[:, start:stop].to(wide), cos, sin), chunk.cut)
         logit_grad = _logit_grad(chunk, mixed_grad)
         sink_grad += logit_grad[..., -1].unflatten(1, (-1, sink_grad.shape[0])).sum((0, 1))
@@ -102,20 +117,20 @@ def _gradients(inputs: _Inputs, width: int, grad_BRHC: Tensor) -> tuple[Tensor |
         query_grad[:, start:stop] = turn(rows_grad, cos, sin, inverse=True)
         first, last = _stream(inputs, width, start, stop)
         add_window_blocks(window_grad[:, first:last], _window_grad(chunk, mixed_grad, logit_grad), chunk.cut)
-        if bank_grad is not None:
-            _add_far_grad(bank_grad, inputs.index_BRK[:, start:stop], chunk, mixed_grad, logit_grad)
-    bank_grad = None if bank_grad is None else bank_grad.to(bank.dtype)
-    return query_grad, window_grad.to(inputs.window_BEC.dtype), sink_grad.to(inputs.sink_H.dtype), bank_grad
+        if bank_grad is not None and index is not None and chunk.far is not None:
+            _add_far_grad(bank_grad, index[:, start:stop], chunk, chunk.far.keys, mixed_grad, logit_grad)
+    grads = (query_grad, window_grad, sink_grad, bank_grad)
+    return tuple(None if x is None or g is None else g.to(x.dtype) for g, x in zip(grads, inputs[:4], strict=True))
 
 
 def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
-    batch, rows, heads, _ = inputs.query_BRHC.shape
-    entries = inputs.window_BEC.shape[1]
-    far = 0
-    if inputs.bank_BFC is not None:
+    batch, rows, heads, channels = inputs.query_BRHC.shape
+    whole = cut(rows, inputs.window_BEC.shape[1], width)
+    far = gathered = 0
+    if inputs.bank_BFC is not None and inputs.index_BRK is not None:
         slots, picks = inputs.bank_BFC.shape[1], inputs.index_BRK.shape[2]
-        far = slots if _dense(slots, picks) else picks * max(1, inputs.bank_BFC.shape[2] // heads)
-    return chunks(rows, entries, width, batch * heads, far, scratch_elements(inputs.query_BRHC.device))
+        far, gathered = (slots, 0) if _dense(slots, picks) else (picks, batch * picks * channels)
+    return chunks(whole, batch * heads, far, gathered, scratch_elements(inputs.query_BRHC.device))
 
 
 def _stream(inputs: _Inputs, width: int, start: int, stop: int) -> tuple[int, int]:
@@ -124,25 +139,26 @@ def _stream(inputs: _Inputs, width: int, start: int, stop: int) -> tuple[int, in
     return max(0, offset + start - (width - 1)), offset + stop
 
 
-def _chunk(inputs: _Inputs, width: int, start: int, stop: int) -> _Chunk:
+def _chunk(inputs: _Inputs, width: int, start: int, stop: int, softmax: Tensor | None = None) -> _Chunk:
     first, last = _stream(inputs, width, start, stop)
     rows = cut(stop - start, last - first, width)
     query = at_least_float32(inputs.query_BRHC[:, start:stop])
     rotated = turn(query, inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop])
     query_BRHC = pad_rows(rotated.mul_(query.shape[-1] ** -0.5), rows)
     window = window_blocks(inputs.window_BEC[:, first:last].to(query.dtype), rows)
-    visible = window_visible(inputs.position_BR[:, start:stop], rows)
     far = None
-    if inputs.bank_BFC is not None:
+    if inputs.bank_BFC is not None and inputs.index_BRK is not None:
         index_BRK = pad_rows(inputs.index_BRK[:, start:stop], rows, -1)
         far = _far(inputs.bank_BFC.to(query.dtype), index_BRK)
-    softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
+    if softmax is None:
+        visible = window_visible(inputs.position_BR[:, start:stop], rows)
+        softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
     return _Chunk(rows, query_BRHC, window, far, softmax)
 
 
 def _dense(slots: int, picks: int) -> bool:
-    """Whether to multiply with the whole bank under a mask rather than to gather: cheaper while the bank is small."""
-    return slots <= 8 * picks
+    """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size."""
+    return slots <= 2 * picks or picks == 0
 
 
 def _far(bank_BFC: Tensor, index_BRK: Tensor) -> Far:
@@ -150,7 +166,9 @@ def _far(bank_BFC: Tensor, index_BRK: Tensor) -> Far:
     if _dense(slots, index_BRK.shape[2]):
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
-        return Far(bank_BFC, times_BRF[..., :slots].log())
+        times_BRF = times_BRF[..., :slots]
+        # The bias is log(times); the CPU's vector log is a hundred times slower on zeros, so these are filled in.
+        return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
     keys = bank_BFC.reshape(-1, channels).index_select(0, _flat(index_BRK, slots))
     return Far(keys.view(-1, index_BRK.shape[2], channels), as_bias(index_BRK >= 0, bank_BFC.dtype))
 
@@ -173,15 +191,11 @@ def _mix(chunk: _Chunk) -> Tensor:
 
 
 def _logit_grad(chunk: _Chunk, mixed_grad: Tensor) -> Tensor:
-    channels, span = mixed_grad.shape[-1], chunk.window.shape[1]
-    grad = torch.empty_like(chunk.softmax)
+    channels = mixed_grad.shape[-1]
+    sources = [chunk.window] if chunk.far is None else [chunk.window, chunk.far.keys]
+    parts = [torch.bmm(mixed_grad.view(keys.shape[0], -1, channels), keys.mT) for keys in sources]
     # The sink carries no value, so nothing flows into its probability; softmax couples it to the others.
-    grad[..., -1] = 0
-    grad[..., :span] = torch.bmm(mixed_grad.view(grad.shape[0], -1, channels), chunk.window.mT)
-    if chunk.far is not None:
-        keys = chunk.far.keys
-        distant = torch.bmm(mixed_grad.view(keys.shape[0], -1, channels), keys.mT)
-        grad.view(keys.shape[0], -1, grad.shape[-1])[..., span:-1] = distant
+    grad = join(parts, mixed_grad.new_zeros(chunk.softmax.shape[:2].numel()), chunk.softmax.shape[0])
     return torch._softmax_backward_data(grad, chunk.softmax, -1, grad.dtype)
 
 
@@ -195,8 +209,11 @@ def _window_grad(chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> Tenso
     return grad.baddbmm_(chunk.softmax[..., :span].mT, mixed_grad.view(blocks, -1, channels))
 
 
-def _add_far_grad(bank_grad: Tensor, index_BRK: Tensor, chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> None:
-    keys, span, columns = chunk.far.keys, chunk.window.shape[1], logit_grad.shape[-1]
+def _add_far_grad(
+    bank_grad: Tensor, index_BRK: Tensor, chunk: _Chunk, keys: Tensor, mixed_grad: Tensor, logit_grad: Tensor
+) -> None:
+    """Add the gradient of the far entries to that of the bank: as it is, or scattered to where they were gathered."""
+    span, columns = chunk.window.shape[1], logit_grad.shape[-1]
     groups, channels = keys.shape[0], keys.shape[-1]
     from_logits, weight = (x.view(groups, -1, columns)[..., span:-1].mT for x in (logit_grad, chunk.softmax))
     grad = torch.bmm(from_logits, chunk.query_BRHC.view(groups, -1, channels))

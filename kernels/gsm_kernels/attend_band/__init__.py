@@ -1,6 +1,6 @@
 """Attention over a band of the stream, in one softmax with a sink; one latent is key and value of all heads.
 
-`gsm_kernels.attend` without a bank. With q = RoPE_t(query) and z = q . entry / sqrt(C) over the `width` entries up to t,
+`gsm_kernels.attend` without a bank. With q = RoPE_t(query) and z = q . entry / sqrt(C) over `width` entries up to t,
 
     out_h = RoPE_-t( sum_i exp(z_hi) entry_i / ( sum_i exp(z_hi) + exp(sink_h) ) )
 
@@ -18,8 +18,8 @@ Returns:
 Raises:
     ValueError: if the shapes do not fit or width < 1.
 
-Source: the decoder's attention to the shared state in the global state model; sliding-window attention with one shared key
-and value head (Shazeer 2019).
+Source: the decoder's attention to the shared state in the global state model; sliding-window attention with one
+shared key and value head (Shazeer 2019).
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Plain PyTorch index scores and exact selection, in chunks of rows. Letters: N blocks of a pool, B R J I F K as everywhere."""
+"""Plain PyTorch index scores and exact selection, in chunks of rows. Letters: N blocks of a pool."""
 
 from __future__ import annotations
 
@@ -59,7 +59,16 @@ def index_scores(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor) -> Ten
     query, weight = at_least_float32(query_BRJI), at_least_float32(weight_BRJ)
     batch, rows, heads, width = query.shape
     fired = torch.bmm(query.reshape(batch, rows * heads, width), at_least_float32(key_BFI).mT).relu_()
-    return (fired.view(batch, rows, heads, -1) * weight[..., None]).sum(2)
+    return weigh(fired.view(batch, rows, heads, -1), weight)
+
+
+def weigh(fired_BRJF: Tensor, weight_BRJ: Tensor) -> Tensor:
+    """sum_j weight_j fired_j, head by head: there are few, and the BLAS is slow at products of so few numbers."""
+    weight_BRJ1 = weight_BRJ[..., None]
+    score_BRF = fired_BRJF[:, :, 0] * weight_BRJ1[:, :, 0]
+    for head in range(1, fired_BRJF.shape[2]):
+        score_BRF.addcmul_(fired_BRJF[:, :, head], weight_BRJ1[:, :, head])
+    return score_BRF
 
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
@@ -76,26 +85,24 @@ def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tenso
 
 
 def highest(score: Tensor, k: int) -> Tensor:
-    """Places of the k highest finite scores along the last dimension, ascending, ties to the lowest place, -1 at the end."""
-    places = score.shape[-1]
-    slot = torch.arange(places, device=score.device)
-    count = min(k, places)
-    if count == 0:
-        return torch.full((*score.shape[:-1], k), -1, device=score.device)
-    finite = score > -torch.inf
-    if count < places:
-        # torch.topk is exact in its values but breaks ties as it likes: keep its threshold, choose among equals ourselves.
-        threshold = score.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
-        above = score > threshold
-        equal = (score == threshold) & finite
-        finite = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    order = torch.where(finite, slot, places).topk(count, -1, largest=False, sorted=True).values
-    index = order.masked_fill(order == places, -1)
-    return torch.nn.functional.pad(index, (0, k - count), value=-1)
+    """Places of the k highest scores above -inf in the last dimension, ascending, ties to the lowest, -1 at the end."""
+    places, lowest = score.shape[-1], torch.finfo(score.dtype).min
+    index = torch.full((*score.shape[:-1], k + 1), -1, device=score.device)
+    if k < places:
+        # torch.topk is exact in its values but breaks ties as it likes: keep its threshold, choose among equals here.
+        threshold = score.topk(k, -1, sorted=False).values.amin(-1, keepdim=True).clamp_(min=lowest)
+        chosen, equal = score > threshold, score == threshold
+        chosen |= equal & (equal.cumsum(-1, dtype=torch.int32) <= k - chosen.sum(-1, keepdim=True))
+    else:
+        chosen = score >= lowest
+    # The n-th chosen place goes to column n, everything else to column 0, which is dropped.
+    column = chosen.cumsum(-1).mul_(chosen)
+    index.scatter_(-1, column, torch.arange(places, device=score.device).expand_as(column))
+    return index[..., 1:]
 
 
 def _block_scores(score_BRF: Tensor, first_BR: Tensor, last_BR: Tensor, block: int) -> Tensor:
-    """The highest visible score of each block, [B,R,blocks]; +inf for the newest block, -inf where nothing is visible."""
+    """The highest visible score of each block, [B,R,blocks]; +inf for the newest, -inf where nothing is visible."""
     batch, rows, slots = score_BRF.shape
     count = -(-slots // block)
     slot = first_BR[..., None] + torch.arange(count * block, device=score_BRF.device)

@@ -6,9 +6,10 @@ The teacher, without a gradient, is the attention mass over the slots that a row
 
     loss = mean over rows with position >= 0 of KL( p_t || softmax_j score_tj ),  score as in `gsm_kernels.index_top_k`
 
-Dense: over every slot in [first, last), and in the row's pool if there is one. Sparse: over the slots of index_BRK, both sides
-renormalised over them. A row that sees no slot, or is padding, contributes 0. Gradients flow to index_query, index_weight and
-index_key, and to nothing else; they are computed with the loss, chunk by chunk, so that nothing of size rows x slots is kept.
+Dense: over every slot in [first, last), and in the row's pool if there is one. Sparse: over the slots of index_BRK,
+both sides renormalised over them. A row that sees no slot, or is padding, contributes 0. Gradients flow to index_query,
+index_weight and index_key, and to nothing else; they are computed with the loss, chunk by chunk, so that nothing of
+size rows x slots is kept.
 
 Args:
     query_BRHC ... bank_BFC: what the attention reads, as in `gsm_kernels.attend`; the query not rotated.
@@ -19,8 +20,9 @@ Args:
     pool_BRN, block: as in `gsm_kernels.index_top_k`; used by the dense form only.
 
 Returns:
-    IndexerLoss(loss, recall), scalars in float32 or wider. recall is the share of the teacher's mass on index_BRK, the mean
-    over rows that see a slot; NaN in the sparse form, which does not know the mass elsewhere, and if no row sees a slot.
+    IndexerLoss(loss, recall), scalars in float32 or wider. recall is the share of the teacher's mass on index_BRK,
+    the mean over rows that see a slot; NaN in the sparse form, which does not know the mass elsewhere, and if no row
+    sees a slot.
 
 Raises:
     ValueError: if the shapes do not fit or width < 1.

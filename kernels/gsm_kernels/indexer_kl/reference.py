@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, scratch_elements
-from ..index_top_k.reference import slots_visible
+from ..device import at_least_float32, scratch_elements
+from ..index_top_k.reference import slots_visible, weigh
 from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
 from ..rope import turn
 
 
 class IndexerLoss(NamedTuple):
-    """What `indexer_kl` returns: the loss, and the share of the teacher's mass that the selection holds (no gradient)."""
+    """What `indexer_kl` returns: the loss, and the share of the teacher's mass that the selection holds (no
+    gradient)."""
 
     loss: Tensor
     recall: Tensor
@@ -103,12 +104,15 @@ class _Sums:
         self.grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in student] if wants_grad else []
 
 
-def _row_chunks(student: _Student, teacher: _Teacher, choice: _Choice, width: int, dense: bool) -> list[tuple[int, int]]:
-    batch, rows, heads, _ = teacher.query_BRHC.shape
-    slots, picks = teacher.bank_BFC.shape[1], choice.index_BRK.shape[2]
-    wider = max(1, student.query_BRJI.shape[2] // heads, 0 if dense else teacher.bank_BFC.shape[2] // heads)
-    far = (slots if dense else picks) * wider
-    return chunks(rows, teacher.window_BEC.shape[1], width, batch * heads, far, scratch_elements(teacher.query_BRHC.device))
+def _row_chunks(
+    student: _Student, teacher: _Teacher, choice: _Choice, width: int, dense: bool
+) -> list[tuple[int, int]]:
+    batch, rows, heads, channels = teacher.query_BRHC.shape
+    _, _, index_heads, index_width = student.query_BRJI.shape
+    whole = cut(rows, teacher.window_BEC.shape[1], width)
+    compared = teacher.bank_BFC.shape[1] if dense else choice.index_BRK.shape[2]
+    other = batch * compared * (index_heads if dense else max(index_heads, channels, index_width))
+    return chunks(whole, batch * heads, compared, other, scratch_elements(teacher.query_BRHC.device))
 
 
 def _add_chunk(
@@ -121,21 +125,28 @@ def _add_chunk(
     dense: bool,
     block: int,
 ) -> None:
-    first_BR, last_BR, index_BRK, pool_BRN = (None if x is None else x[:, rows] for x in choice)
-    real = teacher.position_BR[:, rows] >= 0
-    if dense:
-        visible = slots_visible(teacher.bank_BFC.shape[1], first_BR, last_BR, pool_BRN, block)
-    else:
-        visible = index_BRK >= 0
-    visible = visible & real[..., None]
+    index_BRK = choice.index_BRK[:, rows]
+    visible = _compared(choice, rows, teacher.bank_BFC.shape[1], dense, block)
+    visible &= (teacher.position_BR[:, rows] >= 0)[..., None]
     mass_BRG = _teacher_mass(teacher, rows, width, visible, None if dense else index_BRK)
     total = mass_BRG.sum(-1, keepdim=True)
     target_BRG = mass_BRG / total.clamp(min=torch.finfo(mass_BRG.dtype).tiny)
-    sums.loss += _divergence(sums, student, rows, target_BRG, visible, None if dense else index_BRK)
+    # A teacher without any mass, because there is no slot or because all of it underflowed, teaches nothing.
+    sees_BR = total[..., 0] > 0
+    sums.loss += _divergence(sums, student, rows, target_BRG, visible, sees_BR, None if dense else index_BRK)
     if dense:
-        held = target_BRG.gather(2, index_BRK.clamp(min=0)) if target_BRG.shape[-1] else index_BRK.to(mass_BRG.dtype)
-        sums.held += held.masked_fill(index_BRK < 0, 0).sum()
+        # One column more, for -1 to find nothing in.
+        held = torch.nn.functional.pad(target_BRG, (0, 1)).gather(2, index_BRK.remainder(target_BRG.shape[2] + 1))
+        sums.held += held.sum()
         sums.seen += visible.any(-1).sum()
+
+
+def _compared(choice: _Choice, rows: slice, slots: int, dense: bool, block: int) -> Tensor:
+    """Which slots, of the bank or of the selection, teacher and indexer are compared over, bool [B,R,G]."""
+    if not dense:
+        return choice.index_BRK[:, rows] >= 0
+    pool = None if choice.pool_BRN is None else choice.pool_BRN[:, rows]
+    return slots_visible(slots, choice.first_BR[:, rows], choice.last_BR[:, rows], pool, block)
 
 
 def _teacher_mass(teacher: _Teacher, rows: slice, width: int, visible: Tensor, index_BRK: Tensor | None) -> Tensor:
@@ -176,25 +187,34 @@ def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:
 
 
 def _divergence(
-    sums: _Sums, student: _Student, rows: slice, target_BRG: Tensor, visible: Tensor, index_BRK: Tensor | None
+    sums: _Sums,
+    student: _Student,
+    rows: slice,
+    target_BRG: Tensor,
+    visible: Tensor,
+    sees_BR: Tensor,
+    index_BRK: Tensor | None,
 ) -> Tensor:
     """KL(target || softmax of the scores) summed over rows; adds the gradients to the sums if they are wanted."""
     query_BRJI, weight_BRJ = (at_least_float32(x[:, rows]) for x in student[:2])
     keys = at_least_float32(student.key_BFI)
     if index_BRK is not None:
         keys = gather_slots(keys, index_BRK)
-    batch, length, heads, channels = query_BRJI.shape
-    queries = query_BRJI.reshape(keys.shape[0], -1, channels)
-    fired = torch.bmm(queries, keys.mT).relu_().view(batch, length, heads, -1)
-    score = (fired * weight_BRJ[..., None]).sum(2).masked_fill_(~visible, -torch.inf)
-    log_model = torch.log_softmax(score, -1).masked_fill_(~visible, 0)
-    loss = (torch.special.xlogy(target_BRG, target_BRG) - target_BRG * log_model).sum()
+    batch, length, heads, _ = query_BRJI.shape
+    queries = query_BRJI.reshape(keys.shape[0], batch * length * heads // keys.shape[0], -1)
+    fired_BRJG = torch.bmm(queries, keys.mT).relu_().view(batch, length, heads, -1)
+    score = weigh(fired_BRJG, weight_BRJ)
+    lowest, tiny = torch.finfo(score.dtype).min, torch.finfo(score.dtype).tiny
+    score.masked_fill_(~visible, lowest)
+    log_model = torch.log_softmax(score, -1)
+    loss = (target_BRG * (target_BRG.clamp(min=tiny).log_() - log_model)).sum()
     if sums.grads:
-        sees = target_BRG.sum(-1, keepdim=True) > 0
-        score_grad = (log_model.exp() * (visible & sees) - target_BRG)[:, :, None]
+        score_grad = torch.softmax(score, -1).mul_(sees_BR[..., None]).sub_(target_BRG)[:, :, None]
         query_grad, weight_grad, key_grad = sums.grads
-        weight_grad[:, rows] = (score_grad * fired).sum(-1)
-        fired_grad = ((score_grad * weight_BRJ[..., None]) * (fired > 0)).reshape(*queries.shape[:2], fired.shape[-1])
+        weight_grad[:, rows] = (fired_BRJG * score_grad).sum(-1)
+        # Where a head fired, its gradient is its weight times the score's.
+        fired_grad = fired_BRJG.sign_().mul_(weight_BRJ[..., None]).mul_(score_grad)
+        fired_grad = fired_grad.view(*queries.shape[:2], fired_BRJG.shape[3])
         query_grad[:, rows] = torch.bmm(fired_grad, keys).view(query_BRJI.shape)
         _add_key_grad(key_grad, torch.bmm(fired_grad.mT, queries), index_BRK)
     return loss

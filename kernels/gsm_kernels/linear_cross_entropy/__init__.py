@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head, without ever holding all logits.
 
-    loss = mean over n with target_n != ignore_index of  log sum_v exp(hidden_n . weight_v) - hidden_n . weight_target(n)
+    loss = mean over n, target_n != ignore_index, of  log sum_v exp(hidden_n . weight_v) - hidden_n . weight_target
 
 Args:
     hidden_ND: differentiable.

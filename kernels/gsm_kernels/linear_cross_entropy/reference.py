@@ -1,4 +1,5 @@
-"""Plain PyTorch linear cross-entropy in chunks of rows; the matrix products are the BLAS's, the gradients made with the loss."""
+"""Plain PyTorch linear cross-entropy in chunks of rows; the gradients are made with the loss, the products by the
+BLAS."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, scratch_elements
+
+# Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
+# arithmetic.
+FEWEST_ROWS = 256
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
@@ -53,5 +58,5 @@ def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, ta
 
 def _row_slices(hidden: Tensor, weight: Tensor) -> list[slice]:
     rows = hidden.shape[0]
-    step = max(1, scratch_elements(hidden.device) // max(1, weight.shape[0]))
+    step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

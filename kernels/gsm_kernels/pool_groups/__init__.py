@@ -5,8 +5,8 @@
 Args:
     value_BSC: values in stream order (S tokens, stored and new).
     gate_BSC: logits of the same shape, or None if ratio is 1, when pooling is a gather.
-    end_BF: int64, the last token of each group; -1 gives a row of zeros. Groups that would start before the stream are an
-        error of the caller and read its first token.
+    end_BF: int64, the last token of each group; -1 gives a row of zeros. Groups that would start before the stream
+        are an error of the caller and read its first token.
     ratio: tokens per group.
 
 Returns:

@@ -14,7 +14,7 @@ def pool_groups(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, rati
         return value_BSC.new_zeros(*end_BF.shape, value_BSC.shape[2])
     member_BFM = end_BF[..., None] + torch.arange(1 - ratio, 1, device=end_BF.device)
     value_BFMC = at_least_float32(_gather(value_BSC, member_BFM))
-    if ratio == 1:
+    if gate_BSC is None or ratio == 1:
         pooled_BFC = value_BFMC[:, :, 0]
     else:
         weight_BFMC = torch.softmax(at_least_float32(_gather(gate_BSC, member_BFM)), 2)

@@ -1,7 +1,7 @@
 """TensorBoard's HPARAMS tab: the same columns in every run, so that it can compare them.
 
-The tab takes its columns from the record of one run and ignores a second record of the same run. So all keys are written at the start of
-every run, metrics as NaN; their values arrive later as scalars of the same name.
+The tab takes its columns from the record of one run and ignores a second record of the same run. So all keys are
+written at the start of every run, metrics as NaN; their values arrive later as scalars of the same name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Metrics as plain text: one ``step,name,value`` line each, appended, so that an interrupted run loses nothing and a resumed one goes on."""
+"""Metrics as plain text, one ``step,name,value`` line each.
+
+Lines are appended, so that an interrupted run loses nothing and a resumed one goes on.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning
 
-from gsm.callbacks.throughput import Throughput
+from gsm.callbacks.throughput import Throughput, callbacks
+from gsm.task import LanguageModeling
 
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -28,12 +29,12 @@ class Progress(lightning.Callback):
         self._start = (0, 0.0)
         self._shown = 0.0
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Remembers where this process started, for the time left."""
         self._start = (trainer.global_step, time.perf_counter())
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Prints the line of a finished step."""
         step = trainer.global_step
@@ -42,18 +43,28 @@ class Progress(lightning.Callback):
             self._show(self._line(trainer, float(outputs["cross_entropy"])), stays)
 
     def on_validation_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: lightning.Trainer,
+        pl_module: LanguageModeling,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """On a terminal, says that the pause is a validation."""
         if trainer.is_global_zero and self._terminal:
-            self._show(f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {trainer.num_val_batches[0]}", stays=False)
+            self._show(
+                f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {trainer.num_val_batches[0]}",
+                stays=False,
+            )
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Prints what validation found."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             found = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
-            self._show(f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(found), stays=True)
+            self._show(
+                f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(found), stays=True
+            )
 
     def _line(self, trainer: lightning.Trainer, loss: float) -> str:
         """The parts of the line that are known already, within 80 columns."""
@@ -62,7 +73,7 @@ class Progress(lightning.Callback):
         bits = trainer.callback_metrics.get("val/bits_per_byte")
         if bits is not None:
             parts.append(f"val bits/byte {bits:.3f}")
-        speed = next((c.latest for c in trainer.callbacks if isinstance(c, Throughput) and c.latest), None)
+        speed = next((c.latest for c in callbacks(trainer) if isinstance(c, Throughput) and c.latest), None)
         if speed:
             parts.append(f"{speed:,.0f} tokens/s")
         done, since = trainer.global_step - self._start[0], time.perf_counter() - self._start[1]

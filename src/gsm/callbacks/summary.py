@@ -14,8 +14,8 @@ from typing import Any
 import lightning
 import torch
 
-import gsm
-from gsm.callbacks.throughput import Throughput, peak_memory_bytes
+from gsm import __version__
+from gsm.callbacks.throughput import Throughput, callbacks, peak_memory_bytes
 from gsm.paths import ROOT
 
 
@@ -32,39 +32,39 @@ class Summary(lightning.Callback):
         self.facts = {**facts, "versions": versions(), "commit": commit()}
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Writes what was measured; later findings are added with ``add``."""
-        self._write(trainer, "finished")
+        """Writes what was measured; later findings come through ``add``."""
+        self.add(trainer, status="finished", reason=None)
 
-    def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
         """Writes what was measured until then, and what went wrong."""
-        stopped = isinstance(exception, KeyboardInterrupt)
+        stopped = isinstance(exception, KeyboardInterrupt | SystemExit)  # Ctrl-C; SIGTERM, as Lightning raises it
         reason = None if stopped else f"{type(exception).__name__}: {exception}"
-        self._write(trainer, "interrupted" if stopped else "failed", reason)
+        self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
 
-    def add(self, **facts: Any) -> dict[str, Any]:
-        """Adds to the file of a finished run; returns the whole of it."""
-        self.facts.update(facts)
-        write_json(self.path, self.facts)
+    def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
+        """Brings the measurements up to date, adds ``facts``, writes the file; returns the whole of it."""
+        self.facts.update(measured(trainer), **facts)
+        if trainer.is_global_zero:
+            write_json(self.path, self.facts)
         return self.facts
 
-    def _write(self, trainer: lightning.Trainer, status: str, reason: str | None = None) -> None:
-        if not trainer.is_global_zero:
-            return
-        metrics = trainer.callback_metrics
-        throughput = next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)
-        measured = {
-            "status": status,
-            "reason": reason,
-            "steps": trainer.global_step,
-            "tokens": throughput.tokens if throughput else None,
-            "val_loss": number(metrics.get("val/loss")),
-            "val_perplexity": number(metrics.get("val/perplexity")),
-            "bits_per_byte": number(metrics.get("val/bits_per_byte")),
-            "tokens_per_second": throughput.tokens_per_second if throughput else None,
-            "train_seconds": throughput.seconds if throughput else None,
-            "peak_memory_bytes": peak_memory_bytes(),
-        }
-        self.add(**measured)
+
+def measured(trainer: lightning.Trainer) -> dict[str, Any]:
+    """What a trainer knows of its run so far; None for what it has not measured."""
+    metrics = trainer.callback_metrics
+    throughput = next((c for c in callbacks(trainer) if isinstance(c, Throughput)), None)
+    return {
+        "steps": trainer.global_step,
+        "tokens": throughput.tokens if throughput else None,
+        "val_loss": number(metrics.get("val/loss")),
+        "val_perplexity": number(metrics.get("val/perplexity")),
+        "bits_per_byte": number(metrics.get("val/bits_per_byte")),
+        "tokens_per_second": throughput.tokens_per_second if throughput else None,
+        "train_seconds": throughput.seconds if throughput else None,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -86,14 +86,16 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": version("lightning"),
-        "gsm": gsm.__version__,
+        "gsm": __version__,
     }
 
 
 def commit() -> str | None:
     """The commit of the repository; None outside of one, or where git is not installed."""
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return asked.stdout.strip() if asked.returncode == 0 else None

@@ -10,9 +10,11 @@ from typing import Any
 import lightning
 import torch
 
+from gsm.task import LanguageModeling
+
 
 class Throughput(lightning.Callback):
-    """Logs ``train/tokens_per_second`` over each logging interval, time spent on validation left out, and ``train/peak_memory_gib``.
+    """Logs ``train/tokens_per_second`` over each logging interval, validation left out, and ``train/peak_memory_gib``.
 
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.
@@ -32,7 +34,7 @@ class Throughput(lightning.Callback):
         """Mean over the whole run, None before the first batch has ended."""
         return self.tokens / self.seconds if self.seconds else None
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Starts the clock."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -40,7 +42,7 @@ class Throughput(lightning.Callback):
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch; at the end of an interval, logs."""
         self.tokens += batch["tokens"].numel() * trainer.world_size
@@ -48,15 +50,15 @@ class Throughput(lightning.Callback):
             self._read_clock()
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
             self._interval = (self.tokens, self.seconds)
-            self.latest = tokens / seconds
-            pl_module.log_dict({"train/tokens_per_second": self.latest, "train/peak_memory_gib": peak_memory_bytes() / 2**30})
+            self.latest = speed = tokens / seconds
+            pl_module.log_dict({"train/tokens_per_second": speed, "train/peak_memory_gib": peak_memory_bytes() / 2**30})
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Stops the clock."""
         self._read_clock()
         self._clock = None
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Starts the clock again."""
         self._clock = time.perf_counter()
 
@@ -79,8 +81,13 @@ class Throughput(lightning.Callback):
         self._clock = now
 
 
+def callbacks(trainer: lightning.Trainer) -> list[lightning.Callback]:
+    """The callbacks of a trainer, which Lightning does not declare."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def peak_memory_bytes() -> int:
-    """Peak so far, in bytes: what PyTorch has allocated on the GPU if there is one, else the resident memory of this process."""
+    """Peak so far, in bytes: what PyTorch has allocated on the GPU; without one, resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,5 @@
-"""The memory of a whole model: a tree of stores that goes into ``forward`` and comes out again, never hanging on a module."""
+"""The memory of a whole model: a tree of stores that goes into ``forward`` and comes out again, never hanging on a
+module."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class BankMemory:
 
     @staticmethod
     def empty(kind: str, ratio: int, pending_BC: Tensor, entry_BC: Tensor, key_BI: Tensor) -> BankMemory:
-        """A bank without slots; the tensors give batch, widths, dtype and device, ``kind`` labels the bytes (``encoder_bank``)."""
+        """A bank without slots; the tensors give batch, widths, dtype and device, ``kind`` labels the bytes
+        (``encoder_bank``)."""
         return BankMemory(
             Window.empty(f"{kind}_pending", ratio - 1, pending_BC),
             Column.empty(kind, entry_BC),
@@ -77,7 +79,8 @@ class Memory:
         return self.document_B.shape[0]
 
     def breakdown(self) -> dict[str, int]:
-        """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``, ...), every storage once."""
+        """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``,
+        ...), every storage once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for kind, tensor in _tensors(self, "bookkeeping"):
@@ -96,13 +99,14 @@ class Memory:
         return _map(self, Tensor.clone)
 
     def expand(self, times: int) -> Memory:
-        """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2. Raises ValueError for times < 1."""
+        """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2. Raises ValueError for
+        times < 1."""
         if times < 1:
             raise ValueError(f"times must be at least 1, got {times}")
         return _map(self, lambda x: x.repeat_interleave(times, dim=0))
 
 
-def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Tensor]:
+def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
     """The fields of a memory that has seen nothing yet."""
     nothing_B = torch.full((batch,), -1, dtype=torch.int64, device=device)
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}

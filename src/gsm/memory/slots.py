@@ -1,7 +1,8 @@
 """Which groups of tokens finish in a call, which bank slots they get, and which slots each new token may see.
 
-A bank of ratio m has one slot for every m consecutive tokens of one document; an incomplete group at the end of a document has none. Slots
-are numbered in stream order, so the slots visible to a token form one contiguous range that ends with the newest finished group:
+A bank of ratio m has one slot for every m consecutive tokens of one document; an incomplete group at the end of a
+document has none. Slots are numbered in stream order, so the slots visible to a token form one contiguous range that
+ends with the newest finished group:
 
     tokens      a0 a1 a2 a3 a4 | b0 b1 b2          two documents, m = 2
     slots          0     1          2
@@ -22,7 +23,8 @@ class Slots:
     """The plan for one bank in one call.
 
     Attributes:
-        end_BG: int64, index among the new tokens of the last token of each new group; -1 for a slot that this sequence does not use.
+        end_BG: int64, index among the new tokens of the last token of each new group; -1 for a slot that this
+            sequence does not use.
         position_BG: int64, document-local position of the first token of each new group: its position for RoPE.
         before_B: int64, slots filled before this call.
         last_BT: int64, slots finished up to and including each new token.
@@ -49,8 +51,8 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     Args:
         position_BT: int64, -1 for padding.
         ratio: tokens in a group (m).
-        before_B: int64, slots filled before; None without a memory. Only with a memory is the device asked how many slots there are
-            (the growing bank has to know its size); without one the shapes follow from T alone.
+        before_B: int64, slots filled before; None without a memory. Only with a memory is the device asked how many
+            slots there are (the growing bank has to know its size); without one the shapes follow from T alone.
     """
     batch, length = position_BT.shape
     finished_BT = (position_BT >= 0) & (position_BT % ratio == ratio - 1)
@@ -59,7 +61,8 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     last_BT = start_B[:, None] + rank_BT
     new = length // ratio if before_B is None else int(rank_BT[:, -1].max())
     total = new if before_B is None else int(last_BT[:, -1].max())
-    # Scatter the index of each finishing token to the rank of its group; tokens that finish none go to one slot too many.
+    # Scatter the index of each finishing token to the rank of its group; tokens that finish none go to one slot too
+    # many.
     target_BT = torch.where(finished_BT, rank_BT - 1, new)
     index_T = torch.arange(length, device=position_BT.device)
     end_BG = position_BT.new_full((batch, new + 1), -1).scatter(1, target_BT, index_T.expand(batch, -1))[:, :new]

@@ -1,7 +1,8 @@
 """What a layer remembers between calls, as immutable values: extending a store returns a new one.
 
-Purity is what makes recomputation of activations harmless and a prefix forkable. Every store answers to the same few methods, so that a
-mixer cannot tell training (``FORGET``, nothing is kept) from generation (``Window`` and ``Column``, which grow).
+Purity is what makes recomputation of activations harmless and a prefix forkable. Every store answers to the same few
+methods, so that a mixer cannot tell training (``FORGET``, nothing is kept) from generation (``Window`` and
+``Column``, which grow).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ FORGET = Forget()
 class Window:
     """The last ``size`` entries, as a compact copy.
 
-    After a pruned prefill the stored entries and the next new ones may lie apart in the stream; no row reaches across that gap, because a
-    layer always writes the ``size`` entries before the first row that it will be asked for.
+    After a pruned prefill the stored entries and the next new ones may lie apart in the stream; no row reaches across
+    that gap, because a layer always writes the ``size`` entries before the first row that it will be asked for.
     """
 
     kind: str
@@ -72,7 +73,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Column:
-    """One value per slot of a bank, growing with it. Slots that a sequence of the batch has not reached yet hold zeros."""
+    """One value per slot of a bank, growing with it. Slots that a sequence of the batch has not reached yet hold
+    zeros."""
 
     kind: str
     value_BFC: Tensor

@@ -1,4 +1,5 @@
-"""What a layer looked at, handed to later layers and to the aggregation stages: the paper's W, B and I (section 3.1)."""
+"""What a layer looked at, handed to later layers and to the aggregation stages: the paper's W, B and I (section
+3.1)."""
 
 from __future__ import annotations
 

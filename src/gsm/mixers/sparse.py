@@ -1,12 +1,13 @@
-"""Sparse attention of DeepSeek-V4.1 (CSA2): a window of its own, and a few entries of a bank that a group of layers shares.
+"""Sparse attention of DeepSeek-V4.1 (CSA2): a window of its own, and a few entries of a bank that a group of layers
+shares.
 
     x -> window entries ----------------------------------------------.
     x -> compressor -> bank entries, index keys   (Full)               |
     x -> query -> indexer -> Top-K of the bank    (Full, Reindex)      |
     x -> query -> one softmax over window and selected entries, sink <-'-> output
 
-Four roles, one class: ``window`` reads its window alone; ``full`` builds a bank and selects from it; ``reindex`` selects anew from the bank
-of the last Full layer; ``reuse`` reads what the last Full or Reindex layer selected.
+Four roles, one class: ``window`` reads its window alone; ``full`` builds a bank and selects from it; ``reindex``
+selects anew from the bank of the last Full layer; ``reuse`` reads what the last Full or Reindex layer selected.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from gsm.memory.memory import BankMemory, LayerMemory
 from gsm.memory.slots import plan_slots
 from gsm.memory.store import Window
 from gsm.memory.view import Bank, View
-from gsm.mixers.base import Mixed
 from gsm.nn.attention import Compressor, Entry, Indexer, Shape
+from gsm.nn.block import Mixed
 from gsm.nn.reader import Found, Reader, search_bank
 from gsm.nn.rope import Angles, Rope
 from gsm.observe import tap
+from gsm.shapes import last
 from gsm.span import Span
 from gsm_kernels import candidate_pool, rotate
 
@@ -42,7 +44,8 @@ class SparseAttention(Reader):
         ratio: tokens per bank entry (m), for a Full layer.
         rope: rotation of everything in this layer.
         name: what its taps are called.
-        pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep (None: no pool).
+        pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep
+            (None: no pool).
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class SparseAttention(Reader):
         angles = self.rope(span.position_BT, x_BTD.dtype)
         window_BEC, window = own.window.extend(self.window(x_BTD, angles))
         bank, bank_memory = self.publish(x_BTD, span, own.bank)
-        x_BRD, position_BR, angles = x_BTD[:, -span.rows :], span.row_position_BR, angles.last(span.rows)
+        x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
         query_BRHC, latent_BRQ = self.query(x_BRD)
         view = self.look(window_BEC, bank, view, span.rows)
         found = self.search(latent_BRQ, x_BRD, angles, view)
@@ -123,7 +126,8 @@ class SparseAttention(Reader):
             return Found(view.chosen_BRK)
         index = self.indexer(latent_BRQ, x_BRD, angles)
         found = search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
-        tap(f"{self.name}/top_k", found.chosen_BRK)
+        if found.chosen_BRK is not None:
+            tap(f"{self.name}/top_k", found.chosen_BRK)
         return found
 
     def narrow(self, view: View, found: Found) -> View:

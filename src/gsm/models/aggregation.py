@@ -9,8 +9,8 @@ Nothing is written back to the encoder, so the stages run after it, on what its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from gsm.nn.reader import Reader
 from gsm.nn.rope import Rope
 from gsm.observe import tap
 from gsm.retrievers.base import Retriever
+from gsm.shapes import last
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -102,9 +103,12 @@ class Aggregation(nn.Module):
             one = retriever(dim_in, shape, top_k=top_k)
             self.stages.append(Stage(dim_in, shape, window=window, rope=rope, retriever=one, name=f"stage/{number}"))
 
+    def __iter__(self) -> Iterator[Stage]:
+        return (cast(Stage, stage) for stage in self.stages)
+
     def start(self, batch: int) -> tuple[Any, ...]:
         """Empty memories of all retrievers."""
-        return tuple(stage.retriever.start(batch) for stage in self.stages)
+        return tuple(stage.retriever.start(batch) for stage in self)
 
     def forward(self, entered: list[Tensor], views: list[View], span: Span, owns: Sequence[Any]) -> Retrieved:
         """Runs the stages for the given rows.
@@ -117,8 +121,8 @@ class Aggregation(nn.Module):
         """
         increments, after, learned = [], [], []
         retrieved_BRD = None
-        for stage, layer, own in zip(self.stages, self.layers, owns, strict=True):
-            h_BRD = entered[layer - 1][:, -span.rows :]
+        for stage, layer, own in zip(self, self.layers, owns, strict=True):
+            h_BRD = last(entered[layer - 1], span.rows)
             u_BRU = h_BRD if retrieved_BRD is None else torch.cat([h_BRD, retrieved_BRD], dim=-1)
             increment_BRD, own, loss = stage(u_BRU, span, views[layer - 1].last(span.rows), own)
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD

@@ -1,4 +1,5 @@
-"""What every language model of the project answers to: one ``forward`` for training, prefill and decode, and the same memory protocol.
+"""What every language model of the project answers to: one ``forward`` for training, prefill and decode, and the same
+memory protocol.
 
 The three ways differ in their arguments alone:
 
@@ -23,8 +24,7 @@ from gsm.models.sampling import sample
 from gsm.nn.linear import Linear
 from gsm.nn.norm import RMSNorm
 from gsm.span import Span, document_positions
-from gsm_kernels import linear_cross_entropy
-from gsm_kernels import IndexerLoss
+from gsm_kernels import IndexerLoss, linear_cross_entropy
 
 IGNORED = -100  # target of a position that is not trained on
 
@@ -57,7 +57,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ``LanguageModel.run`` gives back: output before the final norm, stores after the call, and what was seen on the way."""
+    """What ``LanguageModel.run`` gives back: output before the final norm, stores after the call, and what was seen
+    on the way."""
 
     hidden_BRD: Tensor
     memory: Memory
@@ -68,8 +69,8 @@ class Trace:
 class LanguageModel(nn.Module):
     """Embedding, a body (``run``), final norm and a head tied to the embedding.
 
-    The embedding is drawn with variance 1 / D and scaled by sqrt(D) on the way in: unit variance for the first norm, and logits of unit
-    variance from the tied head.
+    The embedding is drawn with variance 1 / D and scaled by sqrt(D) on the way in: unit variance for the first norm,
+    and logits of unit variance from the tied head.
 
     Args:
         vocabulary: rows of the embedding (V).
@@ -110,8 +111,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: int64 [B, T].
-            documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences. Left out: one
-                document, or with a memory the last one goes on.
+            documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences.
+                Left out: one document, or with a memory the last one goes on.
             targets: int64 [B, T], already shifted, -100 for positions that do not count.
             memory: what ``start`` or an earlier call returned; never changed.
             rows: trailing positions for which an output is wanted (default: all).
@@ -144,7 +145,8 @@ class LanguageModel(nn.Module):
         return Memory(**fresh_bookkeeping(batch, device), **self.empty_memory(batch))
 
     def prefill(self, prompt: Tensor, memory: Memory, chunk: int = 4096, documents: Tensor | None = None) -> Output:
-        """Reads a prompt [B, T] in chunks, computing of each only what its last row needs; returns the last row's output.
+        """Reads a prompt [B, T] in chunks, computing of each only what its last row needs; returns the last row's
+        output.
 
         Peak memory beyond the caches grows with ``chunk``, not with T.
         """
@@ -197,11 +199,14 @@ class LanguageModel(nn.Module):
             self.train(was_training)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by how an optimiser should treat them: ``decay``, ``no_decay`` (norms, scales, biases, sinks), and the same for indexers.
+        """Parameters by how an optimiser should treat them: ``decay``, ``no_decay`` (norms, scales, biases, sinks),
+        and the same for indexers.
 
         Grouped by shape, not by name: whatever is not a matrix is not decayed.
         """
-        groups: dict[str, list[nn.Parameter]] = {k: [] for k in ("decay", "no_decay", "indexer_decay", "indexer_no_decay")}
+        groups: dict[str, list[nn.Parameter]] = {
+            k: [] for k in ("decay", "no_decay", "indexer_decay", "indexer_no_decay")
+        }
         for name, parameter in self.named_parameters():
             kind = "decay" if parameter.ndim > 1 else "no_decay"
             groups[f"indexer_{kind}" if ".indexer." in name else kind].append(parameter)
@@ -235,9 +240,12 @@ class LanguageModel(nn.Module):
         memory: Memory | None,
         rows: int | None,
     ) -> None:
-        """Refuses bad input with a sentence. Values are looked at on the CPU alone: elsewhere that would stall the device."""
+        """Refuses bad input with a sentence. Values are looked at on the CPU alone: elsewhere that would stall the
+        device."""
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}")
+            raise ValueError(
+                f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
+            )
         batch, length = tokens.shape
         if batch < 1 or length < 1:
             raise ValueError(f"tokens must hold at least one token, got an empty prompt of shape {list(tokens.shape)}")
@@ -245,7 +253,9 @@ class LanguageModel(nn.Module):
             if other is not None and other.shape != tokens.shape:
                 raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
         if memory is not None and memory.batch != batch:
-            raise ValueError(f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})")
+            raise ValueError(
+                f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
+            )
         if rows is not None and not 1 <= rows <= length:
             raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():

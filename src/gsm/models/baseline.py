@@ -1,11 +1,16 @@
 """The paper's baseline: the text backbone of DeepSeek-V4.1-Flash at small scale (causal encoder-decoder, CSA2).
 
-    tokens -> embedding -> encoder layer 1 .. L_E -> decoder layer 1 .. L_D -> norm -> head -> logits
-                              banks at ratio m          one bank at ratio 1, built by the first decoder layer (Full) from the encoder's
-                                                        output; Reindex layers select from it anew, Reuse layers take that over
+    tokens
+      |  embedding
+    encoder layer 1 .. L_E       window-only layers, then groups around banks at ratio m
+      |
+    decoder layer 1 (Full)       builds one bank at ratio 1 from the encoder's output
+    decoder layer 2 .. L_D       Reindex layers select from it anew, Reuse layers take that over
+      |
+    norm -> head
 
-The same encoder as GSM's, no stages and no shared state: every decoder layer keeps a window of its own, and the bank grows with the
-history.
+The same encoder as GSM's, without stages and shared state: every decoder layer keeps a window of its own, and the bank
+grows with the history.
 """
 
 from __future__ import annotations
@@ -22,9 +27,9 @@ from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import baseline_rows
 from gsm.models.stack import Stack
-from gsm.nn.block import Block
+from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
-from gsm.nn.residual import HyperConnection, Streams
+from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
 
 
@@ -33,8 +38,9 @@ class Baseline(LanguageModel):
 
     Args:
         geometry: widths and depths.
-        candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks of 8 entries, which
-            the Full layer publishes; off in main training (a no-op there, and introduced after pre-training in the release).
+        candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks
+            of 8 entries, which the Full layer publishes; off in main training (a no-op there, and introduced after
+            pre-training in the release).
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
         indexer_weight: weight of the indexers' loss.
@@ -49,7 +55,7 @@ class Baseline(LanguageModel):
         geometry: Geometry,
         *,
         candidate_pool: bool = False,
-        residual: Callable[[int], nn.Module] = HyperConnection,
+        residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
         indexer_weight: float = 1.0,
         recompute: bool = False,
@@ -57,7 +63,7 @@ class Baseline(LanguageModel):
         super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
         self.geometry = geometry
 
-        def block(attention: nn.Module) -> Block:
+        def block(attention: Mixer) -> Block:
             return Block(
                 geometry.dim,
                 attention,
@@ -81,7 +87,6 @@ class Baseline(LanguageModel):
             )
             blocks.append(block(attention))
         self.decoder = Stack(blocks, recompute=recompute)
-        self.streams = self.encoder.blocks[0].attention_residual.streams
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
@@ -93,7 +98,7 @@ class Baseline(LanguageModel):
             decoder_layers=geometry.decoder_layers,
             window=geometry.window,
         )
-        encoded = self.encoder(Streams.copies(x_BTD, self.streams), span, rows.encoder, memory.encoder)
+        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, rows.encoder, memory.encoder)
         decoded = self.decoder(encoded.streams, encoded.span, rows.decoder, memory.decoder)
         learned = [
             (f"{half}{layer}", one)
@@ -101,14 +106,11 @@ class Baseline(LanguageModel):
             for layer, one in enumerate(stack.learned, first)
             if one is not None
         ]
-        return Trace(decoded.streams.mixed(), replace(memory, encoder=encoded.owns, decoder=decoded.owns), learned)
+        return Trace(decoded.streams.mixed_BTD, replace(memory, encoder=encoded.owns, decoder=decoded.owns), learned)
 
     def empty_memory(self, batch: int) -> dict:
         """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""
-        return {
-            half: tuple(block.attention.start(batch, half) for block in stack.blocks)
-            for half, stack in (("encoder", self.encoder), ("decoder", self.decoder))
-        }
+        return {"encoder": self.encoder.start(batch, "encoder"), "decoder": self.decoder.start(batch, "decoder")}
 
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
@@ -124,5 +126,8 @@ def decoder_roles(geometry: Geometry) -> list[Role]:
             f"got {geometry.decoder_full}"
         )
     check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)
-    roles: dict[int, Role] = {first: "full"} | {layer: "reindex" for layer in geometry.decoder_reindex}
-    return [roles.get(layer, "reuse") for layer in range(first, last + 1)]
+
+    def role(layer: int) -> Role:
+        return "full" if layer == first else "reindex" if layer in geometry.decoder_reindex else "reuse"
+
+    return [role(layer) for layer in range(first, last + 1)]

@@ -1,18 +1,17 @@
-"""The causal encoder that GSM and the baseline share: window-only layers, then groups of layers around a bank (DeepSeek-V4.1)."""
+"""The causal encoder that GSM and the baseline share: window-only layers, then groups of layers around a bank
+(DeepSeek-V4.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
-
 from gsm.mixers.sparse import SparseAttention
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
-from gsm.nn.block import Block
+from gsm.nn.block import Block, Mixer
 
 
-def build_encoder(geometry: Geometry, block: Callable[[nn.Module], Block], *, recompute: bool = False) -> Stack:
+def build_encoder(geometry: Geometry, block: Callable[[Mixer], Block], *, recompute: bool = False) -> Stack:
     """The encoder of a geometry.
 
     Args:

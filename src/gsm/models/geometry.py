@@ -1,4 +1,5 @@
-"""The widths and depths of a model: one set per size, shared by all models, so that a comparison is matched by construction."""
+"""The widths and depths of a model: one set per size, shared by all models, so that a comparison is matched by
+construction."""
 
 from __future__ import annotations
 
@@ -110,6 +111,6 @@ def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> No
 
 
 _POSITIVE = (
-    "vocabulary context dim feed_forward_dim encoder_layers decoder_layers heads entry_dim rotary_dim query_rank output_groups "
-    "output_rank index_heads index_dim window top_k candidate_blocks encoder_ratio decoder_ratio"
+    "vocabulary context dim feed_forward_dim encoder_layers decoder_layers heads entry_dim rotary_dim query_rank "
+    "output_groups output_rank index_heads index_dim window top_k candidate_blocks encoder_ratio decoder_ratio"
 ).split()

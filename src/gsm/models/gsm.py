@@ -1,13 +1,16 @@
-"""GSM, the Global State Model (paper, section 3): an encoder that retrieves history in stages, one shared state, a decoder that reads it.
+"""GSM, the Global State Model (paper, section 3): an encoder that retrieves history in stages, one shared state, and a
+decoder that reads it.
 
-    tokens -> embedding -> encoder layer 1 .. L_E ----------------------> e --.
-                             |  window, bank, Top-K of the stage layers       |
-                             '-> stage 1 -> .. -> stage S: increments -------- writer -> z ---> state: the last M entries
-                                                                                         |              |
-                                 logits <- head <- norm <- decoder layer 1 .. L_D <-----'   <----------'  read by every layer
+    tokens
+      |  embedding
+    encoder layer 1 .. L_E ---------------------- e ----.
+      |  window, bank and Top-K of the stage layers     |
+    stage 1 -> .. -> stage S -------- increments --- writer --- z ------> decoder layer 1 .. L_D -> norm -> head
+                                                         |                     ^  ^  ^
+                                                         '--> state, the last M entries: read by every layer
 
-The encoder keeps the history; the decoder owns no entries, no index and no cache: every one of its layers reads the same M entries with a
-new query.
+The encoder keeps the history; the decoder owns no entries, no index and no cache: each of its layers reads the same M
+entries with a new query.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry
 from gsm.models.schedule import gsm_rows
 from gsm.models.stack import Stack
-from gsm.nn.block import Block
+from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
-from gsm.nn.residual import HyperConnection, Streams
+from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.retrievers.base import Retriever
 from gsm.retrievers.shared_topk import SharedTopK
+from gsm.shapes import last
 from gsm.span import Span
 from gsm.writers.additive import Additive
 from gsm.writers.base import StateWriter
@@ -64,7 +68,7 @@ class GSM(LanguageModel):
         state_size: int | None = None,
         retriever: Callable[..., Retriever] = SharedTopK,
         writer: Callable[..., StateWriter] = Additive,
-        residual: Callable[[int], nn.Module] = HyperConnection,
+        residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
         indexer_weight: float = 1.0,
         recompute: bool = False,
@@ -77,7 +81,7 @@ class GSM(LanguageModel):
         layers = check_stages(geometry.stages if stages is None else stages, geometry)
         shape, rope = geometry.shape(), geometry.window_rope()
 
-        def block(attention: nn.Module) -> Block:
+        def block(attention: Mixer) -> Block:
             return Block(
                 geometry.dim,
                 attention,
@@ -95,7 +99,6 @@ class GSM(LanguageModel):
             [block(StateAttention(shape, state_size=self.state_size, rope=rope, name=name)) for name in names],
             recompute=recompute,
         )
-        self.streams = self.encoder.blocks[0].attention_residual.streams
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the decoder's output for the rows asked for."""
@@ -110,11 +113,13 @@ class GSM(LanguageModel):
             state_size=self.state_size,
             reach=self.writer.reach,
         )
-        encoded = self.encoder(Streams.copies(x_BTD, self.streams), span, rows.encoder, memory.encoder)
+        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, rows.encoder, memory.encoder)
         retrieved = self.aggregation(encoded.entered, encoded.views, encoded.span, memory.stages)
-        z_BRD, state_BEC, state = self.writer(encoded.streams.mixed(), retrieved.increments, encoded.span, memory.state)
+        z_BRD, state_BEC, state = self.writer(
+            encoded.streams.mixed_BTD, retrieved.increments, encoded.span, memory.state
+        )
         decoded = self.decoder(
-            Streams.copies(z_BRD[:, -span.rows :], self.streams),
+            Streams.copies(last(z_BRD, span.rows), self.encoder.streams),
             encoded.span.last(span.rows).cut(),
             rows.decoder,
             [None] * geometry.decoder_layers,
@@ -123,12 +128,13 @@ class GSM(LanguageModel):
         learned = [(f"encoder{i}", one) for i, one in enumerate(encoded.learned, 1) if one is not None]
         learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
         after = replace(memory, encoder=encoded.owns, stages=retrieved.owns, state=state)
-        return Trace(decoded.streams.mixed(), after, learned, self._norms(retrieved.increments))
+        return Trace(decoded.streams.mixed_BTD, after, learned, self._norms(retrieved.increments))
 
     def empty_memory(self, batch: int) -> dict:
-        """Windows and banks of the encoder, index keys of separate indexers, and the shared state. The decoder has nothing."""
+        """Windows and banks of the encoder, index keys of separate indexers, and the shared state. The decoder has
+        nothing."""
         return {
-            "encoder": tuple(block.attention.start(batch, "encoder") for block in self.encoder.blocks),
+            "encoder": self.encoder.start(batch, "encoder"),
             "stages": self.aggregation.start(batch),
             "state": self.writer.start(batch),
         }
@@ -158,7 +164,9 @@ def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
     first = min(geometry.bank_layers)
     bare = [layer for layer in stages if layer < first]
     if bare:
-        raise ValueError(f"stages {bare} stand on window-only layers, which have no bank; the first layer with one is {first}")
+        raise ValueError(
+            f"stages {bare} stand on window-only layers, which have no bank; the first layer with one is {first}"
+        )
     if list(stages) != sorted(set(stages)):
         raise ValueError(f"stages {list(stages)} must ascend without repetition")
     return list(stages)

@@ -8,7 +8,9 @@ from torch import Tensor
 from gsm.shapes import promoted
 
 
-def sample(logits_BV: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+def sample(
+    logits_BV: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
     """Draws one token per sequence, int64 [B].
 
     Args:

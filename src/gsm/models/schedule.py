@@ -5,8 +5,8 @@
     layer       1    2    3    4    state   decoder
     rows       20   20   10    7      7        1
 
-A layer that produces R rows reads R + W - 1 positions of the layer below (its window), so ranges shrink upwards by W - 1 a layer; banks need
-every position, so nothing shrinks below the last bank (paper, equation 14).
+A layer that produces R rows reads R + W - 1 positions of the layer below (its window), so ranges shrink upwards by W
+- 1 a layer; banks need every position, so nothing shrinks below the last bank (paper, equation 14).
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ class Rows(NamedTuple):
 
 
 def gsm_rows(
-    new: int, rows: int, *, encoder_layers: int, decoder_layers: int, last_bank: int, window: int, state_size: int, reach: int = 0
+    new: int,
+    rows: int,
+    *,
+    encoder_layers: int,
+    decoder_layers: int,
+    last_bank: int,
+    window: int,
+    state_size: int,
+    reach: int = 0,
 ) -> Rows:
     """The schedule of GSM.
 
@@ -34,11 +42,14 @@ def gsm_rows(
         reach: positions beyond M that the state writer needs.
     """
     state = min(new, state_size + rows - 1 + reach)
-    above = [min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)]
+    above = [
+        min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
+    ]
     return Rows([new] * (last_bank - 1) + above, state, [rows] * decoder_layers)
 
 
 def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: int, window: int) -> Rows:
-    """The schedule of the baseline: the decoder's bank needs the whole encoder; the decoder's windows shrink above it, exactly."""
+    """The schedule of the baseline: the decoder's bank needs the whole encoder; the decoder's windows shrink above
+    it, exactly."""
     decoder = [min(new, rows + (decoder_layers - layer) * (window - 1)) for layer in range(1, decoder_layers + 1)]
     return Rows([new] * encoder_layers, 0, decoder)

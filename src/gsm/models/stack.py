@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -43,13 +43,26 @@ class Stack(nn.Module):
 
     Args:
         blocks: the layers.
-        recompute: run every block a second time in the backward pass instead of keeping its activations (training only).
+        recompute: run every block a second time in the backward pass instead of keeping its activations (training
+            only).
     """
 
     def __init__(self, blocks: Sequence[Block], *, recompute: bool = False):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
+
+    def __iter__(self) -> Iterator[Block]:
+        return (cast(Block, block) for block in self.blocks)
+
+    def start(self, batch: int, kind: str) -> tuple[Any, ...]:
+        """Empty memories of all layers."""
+        return tuple(block.attention.start(batch, kind) for block in self)
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams."""
+        return next(iter(self)).attention_residual.streams
 
     def forward(
         self, streams: Streams, span: Span, rows: Sequence[int], owns: Sequence[Any], view: View | None = None
@@ -64,7 +77,7 @@ class Stack(nn.Module):
             view: what the first layer may read besides its own window.
         """
         outputs = []
-        for block, wanted, own in zip(self.blocks, rows, owns, strict=True):
+        for block, wanted, own in zip(self, rows, owns, strict=True):
             span = span.last(wanted)
             if self.recompute and self.training:
                 out = checkpoint(block, streams, span, own, view, use_reentrant=False)

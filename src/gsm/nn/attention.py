@@ -1,7 +1,8 @@
 """The projections that every attention of the models is built from: query, entry, compressor, indexer, output.
 
-Attention has H query heads and one latent per position that is key and value of all of them (an *entry*, width C). Equations: the query,
-compressor and index forms of DeepSeek-V4.1 (CSA2), which the paper's baseline retains and GSM's stages and decoder reuse.
+Attention has H query heads and one latent per position that is key and value of all of them (an *entry*, width C).
+Equations: the query, compressor and index forms of DeepSeek-V4.1 (CSA2), which the paper's baseline retains and GSM's
+stages and decoder reuse.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Entry(nn.Module):
 
 
 class Compressor(nn.Module):
-    """Pools every m consecutive tokens of a document into one bank latent, by a softmax over the tokens for each channel.
+    """Pools every m consecutive tokens of a document into one bank latent, by a softmax over the tokens for each
+    channel.
 
     Args:
         shape: shared widths.
@@ -159,7 +161,9 @@ class Indexer(nn.Module):
     def keys(self, latent_BGC: Tensor, angles: Angles) -> Tensor:
         """Index keys of new bank entries, from their latents before rotation."""
         if self.key is None or self.key_norm is None:
-            raise RuntimeError("this indexer searches with the keys of another one (owns_keys=False) and has none to make")
+            raise RuntimeError(
+                "this indexer searches with the keys of another one (owns_keys=False) and has none to make"
+            )
         return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
 
 

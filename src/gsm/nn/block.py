@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from gsm.memory.view import View
 from gsm.nn.norm import RMSNorm
-from gsm.nn.residual import Streams
+from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
+
+
+class Mixed(NamedTuple):
+    """What a mixer gives back.
+
+    Attributes:
+        update_BRD: its output for the R rows asked for.
+        own: its memory after the call (None: it remembers nothing).
+        view: what later layers and stages may read.
+        learned: loss and recall of its indexer, in training.
+    """
+
+    update_BRD: Tensor
+    own: Any
+    view: View
+    learned: IndexerLoss | None = None
+
+
+class Mixer(Protocol):
+    """What a block needs of a sequence mixer: attention of any kind, or a recurrence."""
+
+    def start(self, batch: int, kind: str) -> Any:
+        """An empty memory for ``batch`` sequences, its bytes labelled ``kind`` (``encoder`` or ``decoder``)."""
+        ...
+
+    def __call__(self, x_BTD: Tensor, span: Span, own: Any, view: View | None) -> Mixed:
+        """Writes for all T new positions, reads for the last ``span.rows``."""
+        ...
 
 
 class BlockOutput(NamedTuple):
@@ -45,10 +73,10 @@ class Block(nn.Module):
     def __init__(
         self,
         dim: int,
-        attention: nn.Module,
+        attention: Mixer,
         *,
         feed_forward: Callable[[int], nn.Module],
-        residual: Callable[[int], nn.Module],
+        residual: Callable[[int], Residual],
     ):
         super().__init__()
         self.attention_residual = residual(dim)
@@ -60,9 +88,9 @@ class Block(nn.Module):
 
     def forward(self, streams: Streams, span: Span, own: Any, view: View | None) -> BlockOutput:
         """From the streams of T positions to those of the last ``span.rows``."""
-        entered_BTD = streams.mixed()
+        entered_BTD = streams.mixed_BTD
         mixed = self.attention(self.attention_norm(entered_BTD), span, own, view)
         streams = self.attention_residual.leave(streams, mixed.update_BRD)
-        update_BRD = self.feed_forward(self.feed_forward_norm(streams.mixed()))
+        update_BRD = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD))
         streams = self.feed_forward_residual.leave(streams, update_BRD)
         return BlockOutput(streams, entered_BTD, mixed.own, mixed.view, mixed.learned)

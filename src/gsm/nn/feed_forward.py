@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gsm.nn.linear import Linear
-from gsm.shapes import promoted
+from gsm_kernels import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -27,6 +26,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., dim] to [..., dim]."""
-        gate, up = self.gate(x), self.up(x)
-        hidden = F.silu(promoted(gate).clamp(max=self.limit)) * promoted(up).clamp(-self.limit, self.limit)
-        return self.down(hidden.to(gate.dtype))
+        return self.down(swiglu(self.gate(x), self.up(x), self.limit))

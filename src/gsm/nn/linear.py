@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """``x W^T``; every projection of the models. Initialised so that unit-variance inputs give unit-variance outputs."""
+    """``x W^T``; every projection of the models. Initialised so that unit-variance inputs give unit-variance
+    outputs."""
 
     def __init__(self, dim_in: int, dim_out: int):
         super().__init__(dim_in, dim_out, bias=False)

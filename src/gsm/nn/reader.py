@@ -1,6 +1,8 @@
-"""What all attention of the models has in common: a query, a sink, an output projection, and how they read what a layer sees.
+"""What all attention of the models has in common: a query, a sink, an output projection, and how they read what a
+layer sees.
 
-Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in where the entries come from.
+Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in where the
+entries come from.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from gsm.nn.attention import IndexQuery, Output, Query, Shape
 from gsm.nn.rope import Angles, Rope
 from gsm.observe import tap
 from gsm.shapes import promoted
-from gsm_kernels import attend, attend_band, index_top_k, indexer_kl, rotate
-from gsm_kernels import IndexerLoss
+from gsm_kernels import IndexerLoss, attend, attend_band, index_top_k, indexer_kl, rotate
 
 
 class Found(NamedTuple):
@@ -24,7 +25,8 @@ class Found(NamedTuple):
 
     Attributes:
         chosen_BRK: int64, selected slots, -1 for none (None: there is no bank).
-        index, key_BFI: what an indexer searched with, for its loss (None: nothing was searched, or nothing can be learned).
+        index, key_BFI: what an indexer searched with, for its loss (None: nothing was searched, or nothing can be
+            learned).
     """
 
     chosen_BRK: Tensor | None
@@ -60,7 +62,8 @@ class Reader(nn.Module):
         self.output = Output(shape)
 
     def read(self, query_BRHC: Tensor, view: View, position_BR: Tensor, angles: Angles) -> Tensor:
-        """One softmax over window and selected slots, with the sink in the denominator; then the output projection. [B, R, D]."""
+        """One softmax over window and selected slots, with the sink in the denominator; then the output projection.
+        [B, R, D]."""
         looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
         tap(f"{self.name}/weights", lambda: attention_weights(*looked_at))
         band = (view.window_BEC, position_BR, self.window_size, self.sink, *angles)
@@ -68,8 +71,11 @@ class Reader(nn.Module):
             return self.output(attend_band(query_BRHC, *band))
         return self.output(attend(query_BRHC, *band, view.bank.entry_BFC, view.chosen_BRK))
 
-    def learn(self, query_BRHC: Tensor, found: Found, view: View, position_BR: Tensor, angles: Angles) -> IndexerLoss | None:
-        """KL of an indexer's distribution to the mass that this attention puts on the bank; None when there is nothing to learn from."""
+    def learn(
+        self, query_BRHC: Tensor, found: Found, view: View, position_BR: Tensor, angles: Angles
+    ) -> IndexerLoss | None:
+        """KL of an indexer's distribution to the mass that this attention puts on the bank; None when there is
+        nothing to learn from."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if found.index is None or found.key_BFI is None or found.chosen_BRK is None or view.bank is None:
@@ -98,7 +104,8 @@ def attention_weights(
     """Attention weights for looking at, not for computing with: the kernels never form them.
 
     Returns:
-        weights_BRHE: over the window (oldest first, ``window`` places), then the selected slots, then the sink. Rows sum to 1.
+        weights_BRHE: over the window (oldest first, ``window`` places), then the selected slots, then the sink. Rows
+            sum to 1.
     """
     query_BRHC = promoted(rotate(query_BRHC, *angles))
     rows, stored = query_BRHC.shape[1], view.window_BEC.shape[1]

@@ -1,16 +1,18 @@
-"""How the output of an attention or feed-forward site joins the residual stream: one stream, or several that are mixed (mHC).
+"""How the output of an attention or feed-forward site joins the residual stream: one stream, or several that are
+mixed (mHC).
 
-Both variants share ``Streams`` and one method, ``leave``; a site reads with ``streams.mixed()``.
+Both variants share ``Streams`` and one method, ``leave``; a site reads ``streams.mixed_BTD``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gsm_kernels import mhc_enter, mhc_leave
+from gsm.shapes import last
+from gsm_kernels import mhc_boundary
 
 
 class Streams(NamedTuple):
@@ -18,28 +20,26 @@ class Streams(NamedTuple):
 
     Attributes:
         value_BTXD: the residual streams.
-        read_BTX: weights with which the next site reads them, computed by the site before (single-pass mHC).
+        mixed_BTD: what the next site reads of them; after the last site: the output of the stack.
     """
 
     value_BTXD: Tensor
-    read_BTX: Tensor
+    mixed_BTD: Tensor
 
     @staticmethod
     def copies(x_BTD: Tensor, count: int) -> Streams:
-        """``count`` equal streams; the next site reads the first."""
-        read_X = x_BTD.new_zeros(count)
-        read_X[0] = 1
-        return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), read_X.expand(*x_BTD.shape[:2], -1))
+        """``count`` equal streams, of which the next site reads the first."""
+        return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), x_BTD)
 
-    def mixed(self) -> Tensor:
-        """What the next site reads, [B, T, D]; after the last site: the output of the stack."""
-        if self.value_BTXD.shape[2] == 1:
-            return self.value_BTXD[:, :, 0]
-        return mhc_enter(self.value_BTXD, self.read_BTX)
 
-    def last(self, rows: int) -> Streams:
-        """The last ``rows`` positions."""
-        return Streams(self.value_BTXD[:, -rows:], self.read_BTX[:, -rows:])
+class Residual(Protocol):
+    """What a block needs of a residual site."""
+
+    streams: int
+
+    def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
+        """The streams of the last R positions after the site has written its output to them."""
+        ...
 
 
 class Plain(nn.Module):
@@ -56,16 +56,17 @@ class Plain(nn.Module):
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Adds the update to the last R positions of the stream."""
-        rows = streams.last(update_BRD.shape[1])
-        return Streams(rows.value_BTXD + update_BRD[:, :, None], rows.read_BTX)
+        value_BRXD = last(streams.value_BTXD, update_BRD.shape[1]) + update_BRD[:, :, None]
+        return Streams(value_BRXD, value_BRXD[:, :, 0])
 
 
 class HyperConnection(nn.Module):
     """Manifold-constrained hyper-connections in the single-pass form (Xie et al., 2025; DeepSeek-V4.1, equation 6).
 
-    The streams that enter a site decide three things: how its output is written to each stream, how the streams are mixed on the way past
-    it (a doubly stochastic matrix, by Sinkhorn), and how the *next* site reads them. At initialisation all coefficients are nearly
-    constant and the streams stay equal, so that the model starts as a pre-norm residual network.
+    The streams that enter a site decide three things: how its output is written to each stream, how the streams are
+    mixed on the way past it (a doubly stochastic matrix, by Sinkhorn), and how the *next* site reads them. At
+    initialisation all coefficients are nearly constant and the streams stay equal, so that the model starts as a
+    pre-norm residual network.
 
     Args:
         dim: model width.
@@ -77,7 +78,9 @@ class HyperConnection(nn.Module):
     def __init__(self, dim: int, *, streams: int = 4, sinkhorn_rounds: int = 20, gate: float = 0.01):
         super().__init__()
         if streams < 2:
-            raise ValueError(f"streams must be at least 2 for hyper-connections, got {streams}; for one stream take residual plain")
+            raise ValueError(
+                f"streams must be at least 2 for hyper-connections, got {streams}; for one stream take residual plain"
+            )
         self.streams, self.sinkhorn_rounds = streams, sinkhorn_rounds
         coefficients = 2 * streams + streams * streams
         self.phi = nn.Parameter(torch.empty(coefficients, streams * dim))
@@ -86,6 +89,6 @@ class HyperConnection(nn.Module):
         nn.init.normal_(self.phi, std=0.02)
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """Mixes the last R positions of the streams and writes the site's output to them."""
-        entered_BRXD = streams.value_BTXD[:, -update_BRD.shape[1] :]
-        return Streams(*mhc_leave(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))
+        """Mixes the last R positions of the streams, writes the site's output to them, and reads for the next site."""
+        entered_BRXD = last(streams.value_BTXD, update_BRD.shape[1])
+        return Streams(*mhc_boundary(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))

@@ -1,7 +1,8 @@
 """Rotary positions: angles of the rotated channel pairs, with YaRN for contexts beyond the trained one.
 
-Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2024), used here as DeepSeek-V4.1 does: adjacent pairs, only the last
-channels of a head, frequencies only (no attention temperature). The rotation itself is ``gsm_kernels.rotate``.
+Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2024), used here as DeepSeek-V4.1 does: adjacent
+pairs, only the last channels of a head, frequencies only (no attention temperature). The rotation itself is
+``gsm_kernels.rotate``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Angles(NamedTuple):
 class Rope:
     """Angles ``position * base ** (-2 i / channels)`` for the pairs i.
 
-    Not a module: it owns no tensor that a change of dtype could round. The table is made on the device of the positions.
+    Not a module: it owns no tensor that a change of dtype could round. The table is made on the device of the
+    positions.
 
     Args:
         channels: number of rotated channels, even.
@@ -63,7 +65,8 @@ class Rope:
         return theta_P * (1 - slow_P) + theta_P / self.factor * slow_P
 
     def correction_range(self, fast: float = 32.0, slow: float = 1.0) -> tuple[int, int]:
-        """YaRN's first and last interpolated pair: those that turn ``fast`` and ``slow`` times over the original context."""
+        """YaRN's first and last interpolated pair: those that turn ``fast`` and ``slow`` times over the original
+        context."""
 
         def pair(turns: float) -> float:
             return self.channels * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))

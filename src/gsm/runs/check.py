@@ -1,8 +1,8 @@
 """Misspelt keys and unknown variants become one sentence that names them, before anything is built.
 
-There is no second description of the configuration to keep in step: for a mapping with a ``_target_`` the constructor's signature is the
-schema; for one without, what counts is the same place in a reference, composed from the same group choices without experiment and values;
-and for the numbers of a group without ``_target_`` (``size``), whether any yaml asks for them, as ``${size.width}``.
+There is no second description of the configuration to keep in step. For a mapping with a ``_target_`` the constructor's
+signature is the schema. For one without, what counts is the same place in a reference, composed from the same group
+choices without experiment and values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +38,44 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
     Raises:
         ConfigError: a key that nothing takes, or a value of a type that its taker does not accept.
     """
-    for key, value in config.items():
+    # What the others repeat comes first, so that an error names the place where it was made.
+    for key, value in sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model")):
         if key not in reference:
             raise unknown("key", key, reference, "the configuration", directories)
+        if isinstance(reference[key], int) and not fits(value, type(reference[key])):
+            raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
         if isinstance(value, Mapping):
             _check_mapping(value, reference[key], key, directories)
 
 
-def unknown(kind: str, name: str, known: Collection[str], place: str, directories: Collection[Path] = ()) -> ConfigError:
-    """The error for a name that is not among ``known``: says where it stands, proposes the nearest, lists them all."""
+def unknown(
+    kind: str,
+    name: str,
+    known: Collection[str],
+    place: str,
+    directories: Collection[Path] = (),
+    deeper: Iterable[str] = (),
+) -> ConfigError:
+    """The error for a name that is not ``known``: proposes the nearest, there or ``deeper``, and lists them all."""
     last = name.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(last, known, n=3, cutoff=0.5) or [option for option in sorted(known) if last in option][:3]
+    near = difflib.get_close_matches(last, known, n=3, cutoff=0.6)
+    near = (
+        near
+        or [path for path in deeper if difflib.SequenceMatcher(None, last, path.rsplit(".", 1)[-1]).ratio() > 0.7][:3]
+    )
+    near = near or [option for option in sorted(known) if last in option][:3]
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
-    found = f" in {where}" if (where := _file_with(last, directories)) else ""
-    return ConfigError(f"unknown {kind} '{name}'{found}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}")
+    where = _file_with(
+        rf":\s*{re.escape(last)}\s*$" if kind == "variant" else rf"^\s*{re.escape(last)}\s*:", directories
+    )
+    found = f" in {where}" if where else ""
+    return ConfigError(
+        f"unknown {kind} '{name}'{found}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}"
+    )
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:
-    """Parameters of a ``_target_``, by name; None if it takes any. Raises ConfigError for one that cannot be imported."""
+    """Parameters of a ``_target_``, by name; None if it takes any. Raises ConfigError if it cannot be imported."""
     module, _, name = target.rpartition(".")
     try:
         taker = getattr(importlib.import_module(module), name)
@@ -93,50 +113,44 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, directories: Collection[Path]) -> None:
     """Checks the keys of one mapping, then what lies below."""
-    reference = reference if isinstance(reference, Mapping) else None
+    known_here = reference if isinstance(reference, Mapping) else {}
     if "_target_" in node:
-        known = parameters(node["_target_"])
-        place = f"{path} ({node['_target_']})"
-    else:
-        known = _asked_for(path, directories) if "." not in path and reference is not None else None
-        known = known if known is not None else reference
-        place = path
+        _check_arguments(node, path, directories)
+    elif isinstance(reference, Mapping):
+        for key, value in node.items():
+            is_part = path in NAMED_PARTS and isinstance(value, Mapping) and "_target_" in value
+            if key not in reference and not is_part:
+                raise unknown("key", f"{path}.{key}", reference, path, directories)
     for key, value in node.items():
-        below = f"{path}.{key}"
-        if key.startswith("_") and "_target_" in node:
-            if key not in HYDRA_KEYS:
-                raise unknown("key", below, HYDRA_KEYS, place, directories)
-            continue
-        is_part = path in NAMED_PARTS and isinstance(value, Mapping) and "_target_" in value
-        if known is not None and key not in known and not is_part:
-            raise unknown("key", below, known, place, directories)
-        if known is not None and isinstance(known.get(key), inspect.Parameter):
-            _check_value(below, value, known[key])
         if isinstance(value, Mapping):
-            _check_mapping(value, (reference or {}).get(key), below, directories)
+            _check_mapping(value, known_here.get(key), f"{path}.{key}", directories)
+
+
+def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection[Path]) -> None:
+    """Checks the keys and values of one mapping against the signature of its ``_target_``."""
+    taken = parameters(node["_target_"])
+    place = f"{path} ({node['_target_']})"
+    for key, value in node.items():
+        if key.startswith("_"):
+            if key not in HYDRA_KEYS:
+                raise unknown("key", f"{path}.{key}", HYDRA_KEYS, place, directories)
+        elif taken is not None and key not in taken:
+            raise unknown("key", f"{path}.{key}", taken, place, directories)
+        elif taken is not None:
+            _check_value(f"{path}.{key}", value, taken[key])
 
 
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
     """Checks the type of a value against the hint of the parameter that takes it."""
-    if isinstance(value, Mapping) or value is None and parameter.default is None:
+    hint = parameter.annotation
+    if isinstance(value, Mapping) or value is None and parameter.default is None or fits(value, hint):
         return
-    if not fits(value, parameter.annotation):
-        hint = parameter.annotation
-        name = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "").replace("collections.abc.", "")
-        raise ConfigError(f"{path} is {value!r} ({type(value).__name__}), but takes {name}")
+    name = hint.__name__ if inspect.isclass(hint) else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
+    raise ConfigError(f"{path} is {value!r} ({type(value).__name__}), but takes {name}")
 
 
-def _asked_for(group: str, directories: Collection[Path]) -> dict[str, None] | None:
-    """Names that some yaml asks for as ``${group.name}``; None where the group is not one of shared numbers."""
-    if group in NAMED_PARTS or not any((folder / group).is_dir() for folder in directories):
-        return None
-    pattern = re.compile(r"\$\{" + re.escape(group) + r"\.(\w+)")
-    texts = (file.read_text(encoding="utf-8") for folder in directories for file in folder.rglob("*.yaml"))
-    return {name: None for text in texts for name in pattern.findall(text)} or None
-
-
-def _file_with(key: str, directories: Collection[Path]) -> str | None:
-    """The yaml that sets a key, if just one does: most misspellings are unique."""
-    pattern = re.compile(rf"^\s*{re.escape(key)}\s*:", re.MULTILINE)
-    files = [file for folder in directories for file in folder.rglob("*.yaml") if pattern.search(file.read_text(encoding="utf-8"))]
-    return f"{files[0].parent.name}/{files[0].name}" if len(files) == 1 else None
+def _file_with(pattern: str, directories: Collection[Path]) -> str | None:
+    """The yaml with such a line, if just one has it: most misspellings are unique."""
+    files = [file for folder in directories for file in folder.rglob("*.yaml")]
+    found = [file for file in files if re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)]
+    return f"{found[0].parent.name}/{found[0].name}" if len(found) == 1 else None

@@ -1,20 +1,20 @@
-"""Configurations from Python, and the check of those from the command line: `check` says what is wrong in one sentence."""
+"""Configurations composed from Python, and those of the command line checked: what is wrong becomes one sentence."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
 from gsm.runs.check import ConfigError, check, parameters, unknown
@@ -32,21 +32,26 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = ()) -> 
     """
     overrides = list(overrides)
     check_overrides(overrides, directories)
-    with _composed(overrides, directories) as composed:
+    composed = _hydra(tuple(overrides), directories)
+    state = HydraConfig.instance()
+    before = state.cfg
+    try:
+        state.set_config(composed)  # which the configuration refers to, as inside a job
         return finish(composed, composed.hydra.runtime.choices, directories)
+    finally:
+        state.cfg = before
 
 
 def finish(config: DictConfig, choices: Mapping[str, str], directories: Sequence[Path] = ()) -> dict[str, Any]:
     """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
 
-    ``HydraConfig`` has to be set, as it is inside a job, since the configuration refers to it. Raises ConfigError.
+    ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
     """
     chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
-    groups = [f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice]
-    with _composed(groups, directories) as composed:
-        reference = OmegaConf.to_container(composed, resolve=False)
-    check(plain, {**reference, "choices": {}}, _folders(directories))
+    groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
+    reference = _remembered(groups, tuple(directories), _stamp(directories))
+    check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
     return {**plain, "choices": chosen}
 
 
@@ -58,58 +63,60 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
 
 def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = ()) -> None:
-    """Checks what stands on a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
+    """Checks a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
     parsed = _parse(overrides)
     groups = _groups(_folders(directories))
     for override in parsed:
         _check_choice(override, groups)
-    first = [line for override in parsed if (line := _first_choice(override, groups))]
-    with _composed(first, directories) as composed:
-        for override in parsed:
-            if override.key_or_group not in groups and not override.is_add():
-                _check_key(override.key_or_group, composed, groups)
+    first = tuple(line for override in parsed if (line := _first_choice(override, groups)))
+    values = [
+        override.key_or_group for override in parsed if override.key_or_group not in groups and not override.is_add()
+    ]
+    for key in values:
+        _check_key(key, _remembered(first, tuple(directories), _stamp(directories)), groups)
 
 
-@contextlib.contextmanager
-def _composed(overrides: Sequence[str], directories: Sequence[Path]) -> Iterator[DictConfig]:
+def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
     """Hydra's composition, its own node included; what it changes globally is put back."""
     register_resolvers()
-    state, main = HydraConfig.instance(), GlobalHydra.instance()
-    before, main_before = state.cfg, main.hydra
-    main.clear()  # inside a job Hydra is at work already, and there is only one
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in directories)}]"] if directories else []
+    main = GlobalHydra.instance()
+    before = main.hydra
+    main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), version_base="1.3"):
-            composed = hydra.compose("train", [*overrides, *search], return_hydra_config=True)
-        state.set_config(composed)
-        yield composed
+            return hydra.compose("train", [*overrides, *search], return_hydra_config=True)
     except MissingConfigException as error:
         raise _missing(error, directories) from error
     except HydraException as error:
         raise ConfigError(" ".join(str(error).split())) from error
     finally:
-        state.cfg, main.hydra = before, main_before
+        main.hydra = before
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float) -> DictConfig:
+    """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
+    return _hydra(overrides, directories)
+
+
+def _stamp(directories: Sequence[Path]) -> float:
+    """When a yaml or a folder of them changed last."""
+    return max(path.stat().st_mtime for folder in _folders(directories) for path in [folder, *folder.rglob("*")])
 
 
 def register_resolvers() -> None:
-    """What yaml files may ask for: ``${root:}``, the repository's folder, and ``${precision:}``, the best one here."""
+    """What yaml files may ask for: ``${root:}``, the folder of the repository."""
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
-    OmegaConf.register_new_resolver("precision", best_precision, replace=True)
-
-
-def best_precision() -> str:
-    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
-    import torch
-
-    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16-mixed" if has_bfloat16 else "32-true"
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
     """Plain containers without Hydra's own node. Raises ConfigError for a reference to nothing, or a value left out."""
-    config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        plain = cast(dict, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: say {error.full_key}=... on the command line") from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {reason}") from error
@@ -122,8 +129,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     for line in overrides:
         try:
             parsed.append(parser.parse_override(line))
-        except OverrideParseException as error:
-            raise ConfigError(f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1") from error
+        except HydraException as error:
+            raise ConfigError(
+                f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1"
+            ) from error
     return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
 
 
@@ -150,7 +159,9 @@ def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
             raise unknown("group", key, groups, "the configuration")
         if key.replace(".", "/") in groups:
             group = key.replace(".", "/")
-            raise ConfigError(f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}")
+            raise ConfigError(
+                f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
+            )
         return
     for choice in _choices(override, groups[key]):
         if choice not in groups[key]:
@@ -164,7 +175,9 @@ def _choices(override: Override, known: Collection[str]) -> list[str]:
         return []
     if isinstance(value, Glob):
         return value.filter(sorted(known))
-    return [str(choice) for choice in override.sweep_string_iterator()] if override.is_sweep_override() else [str(value)]
+    return (
+        [str(choice) for choice in override.sweep_string_iterator()] if override.is_sweep_override() else [str(value)]
+    )
 
 
 def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | None:
@@ -176,23 +189,41 @@ def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | N
 
 
 def _check_key(key: str, composed: DictConfig, groups: Mapping[str, set[str]]) -> None:
-    """An override of a value names a key that exists; what its mapping takes counts as existing, given a default or not."""
+    """An override of a value names a key that exists."""
     node: Any = composed
     path: list[str] = []
     for part in key.split("."):
         if not OmegaConf.is_dict(node):
             return
-        known = {str(name) for name in node if path or name != "hydra"}
-        target = node._get_node("_target_") if "_target_" in node else None
-        taken = parameters(target._value()) if target is not None else {}
-        if part not in known and taken is not None and part not in taken:
-            place = ".".join(path) or "the configuration"
-            candidates = known | set(taken) if path else known | set(groups)
-            raise unknown("key", ".".join([*path, part]), candidates - {"_target_", "_partial_", "_convert_"}, place)
-        if part not in known:
-            raise ConfigError(f"{key} is taken by {target._value()} but has no value yet: write +{key}=")
+        if part not in node.keys() or (not path and part == "hydra"):  # `in node` denies what still lacks a value
+            raise _unknown_key(key, part, path, node, composed, groups)
         path.append(part)
         node = node._get_node(part)
+
+
+def _unknown_key(
+    key: str, part: str, path: Sequence[str], node: DictConfig, composed: DictConfig, groups: Mapping[str, set[str]]
+) -> ConfigError:
+    """The error for ``part`` below ``path``; what a constructor takes is known, whether it has a value yet or not."""
+    target = node.get("_target_")
+    taken = (parameters(target) if target else None) or {}
+    if part in taken:
+        return ConfigError(f"{key} is taken by {target} but has no value yet: write +{key}=")
+    if path:
+        known = {str(name) for name in node if not str(name).startswith("_")} | set(taken)
+        return unknown("key", ".".join([*path, part]), known, ".".join(path))
+    known = {str(name) for name in node if name != "hydra"} | set(groups)
+    return unknown("key", part, known, "the configuration", deeper=_paths(composed))
+
+
+def _paths(node: DictConfig, above: str = "") -> Iterator[str]:
+    """Every key of a configuration, with the path to it."""
+    for name in node:
+        below = node._get_node(name)
+        if name != "hydra":
+            yield f"{above}{name}"
+        if isinstance(below, DictConfig) and name != "hydra":
+            yield from _paths(below, f"{above}{name}.")
 
 
 def _missing(error: MissingConfigException, directories: Sequence[Path]) -> ConfigError:

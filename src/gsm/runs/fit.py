@@ -44,13 +44,14 @@ class Run:
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Trains as a composed configuration says (``gsm.runs.compose.compose``) and returns what ``summary.json`` holds.
 
-    Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv``, ``summary.json``.
+    Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv`` and
+    ``summary.json``.
 
     Raises:
         ConfigError: a part refuses its values, or another process trains in the same folder.
         FloatingPointError: the loss is not finite any more.
     """
-    leads = rank_zero_only.rank == 0
+    leads = getattr(rank_zero_only, "rank", 0) == 0
     with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
         start = prepare(config, leads)
         run = assemble(config)
@@ -90,15 +91,25 @@ def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) 
     settings = dict(config["trainer"])
     if settings["max_steps"] > 0:
         settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
+    if settings.get("precision") == "auto":
+        settings["precision"] = best_precision(settings.get("accelerator"))
     make = instantiate({**settings, "_partial_": True}, "trainer")
     with refusals("trainer"):
         return make(callbacks=callbacks, logger=loggers, default_root_dir=config["folder"])
+
+
+def best_precision(accelerator: str | None = None) -> str:
+    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if gpu else "32-true"
 
 
 def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+        if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
+            run.trainer.validate(run.task, datamodule=run.data, verbose=False)
     except SystemExit as error:  # Lightning's way to end after Ctrl-C
         saved = (Path(run.config["folder"]) / "checkpoints" / "last.ckpt").is_file()
         hope = "the same command goes on from its last checkpoint" if saved else "no checkpoint was written yet"
@@ -106,10 +117,10 @@ def _fit(run: Run, start: Start) -> None:
 
 
 def _conclude(run: Run) -> dict[str, Any]:
-    """What is found out after training: the sizes of the memory, n-gram models, a sample; printed, and added to the summary."""
+    """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
-        facts = run.summary.add(**_memory(run), **_ngrams(run))
+        facts = run.summary.add(run.trainer, device=report.device(run), **_memory(run), **_ngrams(run))
         sample = report.sample(run.model, run.data) if run.config["sample"] else None
     print(report.conclusion(run, facts, sample), flush=True)
     return facts
@@ -131,16 +142,19 @@ def _facts(config: Mapping[str, Any], data: TextData, model: LanguageModel) -> d
 
 
 def _memory(run: Run) -> dict[str, Any]:
-    """Bytes that the model keeps after reading one context, by kind; ``state_bytes`` is None for a model without a shared state."""
+    """Bytes that the model keeps after reading one context, by kind; without a shared state ``state_bytes`` is None."""
     tokens_BT = run.data.validation_set[0]["tokens"][None].to(run.trainer.strategy.root_device)
     memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
+    assert memory is not None  # one was given
     sizes = memory.breakdown()
     return {"state_bytes": sizes.get("shared_state"), "memory_bytes": sizes, "memory_after_tokens": tokens_BT.shape[1]}
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:
     """Bits per byte of n-gram models counted on exactly the tokens that this run has consumed."""
-    sequences = run.trainer.global_step * run.trainer.accumulate_grad_batches * run.trainer.world_size * run.data.batch_size
+    sequences = (
+        run.trainer.global_step * run.trainer.accumulate_grad_batches * run.trainer.world_size * run.data.batch_size
+    )
     wanted = run.config["ngrams"] and sequences * run.data.context <= MOST_COUNTED
     consumed, validation = (list(run.data.consumed(sequences)), list(run.data.validation())) if wanted else ([], [])
     size = {"vocabulary": run.data.tokenizer.vocabulary, "bytes_per_token": run.data.bytes_per_token}
@@ -152,7 +166,13 @@ def _ngrams(run: Run) -> dict[str, float | None]:
 
 def _quiet() -> None:
     """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed", "lightning.pytorch.accelerators.cuda"):
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.seed",
+        "lightning.pytorch.accelerators.cuda",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
     for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated"):
         warnings.filterwarnings("ignore", message=message)

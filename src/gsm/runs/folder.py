@@ -15,7 +15,15 @@ from gsm.runs.check import ConfigError
 from gsm.runs.load import read_checkpoint
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
-UNIMPORTANT = {"resume", "sample", "logs", "folder", "compile", "logger", "callbacks"}  # may change while a run is interrupted
+UNIMPORTANT = {
+    "resume",
+    "sample",
+    "logs",
+    "folder",
+    "compile",
+    "logger",
+    "callbacks",
+}  # may change while a run is interrupted
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ def prepare(config: Mapping[str, Any], leads: bool = True) -> Start:
     * ``never``: start over;
     * a path: go on from that checkpoint.
 
-    A run that starts over in a used folder moves what lies there to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of several
-    processes that train together, the one that ``leads`` does.
+    A run that starts over in a used folder moves what lies there to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of
+    several processes that train together, the one that ``leads`` does.
     """
     folder, resume = Path(config["folder"]), str(config["resume"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +65,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"another process is training in {folder}: choose another seed=, arm= or name=") from error
+            raise ConfigError(
+                f"another process is training in {folder}: choose another seed=, arm= or name="
+            ) from error
         yield
 
 

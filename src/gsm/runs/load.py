@@ -22,7 +22,9 @@ class CheckpointError(ConfigError):
     """A file is no checkpoint of this project, or not one that can be used; the message says why."""
 
 
-def build_model(name: str = "gsm", size: str = "nano", overrides: Iterable[str] = (), seed: int | None = None) -> LanguageModel:
+def build_model(
+    name: str = "gsm", size: str = "nano", overrides: Iterable[str] = (), seed: int | None = None
+) -> LanguageModel:
     """A fresh model, as a training run would start with.
 
     Args:
@@ -53,8 +55,12 @@ def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
     try:
         model = instantiate_model(checkpoint["hyper_parameters"]["config"])
     except ConfigError as error:
-        raise CheckpointError(f"the configuration in {path} no longer fits this version of the code: {error}") from error
-    weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items() if key.startswith("model.")}
+        raise CheckpointError(
+            f"the configuration in {path} no longer fits this version of the code: {error}"
+        ) from error
+    weights = {
+        key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items() if key.startswith("model.")
+    }
     wrong = sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
     if wrong:
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {_few(wrong)}")
@@ -76,15 +82,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
     if not path.is_file():
         beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
-        raise FileNotFoundError(f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else ""))
+        raise FileNotFoundError(
+            f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else "")
+        )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever its readers meet: RuntimeError, EOFError, UnpicklingError, KeyError, ...
-        reason = str(error).strip().splitlines()
-        raise CheckpointError(f"{path} cannot be read as a checkpoint, it may be truncated: {reason[0] if reason else error!r}") from error
+    except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
     config = checkpoint.get("hyper_parameters", {}).get("config") if isinstance(checkpoint, Mapping) else None
     if not (isinstance(config, Mapping) and "model" in config and "state_dict" in checkpoint):
-        raise CheckpointError(f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration")
+        raise CheckpointError(
+            f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
+        )
     return dict(checkpoint)
 
 
@@ -99,7 +109,7 @@ def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> Lan
 
 
 def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
-    """What ``_target_`` makes; an error of the constructor comes out as a ConfigError with the constructor's own sentence."""
+    """What ``_target_`` makes; where its constructor refuses, a ConfigError with the constructor's own sentence."""
     with refusals(place):
         return hydra.utils.instantiate(node, **arguments)
 
@@ -120,7 +130,11 @@ def refusals(place: str) -> Iterator[None]:
 
 def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    return [f"{name} {tuple(weights[name].shape)} for {tuple(shape)}" for name, shape in shapes.items() if weights[name].shape != shape]
+    return [
+        f"{name} {tuple(weights[name].shape)} for {tuple(shape)}"
+        for name, shape in shapes.items()
+        if weights[name].shape != shape
+    ]
 
 
 def _few(names: list[str]) -> str:

@@ -28,8 +28,8 @@ def header(run: Run, note: str = "") -> str:
     step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
-        "data": f"{about['corpus']}: {about['train_tokens']:,} tokens to train on, {about['validation_tokens']:,} held out",
-        "tokens": f"{about['tokenizer']}, {about['tokenizer_vocabulary']:,} ids, {about['bytes_per_token']:.2f} bytes each",
+        "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about),
+        "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         "steps": f"{trainer.max_steps:,} of {step:,} tokens ({data.context} a sequence), seed {config['seed']}",
         "device": device(run),
         "kernels": kernels(facts["kernels"]),
@@ -43,7 +43,11 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
     """What came out of it, and what to do next."""
     folder = Path(run.config["folder"])
     seconds = facts["train_seconds"] or 0.0
-    lines = ["", f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}: {facts['tokens']:,} tokens in {clock(seconds)}", ""]
+    lines = [
+        "",
+        f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}: {facts['tokens']:,} tokens in {clock(seconds)}",
+        "",
+    ]
     lines += [*_table(facts), "", _resources(facts), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
@@ -63,14 +67,21 @@ def sample(model: LanguageModel, data: TextData, given: int = 32, new: int = 64)
     made = model.generate(prompt_T.to(device), new, temperature=0.7, top_p=0.95, generator=generator)
     text = f"{data.tokenizer.decode(prompt_T.tolist())}|{data.tokenizer.decode(made[0].tolist())}"
     printable = "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
-    lines = [part for line in printable.splitlines() if line.strip() for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False)]
+    lines = [
+        part
+        for line in printable.splitlines()
+        if line.strip()
+        for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False)
+    ]
     return "\n".join(f"  {line}" for line in lines[:8])
 
 
 def device(run: Run) -> str:
     """The device that trains, and its arithmetic."""
     root = run.trainer.strategy.root_device
-    name = torch.cuda.get_device_name(root) if root.type == "cuda" else f"{root.type}, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(root) if root.type == "cuda" else f"{root.type}, {torch.get_num_threads()} threads"
+    )
     several = f"{run.trainer.world_size} x " if run.trainer.world_size > 1 else ""
     return f"{several}{name}, {run.trainer.precision}"
 
@@ -93,9 +104,17 @@ def _table(facts: Mapping[str, Any]) -> list[str]:
     for name in ("five_gram", "bigram", "unigram"):
         bits = facts[f"{name}_bits_per_byte"]
         if bits is not None:
-            rows.append((f"{name.replace('five_', '5-')} model, same tokens", bits, 2 ** (bits * facts["data"]["bytes_per_token"])))
+            rows.append(
+                (
+                    f"{name.replace('five_', '5-')} model, same tokens",
+                    bits,
+                    2 ** (bits * facts["data"]["bytes_per_token"]),
+                )
+            )
     lines = [f"  {'on held-out text':<44}{'bits per byte':>14}{'perplexity':>14}"]
-    return lines + [f"  {name:<44}{_number(bits, '14.3f')}{_number(perplexity, '14.1f')}" for name, bits, perplexity in rows]
+    return lines + [
+        f"  {name:<44}{_number(bits, '14.3f')}{_number(perplexity, '14.1f')}" for name, bits, perplexity in rows
+    ]
 
 
 def _resources(facts: Mapping[str, Any]) -> str:

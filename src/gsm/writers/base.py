@@ -1,6 +1,7 @@
-"""How retrieved history and the encoder's output become entries of the shared state: the slot ``model/writer`` (section 3.2).
+"""How retrieved history and the encoder's output become entries of the shared state: the slot ``model/writer``
+(section 3.2).
 
-    e, increments --fuse--> z --norm, projection, norm, rotation--> state entry
+e, increments --fuse--> z --norm, projection, norm, rotation--> state entry
 """
 
 from __future__ import annotations

@@ -1,0 +1,31 @@
+"""RMSNorm over the last dimension.
+
+    y = x / sqrt(mean(x^2) + eps) * weight
+
+Args:
+    x: [..., D].
+    weight: [D].
+    eps: added to the mean square.
+
+Returns:
+    y in the dtype of x; computed in float32 or wider. Differentiable in x and weight.
+
+Raises:
+    ValueError: if the weight does not fit the last dimension.
+
+Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+"""
+
+from torch import Tensor
+
+from ..dispatch import Op
+from ..shapes import require
+from . import reference
+
+
+def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    fits = weight.shape == x.shape[-1:]
+    require("rms_norm", fits, f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}")
+
+
+rms_norm = Op("rms_norm", reference.rms_norm, check=check, doc=__doc__)

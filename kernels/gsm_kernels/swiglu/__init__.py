@@ -1,0 +1,31 @@
+"""The product inside a SwiGLU feed-forward, with clamped branches.
+
+    y = silu(min(gate, limit)) * clip(up, -limit, limit)
+
+Args:
+    gate, up: [..., D].
+    limit: the gate is clamped from above, the other branch on both sides.
+
+Returns:
+    y in the dtype of gate; computed in float32 or wider. Differentiable in gate and up; a clamped value gets no
+    gradient.
+
+Raises:
+    ValueError: if the two shapes differ, or the limit is not positive.
+
+Source: Shazeer 2020, "GLU Variants Improve Transformer"; the clamp is DeepSeek-V4.1's.
+"""
+
+from torch import Tensor
+
+from ..dispatch import Op
+from ..shapes import require
+from . import reference
+
+
+def check(gate: Tensor, up: Tensor, limit: float) -> None:
+    require("swiglu", gate.shape == up.shape, f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
+    require("swiglu", limit > 0, f"limit = {limit} must be positive")
+
+
+swiglu = Op("swiglu", reference.swiglu, check=check, doc=__doc__)

@@ -1,0 +1,87 @@
+"""Text from a trained model, written as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gsm.data.tokenizer import Tokenizer
+from gsm.models.base import LanguageModel
+from gsm.runs.check import ConfigError
+from gsm.runs.load import load_model, load_tokenizer
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    prompt_file: str | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str = "auto",
+) -> None:
+    """Prints a prompt and how a trained model goes on; it stops where the model ends its text.
+
+    Args:
+        checkpoint: a .ckpt file, or the folder of a run
+        prompt: what the text begins with; empty: the beginning of a document
+        prompt_file: a text file to begin with, instead of prompt
+        max_new_tokens: at most so many tokens
+        temperature: 0: always the likeliest token; 1: as probable as the model says
+        top_p: draw from the likeliest tokens that together have this probability
+        seed: of the draws
+        device: cpu, cuda, ...; auto: a GPU if there is one
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+    """
+    _check(prompt, max_new_tokens, temperature, top_p)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    start = _read(prompt_file) if prompt_file else prompt
+    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    sys.stdout.write(start)
+    for piece in pieces(model, tokenizer, start, max_new_tokens, temperature, top_p, generator):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def pieces(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+) -> Iterator[str]:
+    """The new text, as much of it at a time as makes whole characters; ends with the model's end of text."""
+    decoder = tokenizer.stream()
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    for token_B in model.stream(torch.tensor([ids]), max_new_tokens, temperature, top_p=top_p, generator=generator):
+        token = int(token_B)
+        if token == tokenizer.end_of_text:
+            break
+        yield decoder.push(token)
+    yield decoder.finish()
+
+
+def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}, but has to be 1 or more")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}, but has to be 0 or more")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}, but has to be above 0 and at most 1")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt_file {path} cannot be read: {error}") from error

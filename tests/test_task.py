@@ -1,0 +1,266 @@
+"""The training loop, on a stand-in for a model: what it optimises, logs, saves and takes up again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gsm.callbacks.latest import Latest
+from gsm.callbacks.throughput import Throughput
+from gsm.data.module import TextData
+from gsm.optimizer import AdamW
+from gsm.task import LanguageModeling
+
+VOCABULARY, CONTEXT = 257, 16
+
+
+class Bigram(nn.Module):
+    """The smallest thing that a task can train: the next token from this one, and an indexer that only has a loss."""
+
+    def __init__(self, indexer_weight: float = 1.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.norm = nn.LayerNorm(32)
+        self.indexer = nn.Linear(32, 1, bias=False)
+        self.indexer_weight = indexer_weight
+
+    def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+        x_BTD = self.embedding(tokens)
+        logits = self.norm(x_BTD) @ self.embedding.weight.T
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        indexer_loss = self.indexer_weight * self.indexer(x_BTD.detach()).square().mean()
+        return SimpleNamespace(loss=loss, losses={"indexer_kl": indexer_loss}, metrics={"recall": torch.tensor(0.5)})
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        return {
+            "decay": [self.embedding.weight],
+            "no_decay": list(self.norm.parameters()),
+            "indexer_decay": [self.indexer.weight],
+            "indexer_no_decay": [],
+        }
+
+
+def settings(**changes: float) -> AdamW:
+    return AdamW(**{"learning_rate": 1e-2, "warmup_steps": 4, "final_fraction": 0.1, "weight_decay": 0.1, **changes})
+
+
+def make_task(model: nn.Module | None = None, **changes: float) -> LanguageModeling:
+    lengths_V = torch.ones(VOCABULARY, dtype=torch.int64)
+    return LanguageModeling(
+        model or Bigram(),
+        settings(**changes),
+        config={"model": {"_target_": "somewhere.Bigram"}, "stages": [2, 4]},
+        tokenizer={"kind": "bytes", "json": None},
+        token_bytes_V=lengths_V,
+    )
+
+
+def make_trainer(folder: Path, steps: int, callbacks: list[lightning.Callback] | None = None, **options):
+    options = {
+        "val_check_interval": 3,
+        "limit_val_batches": 0,
+        "log_every_n_steps": 2,
+        "gradient_clip_val": 1.0,
+        **options,
+    }
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": None}
+    return lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=callbacks or [],
+        **quiet | options,
+    )
+
+
+def a_batch(rows: int = 4, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1].clone(),
+        "targets": tokens[:, 1:].clone(),
+        "documents": torch.zeros(rows, CONTEXT, dtype=torch.int64),
+    }
+
+
+def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
+    return DataLoader(batches, batch_size=None)
+
+
+def fit(trainer: lightning.Trainer, task: LanguageModeling, batches: list[dict[str, Tensor]]) -> None:
+    trainer.fit(task, loader(batches), loader([a_batch(seed=99)]))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> TextData:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"line {number} of some text that goes on. " * 20)
+    return TextData(
+        vocabulary=VOCABULARY,
+        context=CONTEXT,
+        batch_size=4,
+        tokenizer="bytes",
+        path=str(folder),
+        validation_sequences=5,
+        cache_dir=str(tmp_path / "cache"),
+    )
+
+
+def test_a_fixed_batch_is_memorised(tmp_path: Path):
+    trainer = make_trainer(tmp_path, 60)
+    fit(trainer, make_task(learning_rate=1e-1), [a_batch(rows=1)] * 60)
+    loss = float(trainer.callback_metrics["train/loss"])
+    assert loss < 0.5, f"after 60 steps on 16 tokens the loss is still {loss:.2f}"
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_fraction():
+    rate = [settings(warmup_steps=10).factor(step, 100) for step in range(100)]
+    assert rate[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert max(rate) == rate[9] == pytest.approx(1.0)
+    assert rate[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rate[9:], rate[10:], strict=False))
+
+
+def test_a_short_run_does_not_spend_itself_on_warming_up():
+    rate = [settings(warmup_steps=1000).factor(step, 8) for step in range(8)]
+    assert max(rate) == pytest.approx(1.0), rate
+
+
+def test_only_groups_that_decay_are_decayed():
+    optimizer = settings().build(Bigram().parameter_groups())
+    decay = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decay == {"decay": 0.1, "no_decay": 0.0, "indexer_decay": 0.1}
+
+
+def test_a_parameter_in_no_group_is_an_error(tmp_path: Path):
+    model = Bigram()
+    model.forgotten = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="Bigram leaves out \\['forgotten'\\]"):
+        fit(make_trainer(tmp_path, 1), make_task(model), [a_batch()])
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "final_fraction", "weight_decay", "warmup_steps"])
+def test_a_value_out_of_range_is_named(field: str):
+    with pytest.raises(ValueError, match=f"optimizer.{field} is -1"):
+        settings(**{field: -1})
+
+
+def test_a_large_indexer_gradient_does_not_shrink_the_models():
+    def clipped(indexer_weight: float) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = Bigram(indexer_weight)
+        task = make_task(model)
+        optimizer = task.optimizer.build(model.parameter_groups())
+        out = model(**a_batch())
+        (out.loss + out.losses["indexer_kl"]).backward()
+        task.configure_gradient_clipping(optimizer, 0.1)
+        return model.embedding.weight.grad, model.indexer.weight.grad
+
+    gentle, wild = clipped(1.0), clipped(1e6)
+    assert torch.equal(gentle[0], wild[0])
+    assert float(wild[1].norm()) == pytest.approx(0.1, rel=1e-3), "the indexer itself has to be clipped"
+
+
+def test_validation_counts_targets_not_batches(tmp_path: Path):
+    batches = [a_batch(rows=4, seed=1), a_batch(rows=1, seed=2)]
+    batches[1]["targets"][:, 3:] = -100
+    task = make_task()
+    measured = make_trainer(tmp_path, 1, limit_val_batches=None).validate(task, loader(batches), verbose=False)[0]
+    losses, counts = [], []
+    for batch in batches:
+        losses.append(float(task.model(**batch).loss.detach()))
+        counts.append(int((batch["targets"] != -100).sum()))
+    expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert measured["val/loss"] == pytest.approx(expected, rel=1e-6)
+    assert measured["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+    assert measured["val/bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6), "a byte is a token here"
+
+
+def test_train_metrics_are_means_over_the_interval(tmp_path: Path):
+    trainer = make_trainer(tmp_path, 2, [Throughput()])
+    task, batches = make_task(learning_rate=0.0), [a_batch(seed=1), a_batch(seed=2)]
+    fit(trainer, task, batches)
+    seen = trainer.callback_metrics
+    expected = sum(float(task.model(**batch).loss.detach()) for batch in batches) / 2
+    assert float(seen["train/loss"]) == pytest.approx(expected, rel=1e-5)
+    assert {"train/indexer_kl", "train/recall", "train/gradient_norm", "train/indexer_gradient_norm"} <= seen.keys()
+    assert float(seen["train/tokens_per_second"]) > 0
+    assert float(seen["train/peak_memory_gib"]) > 0
+
+
+def test_accumulated_batches_make_one_step(tmp_path: Path):
+    trainer = make_trainer(tmp_path, 2, accumulate_grad_batches=3)
+    fit(trainer, make_task(), [a_batch(seed=i) for i in range(8)])
+    assert trainer.global_step == 2
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.processed == 6
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path: Path):
+    class Breaking(Bigram):
+        def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+            out = super().forward(tokens, documents, targets)
+            return SimpleNamespace(loss=out.loss * (math.nan if tokens[0, 0] == 7 else 1), losses={}, metrics={})
+
+    batches = [a_batch(seed=i) for i in range(6)]
+    for number, batch in enumerate(batches):
+        batch["tokens"][0, 0] = 7 if number == 3 else 8
+    with pytest.raises(FloatingPointError, match="the loss of step 3 is not finite"):
+        fit(make_trainer(tmp_path, 6), make_task(Breaking()), batches)
+
+
+@pytest.mark.parametrize("interrupted_after", [5, 6], ids=["between validations", "at a validation"])
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, text: TextData, interrupted_after: int):
+    def run(steps: int, resume: Path | None = None) -> LanguageModeling:
+        torch.manual_seed(0)
+        task = make_task()
+        saving = [Throughput(), Latest(tmp_path / "last.ckpt", minutes=1e-9)]
+        trainer = make_trainer(tmp_path, 12, saving, limit_val_batches=1)
+        if steps < 12:
+            trainer.callbacks.append(StopAfter(steps))
+        trainer.fit(task, datamodule=text, ckpt_path=resume, weights_only=True)
+        assert trainer.global_step == steps
+        return task
+
+    straight = run(12).model.state_dict()
+    run(interrupted_after)
+    resumed = run(12, tmp_path / "last.ckpt").model.state_dict()
+    for name, value in straight.items():
+        assert torch.equal(value, resumed[name]), f"{name} differs after the interruption"
+
+
+def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_path: Path):
+    getting_worse = make_task(learning_rate=1.0)
+    trainer = make_trainer(tmp_path, 6, [Latest(tmp_path / "last.ckpt")], limit_val_batches=None)
+    fit(trainer, getting_worse, [a_batch(seed=i) for i in range(6)])
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_checkpoint_holds_plain_containers_and_all_that_generation_needs(tmp_path: Path):
+    trainer = make_trainer(tmp_path, 1, [Throughput(), Latest(tmp_path / "last.ckpt")])
+    fit(trainer, make_task(), [a_batch()])
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"] == {"config": {"model": {"_target_": "somewhere.Bigram"}, "stages": [2, 4]}}
+    assert checkpoint["tokenizer"] == {"kind": "bytes", "json": None}
+    assert sorted(checkpoint["state_dict"]) == [f"model.{name}" for name in sorted(Bigram().state_dict())]
+
+
+class StopAfter(lightning.Callback):
+    """Ends a run early, as an interruption would."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.steps

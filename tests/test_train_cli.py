@@ -1,0 +1,211 @@
+"""`python train.py` as a user runs it: what it prints, what it leaves behind, and what can be done with that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import gsm
+from gsm.callbacks.hyperparameters import COLUMNS, METRICS
+from gsm.paths import ROOT
+from gsm.runs import command_line
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
+from gsm.runs.generate import generate
+from gsm.runs.load import CheckpointError, load_tokenizer
+
+TINY = (
+    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
+    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3"
+).split()
+
+
+def arguments(folder: Path) -> list[str]:
+    text = folder / "text"
+    if not text.is_dir():
+        text.mkdir(parents=True)
+        for number in range(12):
+            (text / f"{number}.txt").write_text(f"This is text number {number}, which says little. " * 8)
+    return [*TINY, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"logs={folder / 'logs'}", "trainer=cpu"]
+
+
+def script(name: str, *given: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    command = [sys.executable, str(ROOT / name), *given]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One run of two steps: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    done = script("train.py", *arguments(folder), "trainer.max_steps=2", "seed=1", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "logs" / "default" / "gsm" / "seed1", done.stdout
+
+
+def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
+    folder, printed = run
+    assert printed.isascii(), "a terminal anywhere has to show it"
+    for line in printed.splitlines():
+        assert len(line) <= 80 or str(folder.parents[3]) in line, f"longer than a terminal is wide: {line}"
+    conclusion = printed[printed.index("default/gsm/seed1: ") :].splitlines()
+    assert len(conclusion) <= 24
+    for expected in ("gsm, size nano", "5-gram model", "unigram model", "tensorboard --logdir", "python generate.py"):
+        assert expected in printed
+
+
+def test_a_run_leaves_its_folder(run: tuple[Path, str]):
+    folder, _ = run
+    for name in (
+        "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt",
+        ".hydra/overrides.yaml",
+        "metrics.csv",
+        "summary.json",
+    ):
+        assert (folder / name).is_file(), name
+    assert not (folder / "checkpoints/last.ckpt").is_symlink()
+
+
+def test_the_summary_says_what_was_run_and_what_came_out(run: tuple[Path, str]):
+    summary = json.loads((run[0] / "summary.json").read_text())
+    said = {key: summary[key] for key in ("status", "experiment", "arm", "seed", "size", "steps", "tokens")}
+    assert said == {
+        "status": "finished",
+        "experiment": "default",
+        "arm": "gsm",
+        "seed": 1,
+        "size": "nano",
+        "steps": 2,
+        "tokens": 2 * 2 * 32,
+    }
+    for key in (
+        "val_loss",
+        "val_perplexity",
+        "bits_per_byte",
+        "tokens_per_second",
+        "train_seconds",
+        "peak_memory_bytes",
+    ):
+        assert summary[key] > 0, key
+    for key in (
+        "unigram_bits_per_byte",
+        "bigram_bits_per_byte",
+        "five_gram_bits_per_byte",
+        "state_bytes",
+        "parameters",
+    ):
+        assert summary[key] > 0, key
+    assert summary["state_bytes"] == 8 * 8 * 4, "M = 4 + 4 entries of 8 channels in float32"
+    assert {"python", "torch", "lightning", "gsm"} == summary["versions"].keys()
+
+
+def test_tensorboard_sees_metrics_and_comparable_hyperparameters(run: tuple[Path, str]):
+    events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0}).Reload()
+    assert set(METRICS) <= set(events.Tags()["scalars"])
+    assert [point.step for point in events.Scalars("val/loss")][-1] == 2
+    plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    for column in (*COLUMNS, "parameters"):
+        assert column.encode() in plugin, f"every run writes every column, {column} too"
+
+
+def test_a_checkpoint_gives_back_the_model(run: tuple[Path, str]):
+    model = gsm.load_model(run[0])
+    weights = torch.load(run[0] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, weights[f"model.{name}"]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert load_tokenizer(run[0]).kind == "bytes"
+
+
+def test_generate_goes_on_from_a_prompt(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
+    prompt = 'def f(x="a, b"):'
+    given = [f"checkpoint={run[0]}", f"prompt={prompt}", "max_new_tokens=5", "temperature=0"]
+    command_line.call(generate, "generate.py", given)
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["promt=a"], "unknown argument 'promt'; did you mean prompt"),
+        (["seed=x"], "seed is 'x', but takes int"),
+        (["prompt=a"], "generate.py needs checkpoint="),
+        (["checkpoint=nowhere", "temperature=-1"], "temperature is -1.0, but has to be 0 or more"),
+        (["checkpoint=nowhere.ckpt"], "no checkpoint at nowhere.ckpt"),
+        (["checkpoint=nowhere", "prompt_file=nothing.txt"], "prompt_file nothing.txt cannot be read"),
+    ],
+)
+def test_generate_explains_what_it_cannot_use(given: list[str], said: str):
+    with pytest.raises(SystemExit, match=f"^error: {said}"):
+        command_line.call(generate, "generate.py", given)
+
+
+def test_a_bad_checkpoint_is_explained(run: tuple[Path, str], tmp_path: Path):
+    good = run[0] / "checkpoints" / "last.ckpt"
+    (tmp_path / "cut.ckpt").write_bytes(good.read_bytes()[:5000])
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "foreign.ckpt")
+    changed = torch.load(good, weights_only=True)
+    changed["hyper_parameters"]["config"]["model"]["colour"] = "red"
+    torch.save(changed, tmp_path / "changed.ckpt")
+    other = torch.load(good, weights_only=True)
+    other["state_dict"].pop("model.norm.weight")
+    torch.save(other, tmp_path / "other.ckpt")
+    for name, said in {
+        "cut": "is truncated",
+        "foreign": "no checkpoint of a run of this project",
+        "changed": "no longer fits this version of the code: unknown key 'model.colour'",
+        "other": "do not fit the model in its configuration: norm.weight",
+    }.items():
+        with pytest.raises(CheckpointError, match=said):
+            gsm.load_model(tmp_path / f"{name}.ckpt")
+    with pytest.raises(FileNotFoundError, match="there are changed.ckpt, cut.ckpt, foreign.ckpt, other.ckpt beside it"):
+        gsm.load_model(tmp_path / "missing.ckpt")
+
+
+def test_a_seed_fixes_the_weights_and_leaves_the_generator_alone():
+    def weight(seed: int) -> torch.Tensor:
+        return gsm.build_model("gsm", overrides=TINY[:12], seed=seed).embedding.weight
+
+    before = torch.get_rng_state()
+    assert torch.equal(weight(3), weight(3))
+    assert not torch.equal(weight(3), weight(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_says_why_it_refuses_its_values():
+    with pytest.raises(ConfigError, match=r"^model: stages \[9\] exceed the 4 encoder layers"):
+        gsm.build_model("gsm", overrides=["model.stages=[9]"])
+
+
+def test_a_second_run_keeps_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
+    first = train(config)
+    second = train(config)
+    assert first["val_loss"] == second["val_loss"], "the same configuration trains the same"
+    assert "An earlier run in this folder was moved to" in capsys.readouterr().out
+    assert (tmp_path / "logs/.replaced/default/gsm/seed0-1/summary.json").is_file()
+
+
+def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = compose(
+        [*arguments(tmp_path), "trainer.max_steps=4", "ngrams=false", "sample=false", "callbacks.latest.minutes=1e-9"]
+    )
+    straight = train(config)
+    folder = Path(config["folder"])
+    (folder / "summary.json").write_text('{"status": "interrupted"}')
+    resumed = train(config)
+    assert "Going on with the unfinished run" in capsys.readouterr().out
+    assert resumed["val_loss"] == straight["val_loss"]
+    assert resumed["tokens"] == straight["tokens"]
