@@ -84,7 +84,7 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
-        with hydra.initialize_config_dir(str(paths.configs()), version_base="1.3"):
+        with hydra.initialize_config_dir(str(paths.configs()), job_name="train", version_base="1.3"):
             return hydra.compose("train", [*overrides, *search], return_hydra_config=True)
     except MissingConfigException as error:
         raise _missing(error, directories) from error
