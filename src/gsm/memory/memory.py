@@ -78,6 +78,15 @@ class Memory:
         """Number of sequences."""
         return self.document_B.shape[0]
 
+    def layers(self) -> dict[str, int]:
+        """How many layers, stages and states it remembers for: two memories with other numbers do not fit one model."""
+        return {
+            "encoder layers": len(self.encoder),
+            "stages": len(self.stages),
+            "states": int(self.state is not None),
+            "decoder layers": len(self.decoder),
+        }
+
     def breakdown(self) -> dict[str, int]:
         """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``,
         ...), every storage once."""

@@ -252,10 +252,8 @@ class LanguageModel(nn.Module):
         for name, other in (("documents", documents), ("targets", targets)):
             if other is not None and other.shape != tokens.shape:
                 raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
-        if memory is not None and memory.batch != batch:
-            raise ValueError(
-                f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
-            )
+        if memory is not None:
+            self._check_memory(memory, batch)
         if rows is not None and not 1 <= rows <= length:
             raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -263,3 +261,16 @@ class LanguageModel(nn.Module):
             if low < 0 or high >= self.vocabulary:
                 bad = low if low < 0 else high
                 raise ValueError(f"token id {bad} is out of range: the vocabulary has ids 0 to {self.vocabulary - 1}")
+
+    def _check_memory(self, memory: Memory, batch: int) -> None:
+        """Refuses a memory for another number of sequences, or of a model with other layers."""
+        if memory.batch != batch:
+            raise ValueError(
+                f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
+            )
+        own = replace(memory, **{"encoder": (), "stages": (), "state": None, "decoder": (), **self.forgetful_memory()})
+        if memory.layers() != own.layers():
+            raise ValueError(
+                f"memory was made by another model: it holds {memory.layers()}, this model needs {own.layers()}; "
+                "use start() of this model"
+            )

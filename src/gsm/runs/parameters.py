@@ -1,0 +1,37 @@
+"""Prints where the parameters of each size are, beside what the paper says: ``python -m gsm.runs.parameters [size
+...]``.
+
+The models are built on the meta device: no size is too large for a laptop.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from gsm.paths import variants
+from gsm.runs.load import build_model
+
+# Section A.1 of the paper: nominal scale, and, at width 2,048, how many more parameters GSM has (of the MoE pair).
+PAPER = {"0p5b": ("0.5 B", "not given"), "1p5b": ("1.5 B", "32 M (8.033 - 8.001 B)")}
+
+
+def main(sizes: list[str]) -> None:
+    """Prints one table per size: GSM and the baseline by part, their difference, and the paper's numbers."""
+    for size in sizes or variants("size"):
+        with torch.device("meta"):
+            reports = {name: build_model(name, size).parameter_report() for name in ("baseline", "gsm")}
+        print(f"\n{size:<22}{'baseline':>15}{'gsm':>15}{'difference':>14}{'paper':>28}")
+        scale, more = PAPER.get(size, ("-", "-"))
+        for part in reports["gsm"].parts:
+            _row(part, *(report.parts.get(part, 0) for report in reports.values()))
+        _row("total", reports["baseline"].total, reports["gsm"].total, f"{scale}, difference {more}")
+
+
+def _row(name: str, baseline: int, gsm: int, paper: str = "") -> None:
+    print(f"{name:<22}{baseline:>15,}{gsm:>15,}{gsm - baseline:>+14,}    {paper}".rstrip())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Bad input gets a sentence that names the field, the value and the limit. (Configurations and checkpoints:
+test_configs.)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small import GEOMETRY, build, random_tokens
+
+from gsm.models.baseline import Baseline
+from gsm.models.gsm import GSM
+from gsm.models.sampling import sample
+from gsm.nn.residual import HyperConnection
+from gsm.nn.rope import Rope
+
+TOKENS = random_tokens(2, 6)
+
+
+def forward(**arguments):
+    return lambda: build("gsm-writer=additive")(**{"tokens": TOKENS, **arguments})
+
+
+def geometry(**fields):
+    return lambda: replace(GEOMETRY, **fields)
+
+
+def start(batch):
+    return build("gsm-writer=additive").start(batch)
+
+
+CASES = {
+    "token too large": (forward(tokens=TOKENS + 23), r"token id \d+ is out of range: the vocabulary has ids 0 to 22"),
+    "token below 0": (forward(tokens=TOKENS - 23), r"token id -\d+ is out of range: the vocabulary has ids 0 to 22"),
+    "empty prompt": (forward(tokens=TOKENS[:, :0]), r"at least one token, got an empty prompt of shape \[2, 0\]"),
+    "tokens without a batch": (forward(tokens=TOKENS[0]), r"tokens must be whole numbers of shape \[batch, length\]"),
+    "fractional tokens": (forward(tokens=TOKENS.double()), "tokens must be whole numbers"),
+    "documents of another length": (
+        forward(documents=TOKENS[:, 1:]),
+        r"documents must have the shape of tokens, \[2, 6\]",
+    ),
+    "targets of another batch": (forward(targets=TOKENS[:1]), r"targets must have the shape of tokens, \[2, 6\]"),
+    "no rows": (forward(rows=0), "rows must lie between 1 and the 6 new positions, got 0"),
+    "too many rows": (forward(rows=7), "rows must lie between 1 and the 6 new positions, got 7"),
+    "a memory of another batch": (
+        forward(memory=start(3)),
+        r"memory is for a batch of 3, tokens have a batch of 2; use start\(batch=2\)",
+    ),
+    "a batch of nothing": (lambda: start(0), "batch must be at least 1, got 0"),
+    "memory expanded to nothing": (lambda: start(1).expand(0), "times must be at least 1, got 0"),
+    "prefill in chunks of nothing": (
+        lambda: build("gsm-writer=additive").prefill(TOKENS, start(2), chunk=0),
+        "chunk must be at least 1 token, got 0",
+    ),
+    "generation from nothing": (lambda: build("gsm-writer=additive").generate(TOKENS[:, :0]), "got an empty prompt"),
+    "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages \[6\] exceed the 4 encoder layers"),
+    "stage without a bank": (
+        lambda: GSM(GEOMETRY, stages=[1]),
+        r"stages \[1\] stand on window-only layers, which have no bank; the first layer with one is 2",
+    ),
+    "stages out of order": (lambda: GSM(GEOMETRY, stages=[4, 2]), r"stages \[4, 2\] must ascend"),
+    "a state without entries": (lambda: GSM(GEOMETRY, state_size=0), "state_size must be at least 1 entry, got 0"),
+    "bank past the encoder": (geometry(bank_layers=[2, 5]), r"bank_layers \[5\] lie outside of layers 1 to 4"),
+    "no bank": (geometry(bank_layers=[]), "bank_layers is empty"),
+    "groups that do not divide": (geometry(output_groups=3), "output_groups 3 must divide heads 4"),
+    "rotation wider than the index": (geometry(rotary_dim=8), "rotary_dim 8 must fit .* at most 6"),
+    "a width of nothing": (geometry(top_k=0), "top_k must be a whole number of at least 1, got 0"),
+    "decoder bank in the wrong place": (
+        lambda: Baseline(replace(GEOMETRY, decoder_full=6)),
+        "decoder_full must be the first decoder layer, 5",
+    ),
+    "reindex past the end": (
+        lambda: Baseline(replace(GEOMETRY, decoder_reindex=[9])),
+        r"decoder_reindex \[9\] lie outside of layers 6 to 8",
+    ),
+    "one hyper-connected stream": (lambda: HyperConnection(8, streams=1), "for one stream take residual plain"),
+    "odd rotation": (lambda: Rope(3, base=1e4), "rotary_dim must be even .* got 3"),
+    "context scaled down": (
+        lambda: Rope(4, base=1e4, factor=0.5),
+        r"yarn_factor must be at least 1 \(1: off\), got 0.5",
+    ),
+    "negative temperature": (
+        lambda: sample(torch.zeros(1, 3), -1.0),
+        r"temperature must be 0 \(greedy\) or more, got -1",
+    ),
+    "top_p of nothing": (lambda: sample(torch.zeros(1, 3), 1.0, 0.0), r"top_p must lie in \(0, 1\], got 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_error_says_what_is_wrong_and_what_is_right(case):
+    call, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_memory_of_another_model_is_refused():
+    memory = build("baseline-residual=mhc").start(2)
+    with pytest.raises(ValueError, match="memory was made by another model"):
+        build("gsm-writer=additive")(TOKENS, memory=memory)

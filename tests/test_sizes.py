@@ -1,0 +1,64 @@
+"""The sizes have the paper's numbers; counted on the meta device."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+import gsm
+from gsm.models.geometry import Geometry
+from gsm.paths import variants
+from gsm.runs import parameters
+
+
+def report(model: str, size: str):
+    with torch.device("meta"):
+        return gsm.build_model(model, size=size).parameter_report()
+
+
+def test_the_paper_s_15b_scale_is_met():
+    baseline, model = report("baseline", "1p5b"), report("gsm", "1p5b")
+    assert round(baseline.total / 1e9, 3) == 1.505
+    assert 31.8e6 <= model.total - baseline.total <= 32.0e6
+
+
+@pytest.mark.parametrize(("model", "billions"), [("baseline", 0.470), ("gsm", 0.477)])
+def test_the_05b_scale_is_as_counted_by_hand(model, billions):
+    assert round(report(model, "0p5b").total / 1e9, 3) == billions
+
+
+@pytest.mark.parametrize("size", variants("size"))
+@pytest.mark.parametrize("model", ["gsm", "baseline"])
+def test_the_parts_sum_to_the_parameters_there_are(model, size):
+    with torch.device("meta"):
+        built = gsm.build_model(model, size=size)
+    counted = built.parameter_report()
+    assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("size", ["0p5b", "1p5b"])
+def test_dense_sizes_follow_the_paper_s_appendix(size):
+    geometry = _geometry(size)
+    assert geometry.encoder_layers == geometry.decoder_layers == {"0p5b": 12, "1p5b": 14}[size]
+    assert list(geometry.stages) == {"0p5b": [6, 10, 12], "1p5b": [6, 10, 14]}[size]
+    assert (geometry.dim, geometry.feed_forward_dim) == {"0p5b": (1024, 4608), "1p5b": (2048, 6144)}[size]
+    assert geometry.window + geometry.top_k == 256
+
+
+@pytest.mark.parametrize("size", variants("size"))
+def test_every_size_names_every_width(size):
+    named = {field.name for field in fields(Geometry)}
+    assert all(getattr(_geometry(size), name) is not None for name in named)
+
+
+def test_the_table_stands_beside_the_paper_s_numbers(capsys):
+    parameters.main(["1p5b"])
+    printed = capsys.readouterr().out
+    assert "1.5 B, difference 32 M" in printed and "+31,9" in printed, printed
+
+
+def _geometry(size: str) -> Geometry:
+    with torch.device("meta"):
+        return gsm.build_model("gsm", size=size).geometry
