@@ -21,7 +21,7 @@ class IndexerLoss(NamedTuple):
     gradient)."""
 
     loss: Tensor
-    recall: Tensor
+    recall: Tensor | None
 
 
 class _Teacher(NamedTuple):

@@ -228,9 +228,13 @@ class LanguageModel(nn.Module):
         if not trace.learned:
             return {}, trace.metrics
         loss = torch.stack([result.loss for _, result in trace.learned]).mean()
-        recall = {f"indexer_recall/{name}": result.recall for name, result in trace.learned}
-        recall["indexer_recall"] = torch.stack(list(recall.values())).mean()
-        return {"indexer_kl": self.indexer_weight * loss}, {**trace.metrics, **recall}
+        losses = {"indexer_kl": self.indexer_weight * loss}
+        recall = {name: result.recall for name, result in trace.learned if result.recall is not None}
+        if not recall:
+            return losses, trace.metrics
+        mean = torch.stack(list(recall.values())).mean()
+        named = {f"indexer_recall/{name}": value for name, value in recall.items()}
+        return losses, {**trace.metrics, **named, "indexer_recall": mean}
 
     def _check(
         self,

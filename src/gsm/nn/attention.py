@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.memory.slots import Slots
-from gsm.nn.linear import GroupedLinear, Linear
+from gsm.nn.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.nn.norm import RMSNorm
 from gsm.nn.rope import Angles
 from gsm_kernels import pool_groups, rotate
@@ -177,7 +177,7 @@ class Output(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.down = GroupedLinear(shape.output_groups, shape.heads * shape.entry_dim, shape.output_rank)
-        self.up = Linear(shape.output_groups * shape.output_rank, shape.dim)
+        self.up = Linear(shape.output_groups * shape.output_rank, shape.dim, gain=INTO_RESIDUAL)
 
     def forward(self, out_BRHC: Tensor) -> Tensor:
         """Maps attention's output of all heads to [B, R, D]."""

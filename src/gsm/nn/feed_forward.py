@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from gsm.nn.linear import Linear
+from gsm.nn.linear import INTO_RESIDUAL, Linear
 from gsm_kernels import swiglu
 
 
@@ -22,7 +22,7 @@ class SwiGLU(nn.Module):
         self.limit = limit
         self.gate = Linear(dim, hidden_dim)
         self.up = Linear(dim, hidden_dim)
-        self.down = Linear(hidden_dim, dim)
+        self.down = Linear(hidden_dim, dim, gain=INTO_RESIDUAL)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., dim] to [..., dim]."""

@@ -5,17 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# Gain of the maps that write to the residual streams: a model that starts near its embedding learns faster at first.
+INTO_RESIDUAL = 0.2
+
 
 class Linear(nn.Linear):
-    """``x W^T``; every projection of the models. Initialised so that unit-variance inputs give unit-variance
-    outputs."""
+    """``x W^T``; every projection of the models.
 
-    def __init__(self, dim_in: int, dim_out: int):
+    Args:
+        dim_in, dim_out: widths.
+        gain: scale of the initial weights; inputs of unit variance give outputs of variance ``gain ** 2``.
+    """
+
+    def __init__(self, dim_in: int, dim_out: int, *, gain: float = 1.0):
+        self.gain = gain
         super().__init__(dim_in, dim_out, bias=False)
 
     def reset_parameters(self) -> None:
         """Draws the weights anew."""
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.normal_(self.weight, std=self.gain * self.in_features**-0.5)
 
 
 class GroupedLinear(nn.Module):

@@ -75,12 +75,13 @@ class Reader(nn.Module):
         self, query_BRHC: Tensor, found: Found, view: View, position_BR: Tensor, angles: Angles
     ) -> IndexerLoss | None:
         """KL of an indexer's distribution to the mass that this attention puts on the bank; None when there is
-        nothing to learn from."""
+        nothing to learn from. How much of that mass the selection recalls is known only where the teacher is dense."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if found.index is None or found.key_BFI is None or found.chosen_BRK is None or view.bank is None:
             return None
-        return indexer_kl(
+        dense = position_BR.shape[1] <= self.dense_teacher_limit
+        learned = indexer_kl(
             query_BRHC,
             view.window_BEC,
             position_BR,
@@ -93,9 +94,10 @@ class Reader(nn.Module):
             found.chosen_BRK,
             *found.index,
             found.key_BFI,
-            dense=position_BR.shape[1] <= self.dense_teacher_limit,
+            dense=dense,
             pool_BRN=view.pool_BRN,
         )
+        return learned if dense else learned._replace(recall=None)
 
 
 def attention_weights(

@@ -24,9 +24,10 @@ def main(sizes: list[str]) -> None:
             reports = {name: build_model(name, size).parameter_report() for name in ("baseline", "gsm")}
         print(f"\n{size:<22}{'baseline':>15}{'gsm':>15}{'difference':>14}{'paper':>28}")
         scale, more = PAPER.get(size, ("-", "-"))
-        for part in reports["gsm"].parts:
-            _row(part, *(report.parts.get(part, 0) for report in reports.values()))
-        _row("total", reports["baseline"].total, reports["gsm"].total, f"{scale}, difference {more}")
+        baseline, model = reports["baseline"], reports["gsm"]
+        for part in model.parts:
+            _row(part, baseline.parts.get(part, 0), model.parts[part])
+        _row("total", baseline.total, model.total, f"{scale}, difference {more}")
 
 
 def _row(name: str, baseline: int, gsm: int, paper: str = "") -> None:
