@@ -41,6 +41,10 @@ CASES = {
         r"documents must have the shape of tokens, \[2, 6\]",
     ),
     "targets of another batch": (forward(targets=TOKENS[:1]), r"targets must have the shape of tokens, \[2, 6\]"),
+    "a target that is no token": (
+        forward(targets=TOKENS + 23),
+        r"target \d+ is out of range: the vocabulary has ids 0 to 22, or -100 to be left out",
+    ),
     "no rows": (forward(rows=0), "rows must lie between 1 and the 6 new positions, got 0"),
     "too many rows": (forward(rows=7), "rows must lie between 1 and the 6 new positions, got 7"),
     "a memory of another batch": (
@@ -95,7 +99,13 @@ def test_the_error_says_what_is_wrong_and_what_is_right(case):
         call()
 
 
-def test_a_memory_of_another_model_is_refused():
-    memory = build("baseline-residual=mhc").start(2)
-    with pytest.raises(ValueError, match="memory was made by another model"):
-        build("gsm-writer=additive")(TOKENS, memory=memory)
+@pytest.mark.parametrize("other", ["baseline-residual=mhc", "gsm-retriever=separate_indexer"])
+def test_a_memory_of_another_model_is_refused(other):
+    memory, model = build(other).start(2), build("gsm-retriever=shared_topk")
+    with pytest.raises(ValueError, match="memory was made by another model, or one of other sizes"):
+        model(TOKENS, memory=memory)
+
+
+def test_a_memory_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="memory was made by another model, or one of other sizes"):
+        build("gsm-writer=additive")(TOKENS, memory=build("gsm-writer=additive", state_size=9).start(2))

@@ -107,6 +107,7 @@ def test_a_model_computes_the_equations_for_packed_documents(model, residual, pa
         {"ratio_encoder": 1},
         {"state_size": 3, "window": 6},
         {"top_k": 1},
+        {"sinkhorn_rounds": 20},
         {"bank_layers": (1, 4), "stage_layers": (1, 3, 4)},
     ],
     ids=lambda changes: "-".join(changes),

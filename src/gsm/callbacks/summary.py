@@ -63,7 +63,7 @@ def measured(trainer: lightning.Trainer) -> dict[str, Any]:
         "bits_per_byte": number(metrics.get("val/bits_per_byte")),
         "tokens_per_second": throughput.tokens_per_second if throughput else None,
         "train_seconds": throughput.seconds if throughput else None,
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
     }
 
 

@@ -27,6 +27,7 @@ class Throughput(lightning.Callback):
         self.seconds = 0.0
         self.latest: float | None = None
         self._clock: float | None = None
+        self._device = torch.device("cpu")
         self._interval = (0, 0.0)
 
     @property
@@ -36,8 +37,9 @@ class Throughput(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Starts the clock."""
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        self._device = pl_module.device
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._interval = (self.tokens, self.seconds)
         self._clock = time.perf_counter()
 
@@ -51,7 +53,9 @@ class Throughput(lightning.Callback):
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
             self._interval = (self.tokens, self.seconds)
             self.latest = speed = tokens / seconds
-            pl_module.log_dict({"train/tokens_per_second": speed, "train/peak_memory_gib": peak_memory_bytes() / 2**30})
+            pl_module.log_dict(
+                {"train/tokens_per_second": speed, "train/peak_memory_gib": peak_memory_bytes(self._device) / 2**30}
+            )
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Stops the clock."""
@@ -74,8 +78,8 @@ class Throughput(lightning.Callback):
         """Adds the time since the last reading; on a GPU, after its queue has run dry."""
         if self._clock is None:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         now = time.perf_counter()
         self.seconds += now - self._clock
         self._clock = now
@@ -86,9 +90,9 @@ def callbacks(trainer: lightning.Trainer) -> list[lightning.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def peak_memory_bytes() -> int:
-    """Peak so far, in bytes: what PyTorch has allocated on the GPU; without one, resident memory of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak so far, in bytes: what PyTorch has allocated on a GPU, else the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -78,14 +78,9 @@ class Memory:
         """Number of sequences."""
         return self.document_B.shape[0]
 
-    def layers(self) -> dict[str, int]:
-        """How many layers, stages and states it remembers for: two memories with other numbers do not fit one model."""
-        return {
-            "encoder layers": len(self.encoder),
-            "stages": len(self.stages),
-            "states": int(self.state is not None),
-            "decoder layers": len(self.decoder),
-        }
+    def layout(self) -> list[tuple]:
+        """Kind, capacity, width and dtype of every store: a memory fits the models whose own has the same layout."""
+        return list(_stores(self))
 
     def breakdown(self) -> dict[str, int]:
         """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``,
@@ -121,17 +116,33 @@ def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}
 
 
+def _stores(node: Any) -> Iterator[tuple]:
+    """Windows and columns below ``node``, in order."""
+    if isinstance(node, Window):
+        yield node.kind, node.size, node.entry_BEC.shape[-1], node.entry_BEC.dtype
+    elif isinstance(node, Column):
+        yield node.kind, None, node.value_BFC.shape[-1], node.value_BFC.dtype
+    else:
+        for part in _parts(node):
+            yield from _stores(part)
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """What lies directly below a node of the tree. Raises TypeError for a container that a memory cannot hold."""
+    if is_dataclass(node):
+        yield from (getattr(node, field.name) for field in fields(node))
+    elif isinstance(node, tuple) and not hasattr(node, "_fields"):
+        yield from node
+    elif not isinstance(node, Tensor | str | int | None):
+        raise TypeError(f"a memory is made of dataclasses, tuples and tensors, got {type(node).__name__}")
+
+
 def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """All tensors below ``node`` with the kind of the store that they lie in."""
     if isinstance(node, Tensor):
         yield kind, node
-    elif is_dataclass(node):
-        below = getattr(node, "kind", kind)
-        for field in fields(node):
-            yield from _tensors(getattr(node, field.name), below)
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from _tensors(item, kind)
+    for part in _parts(node):
+        yield from _tensors(part, getattr(node, "kind", kind))
 
 
 def _map(node: Any, function: Callable[[Tensor], Tensor]) -> Any:

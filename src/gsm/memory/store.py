@@ -88,6 +88,8 @@ class Column:
         """Writes the new values behind the slots that each sequence has filled so far."""
         batch, _, width = new_BGC.shape
         total, stored = slots.total, self.value_BFC.shape[1]
+        if new_BGC.shape[1] == 0:
+            return self.value_BFC, self
         if batch == 1:  # a single sequence uses all of its new slots
             value_BFC = torch.cat([self.value_BFC, new_BGC.to(self.value_BFC.dtype)], dim=1)
             return value_BFC, replace(self, value_BFC=value_BFC.detach())

@@ -31,6 +31,7 @@ class Geometry:
         candidate_blocks: blocks of 8 entries in the candidate pool, where one is asked for (baseline).
         rope_base, bank_rope_base: rotation of layers without and with a bank.
         yarn_factor: scale of the context in layers with a bank; 1: off.
+        yarn_original: context that YaRN starts from; null: ``context``.
 
     Raises:
         ValueError: for a field that cannot be, naming it.
@@ -62,6 +63,7 @@ class Geometry:
     rope_base: float = 10_000.0
     bank_rope_base: float = 160_000.0
     yarn_factor: float = 1.0
+    yarn_original: int | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -92,7 +94,8 @@ class Geometry:
 
     def bank_rope(self) -> Rope:
         """Rotation in layers with a bank, and in the stages."""
-        return Rope(self.rotary_dim, base=self.bank_rope_base, factor=self.yarn_factor, original=self.context)
+        original = self.yarn_original or self.context
+        return Rope(self.rotary_dim, base=self.bank_rope_base, factor=self.yarn_factor, original=original)
 
     def encoder_roles(self) -> list[Role]:
         """Window-only layers first, then groups that a Full layer leads."""

@@ -127,10 +127,6 @@ class IndexQuery(NamedTuple):
     query_BRJI: Tensor
     weight_BRJ: Tensor
 
-    def last(self, rows: int) -> IndexQuery:
-        """Those of the last ``rows`` rows."""
-        return IndexQuery(self.query_BRJI[:, -rows:], self.weight_BRJ[:, -rows:])
-
 
 class Indexer(nn.Module):
     """Scores bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.

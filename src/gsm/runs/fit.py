@@ -65,8 +65,6 @@ def assemble(config: Mapping[str, Any]) -> Run:
     """Builds all parts. The weights follow from the seed alone, whatever else has drawn random numbers before."""
     _quiet()
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")
     data = instantiate(config["data"], "data")
     with refusals("data"):
         data.prepare_data()
