@@ -19,7 +19,7 @@ from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 from gsm.models.gsm import GSM
 from gsm.nn.residual import HyperConnection
-from gsm.paths import ROOT
+from gsm.paths import ROOT, variants
 
 GEOMETRY = Geometry(
     vocabulary=23,
@@ -55,19 +55,14 @@ def variant(group: str, name: str):
     return instantiate(OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml"), _convert_="all")
 
 
-def names(group: str) -> list[str]:
-    """The variants of a group: its yamls. A new yaml is enrolled in every test by being there."""
-    return sorted(path.stem for path in (ROOT / "configs" / "model" / group).glob("*.yaml"))
-
-
 def cases() -> list[str]:
     """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
-    gsm = [f"gsm-{slot}={name}" for slot in ("retriever", "writer", "residual") for name in names(slot)]
+    gsm = [f"gsm-{slot}={name}" for slot in ("retriever", "writer", "residual") for name in variants(f"model/{slot}")]
     return [
         *gsm,
         "gsm-stages=none",
         "gsm-ratio=3",
-        *(f"baseline-residual={name}" for name in names("residual")),
+        *(f"baseline-residual={name}" for name in variants("model/residual")),
         "baseline-pool",
     ]
 
