@@ -57,7 +57,8 @@ def variant(group: str, name: str):
 
 def cases() -> list[str]:
     """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
-    gsm = [f"gsm-{slot}={name}" for slot in ("retriever", "writer", "residual") for name in variants(f"model/{slot}")]
+    slots = ("encoder_reading", "retriever", "writer", "residual")
+    gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [
         *gsm,
         "gsm-stages=none",
@@ -80,6 +81,8 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         options["candidate_pool"] = True
     elif slot:
         options[slot] = variant(slot, name)
+    if slot == "encoder_reading":  # with one that selects nothing, the stages have to
+        options.setdefault("retriever", variant("retriever", "separate_indexer"))
     if name == "mhc" or slot != "residual":
         options["residual"] = partial(HyperConnection, sinkhorn_rounds=ROUNDS)
     with torch.random.fork_rng():

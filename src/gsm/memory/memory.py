@@ -20,23 +20,23 @@ class BankMemory:
     Attributes:
         pending: the last m - 1 tokens' values and gates, side by side.
         entry: bank entries, rotated.
-        key: index keys, rotated.
+        key: index keys, rotated (None: the owner does not search its bank).
         count_B: int64, slots filled (None where nothing is kept).
     """
 
     pending: WindowStore
     entry: ColumnStore
-    key: ColumnStore
+    key: ColumnStore | None
     count_B: Tensor | None
 
     @staticmethod
-    def empty(kind: str, ratio: int, pending_BC: Tensor, entry_BC: Tensor, key_BI: Tensor) -> BankMemory:
+    def empty(kind: str, ratio: int, pending_BC: Tensor, entry_BC: Tensor, key_BI: Tensor | None) -> BankMemory:
         """A bank without slots; the tensors give batch, widths, dtype and device, ``kind`` labels the bytes
         (``encoder_bank``)."""
         return BankMemory(
             Window.empty(f"{kind}_pending", ratio - 1, pending_BC),
             Column.empty(kind, entry_BC),
-            Column.empty("index_keys", key_BI),
+            None if key_BI is None else Column.empty("index_keys", key_BI),
             torch.zeros(entry_BC.shape[0], dtype=torch.int64, device=entry_BC.device),
         )
 

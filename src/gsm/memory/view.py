@@ -18,7 +18,7 @@ class Bank:
 
     Attributes:
         entry_BFC: entries, rotated at the position of their group's first token; key and value at once.
-        key_BFI: index keys, rotated likewise.
+        key_BFI: index keys, rotated likewise (None: no layer searches this bank; a stage may, with its own keys).
         first_BR, last_BR: int64, the slots [first, last) that each row may see.
         latent_BGC: entries that this call added, before rotation: what another indexer makes its keys from.
         slots: where those go.
@@ -26,7 +26,7 @@ class Bank:
     """
 
     entry_BFC: Tensor
-    key_BFI: Tensor
+    key_BFI: Tensor | None
     first_BR: Tensor
     last_BR: Tensor
     latent_BGC: Tensor

@@ -44,6 +44,8 @@ class SparseAttention(Reader):
         ratio: tokens per bank entry (m), for a Full layer.
         rope: rotation of everything in this layer.
         name: what its taps are called.
+        reads_bank: whether this layer itself attends to a bank. If not, a Full layer still builds one, for the
+            aggregation stages, and has no indexer.
         pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep
             (None: no pool).
     """
@@ -58,13 +60,14 @@ class SparseAttention(Reader):
         ratio: int,
         rope: Rope,
         name: str,
+        reads_bank: bool = True,
         pool_blocks: int | None = None,
     ):
         super().__init__(shape.dim, shape, window=window, rope=rope, name=name)
         self.role, self.top_k, self.ratio, self.pool_blocks = role, top_k, ratio, pool_blocks
         self.window = Entry(shape)
         self.compressor = Compressor(shape, ratio) if role == "full" else None
-        indexes = role in ("full", "reindex")
+        indexes = reads_bank and role in ("full", "reindex")
         self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
 
     def start(self, batch: int, kind: str) -> LayerMemory:
@@ -72,10 +75,10 @@ class SparseAttention(Reader):
         like = self.window.projection.weight
         entry_BC = like.new_empty(batch, like.shape[0])
         window = Window.empty(f"{kind}_window", self.window_size, entry_BC)
-        if self.compressor is None or self.indexer is None or self.indexer.key is None:
+        if self.compressor is None:
             return LayerMemory(window)
         pending_BC = entry_BC.repeat(1, 1 if self.ratio == 1 else 2)
-        key_BI = like.new_empty(batch, self.indexer.key.out_features)
+        key_BI = None if self.indexer is None else like.new_empty(batch, self.indexer.width)
         return LayerMemory(window, BankMemory.empty(f"{kind}_bank", self.ratio, pending_BC, entry_BC, key_BI))
 
     def forward(self, x_BTD: Tensor, span: Span, own: LayerMemory, view: View | None) -> Mixed:
@@ -101,14 +104,16 @@ class SparseAttention(Reader):
 
     def publish(self, x_BTD: Tensor, span: Span, own: BankMemory | None) -> tuple[Bank | None, BankMemory | None]:
         """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
-        if self.compressor is None or self.indexer is None or own is None:
+        if self.compressor is None or own is None:
             return None, None
         projected_BEC, pending = own.pending.extend(self.compressor.project(x_BTD))
         slots = plan_slots(span.position_BT, self.ratio, own.count_B)
         latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
         angles = self.rope(slots.position_BG, x_BTD.dtype)
         entry_BFC, entry = own.entry.place(rotate(latent_BGC, *angles), slots)
-        key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
+        key_BFI, key = None, None
+        if self.indexer is not None and own.key is not None:
+            key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
         bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, self.rope)
         return bank, BankMemory(pending, entry, key, None if own.count_B is None else slots.after_B)
 
@@ -122,7 +127,7 @@ class SparseAttention(Reader):
 
     def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, view: View) -> Found:
         """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
-        if self.indexer is None or view.bank is None:
+        if self.indexer is None or view.bank is None or view.bank.key_BFI is None:
             return Found(view.chosen_BRK)
         index = self.indexer(latent_BRQ, x_BRD, angles)
         found = search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
@@ -132,8 +137,8 @@ class SparseAttention(Reader):
 
     def narrow(self, view: View, found: Found) -> View:
         """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""
-        if self.pool_blocks is None or found.index is None or view.bank is None:
+        if self.pool_blocks is None or found.index is None or found.key_BFI is None or view.bank is None:
             return view
         bank = view.bank
-        pool_BRN = candidate_pool(*found.index, bank.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
+        pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
         return replace(view, pool_BRN=pool_BRN)

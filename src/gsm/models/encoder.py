@@ -11,12 +11,15 @@ from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
 
 
-def build_encoder(geometry: Geometry, block: Callable[[Mixer], Block], *, recompute: bool = False) -> Stack:
+def build_encoder(
+    geometry: Geometry, block: Callable[[Mixer], Block], *, reads_bank: bool = True, recompute: bool = False
+) -> Stack:
     """The encoder of a geometry.
 
     Args:
         geometry: widths, depths and which layers own a bank.
         block: wraps an attention into a block.
+        reads_bank: whether the layers attend to the banks that they build.
         recompute: recompute activations in the backward pass.
     """
     shape = geometry.shape()
@@ -31,6 +34,7 @@ def build_encoder(geometry: Geometry, block: Callable[[Mixer], Block], *, recomp
             ratio=geometry.encoder_ratio,
             rope=window_rope if role == "window" else bank_rope,
             name=f"encoder/{layer}",
+            reads_bank=reads_bank,
         )
         blocks.append(block(attention))
     return Stack(blocks, recompute=recompute)

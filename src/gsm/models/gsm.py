@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gsm.memory.memory import FORGETFUL, Memory
 from gsm.memory.store import FORGET
 from gsm.memory.view import View
+from gsm.mixers.reading import EncoderReading, TopK
 from gsm.mixers.state import StateAttention
 from gsm.models.aggregation import Aggregation
 from gsm.models.base import LanguageModel, Trace
@@ -49,6 +50,7 @@ class GSM(LanguageModel):
         geometry: widths and depths.
         stages: encoder layers that carry an aggregation stage; None: those of the geometry, []: no aggregation.
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
+        encoder_reading: what the encoder's own attention reads.
         retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=...``.
         writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=...``.
         residual: called with the width for every site.
@@ -57,7 +59,8 @@ class GSM(LanguageModel):
         recompute: recompute activations of every block in the backward pass.
 
     Raises:
-        ValueError: for stages on layers that do not exist or have no bank, or a state without entries.
+        ValueError: for stages on layers that do not exist or have no bank, a state without entries, or a retriever
+            that follows an encoder which selects nothing.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class GSM(LanguageModel):
         *,
         stages: Sequence[int] | None = None,
         state_size: int | None = None,
+        encoder_reading: EncoderReading | None = None,
         retriever: Callable[..., Retriever] = SharedTopK,
         writer: Callable[..., StateWriter] = Additive,
         residual: Callable[[int], Residual] = HyperConnection,
@@ -89,10 +93,13 @@ class GSM(LanguageModel):
                 residual=residual,
             )
 
-        self.encoder = build_encoder(geometry, block, recompute=recompute)
+        reads_bank = (encoder_reading or TopK()).reads_bank
+        self.encoder = build_encoder(geometry, block, reads_bank=reads_bank, recompute=recompute)
         self.aggregation = Aggregation(
             layers, shape, window=geometry.window, top_k=geometry.top_k, rope=geometry.bank_rope(), retriever=retriever
         )
+        if not reads_bank:
+            check_retrievers(self.aggregation)
         self.writer = writer(shape, state_size=self.state_size, rope=rope)
         names = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
         self.decoder = Stack(
@@ -170,3 +177,13 @@ def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
     if list(stages) != sorted(set(stages)):
         raise ValueError(f"stages {list(stages)} must ascend without repetition")
     return list(stages)
+
+
+def check_retrievers(aggregation: Aggregation) -> None:
+    """Raises ValueError for a retriever that would take over the selection of layers that select nothing."""
+    following = [stage.retriever for stage in aggregation if stage.retriever.follows_encoder]
+    if following:
+        raise ValueError(
+            f"retriever {type(following[0]).__name__} reads what the encoder layer has selected, but with "
+            "encoder_reading window_only it selects nothing; use retriever separate_indexer, or stages [] for none"
+        )

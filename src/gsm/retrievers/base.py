@@ -14,6 +14,9 @@ from gsm.nn.rope import Angles
 class Retriever(nn.Module):
     """Base of all retrievers; called by a stage once per forward."""
 
+    # Whether this retriever takes over what the encoder layer has selected, so that the layer has to select.
+    follows_encoder = False
+
     def start(self, batch: int) -> Any:
         """An empty memory for ``batch`` sequences (None: this retriever keeps nothing)."""
         return None

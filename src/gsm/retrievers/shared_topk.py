@@ -22,6 +22,8 @@ class SharedTopK(Retriever):
         top_k: selected entries (unused: the layer has decided).
     """
 
+    follows_encoder = True
+
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int):
         super().__init__()
 
