@@ -68,6 +68,16 @@ def cases() -> list[str]:
     ]
 
 
+# The cases whose memories differ in what they hold: the others share one of these.
+MEMORIES = (
+    "gsm-retriever=shared_topk",
+    "gsm-retriever=separate_indexer",
+    "gsm-encoder_reading=window_only",
+    "gsm-ratio=3",
+    "baseline-pool",
+)
+
+
 def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
     """The model of a case, in float64, with all parameters drawn from the seed."""
     family, _, choice = case.partition("-")
@@ -84,7 +94,7 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
     if slot == "encoder_reading":  # with one that selects nothing, the stages have to
         options.setdefault("retriever", variant("retriever", "separate_indexer"))
     if name == "mhc" or slot != "residual":
-        options["residual"] = partial(HyperConnection, sinkhorn_rounds=ROUNDS)
+        options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = (GSM if family == "gsm" else Baseline)(geometry, **options).double()

@@ -26,8 +26,22 @@ def geometry(**fields):
     return lambda: replace(GEOMETRY, **fields)
 
 
-def start(batch):
-    return build("gsm-writer=additive").start(batch)
+def start(batch, capacity=None):
+    return build("gsm-writer=additive").start(batch, capacity)
+
+
+def generate(prompt, new=2, **options):
+    return lambda: build("gsm-writer=additive").generate(prompt, new, **options)
+
+
+def prefill(prompt, memory, **options):
+    return lambda: build("gsm-writer=additive").prefill(prompt, memory, **options)
+
+
+@torch.no_grad()
+def used(batch, capacity):
+    memory = start(batch, capacity)
+    return build("gsm-writer=additive")(TOKENS[:batch], memory=memory).memory
 
 
 CASES = {
@@ -51,13 +65,40 @@ CASES = {
         forward(memory=start(3)),
         r"memory is for a batch of 3, tokens have a batch of 2; use start\(batch=2\)",
     ),
+    "a memory on another device": (
+        forward(tokens=TOKENS.to("meta"), memory=start(2)),
+        r"memory lies on cpu, tokens on meta; move the model first, then start\(\)",
+    ),
+    "a capacity of nothing": (lambda: start(1, 0), "capacity must be at least 1 token, or None .* got 0"),
+    "a prompt longer than the capacity": (
+        prefill(TOKENS, start(2, 5), chunk=2),
+        r"memory is full: its capacity is 5 tokens, 0 are used, and 6 more were given; use start\(capacity=6\) or more",
+    ),
+    "a memory that is full": (
+        prefill(TOKENS[:, :3], used(2, 8)),
+        "capacity is 8 tokens, 6 are used, and 3 more were given",
+    ),
+    "generation beyond the capacity": (
+        generate(TOKENS, new=3, capacity=7),
+        "capacity 7 does not hold a prompt of 6 tokens and 3 new ones; use capacity=8 or more",
+    ),
+    "generation of nothing": (generate(TOKENS, new=0), "max_new_tokens must be at least 1, got 0"),
+    "no prompts": (generate([]), "prompts must hold at least one prompt, got none"),
+    "an empty prompt among others": (
+        generate([TOKENS[0], TOKENS[0, :0]]),
+        r"prompts\[1\] must be 1-D, of whole numbers and not an empty prompt, got torch.int64 \[0\]",
+    ),
+    "prompts of different lengths after others": (
+        prefill([TOKENS[0], TOKENS[1, :2]], used(2, None)),
+        "prompts of different lengths begin new documents: .* this memory has read 6 tokens",
+    ),
     "a batch of nothing": (lambda: start(0), "batch must be at least 1, got 0"),
     "memory expanded to nothing": (lambda: start(1).expand(0), "times must be at least 1, got 0"),
     "prefill in chunks of nothing": (
-        lambda: build("gsm-writer=additive").prefill(TOKENS, start(2), chunk=0),
+        prefill(TOKENS, start(2), chunk=0),
         "chunk must be at least 1 token, got 0",
     ),
-    "generation from nothing": (lambda: build("gsm-writer=additive").generate(TOKENS[:, :0]), "got an empty prompt"),
+    "generation from nothing": (generate(TOKENS[:, :0]), "got an empty prompt"),
     "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages \[6\] exceed the 4 encoder layers"),
     "stage without a bank": (
         lambda: GSM(GEOMETRY, stages=[1]),
@@ -106,6 +147,16 @@ def test_a_memory_of_another_model_is_refused(other):
         model(TOKENS, memory=memory)
 
 
-def test_a_memory_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="memory was made by another model, or one of other sizes"):
-        build("gsm-writer=additive")(TOKENS, memory=build("gsm-writer=additive", state_size=9).start(2))
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_a_memory_of_another_size_is_refused(capacity):
+    message = r"of other sizes or dtype \(it has shared_state 9 x 8 float64 where this model has shared_state 7 x 8"
+    with pytest.raises(ValueError, match=message):
+        build("gsm-writer=additive")(TOKENS, memory=build("gsm-writer=additive", state_size=9).start(2, capacity))
+
+
+def test_a_memory_from_before_a_change_of_dtype_is_refused():
+    model = build("gsm-writer=additive")
+    memory = model.start(2)
+    message = r"it has encoder_window 4 x 8 float64 where this model has encoder_window 4 x 8 float32\)"
+    with pytest.raises(ValueError, match=message):
+        model.float()(TOKENS, memory=memory)

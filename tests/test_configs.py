@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from gsm.paths import configs, variants
 from gsm.runs import command_line
 from gsm.runs.check import ConfigError, fits
-from gsm.runs.compose import compose
+from gsm.runs.compose import compose, register_resolvers
 
 GROUPS = sorted(
     {
@@ -51,6 +53,9 @@ def test_a_run_has_its_place():
         ("optimizer.learning_rate=fast", ["optimizer.learning_rate is 'fast' (str), but takes float"]),
         ("model.stages=2", ["model.stages is 2 (int), but takes Sequence[int]"]),
         ("seed=x", ["seed is 'x' (str), but takes int"]),
+        ("jobs=x", ["jobs is 'x' (str), but takes int"]),
+        ("force=1", ["force is 1 (int), but takes bool"]),
+        ("seds=2", ["unknown key 'seds'", "did you mean seeds"]),
         ("compile=1", ["compile is 1 (int), but takes bool"]),
         ("data=folder", ["data.path has no value", "data.path=..."]),
     ],
@@ -119,6 +124,31 @@ def test_an_experiment_may_change_anything_there_is(tmp_path: Path):
     text = "# @package _global_\ndefaults:\n  - override /model: baseline\nname: mine\ntrainer:\n  max_steps: 7\n"
     config = compose(["experiment=mine", "seed=2"], [write(tmp_path, "experiment/mine.yaml", text)])
     assert (config["name"], config["arm"], config["trainer"]["max_steps"]) == ("mine", "baseline", 7)
+
+
+def test_an_experiment_has_arms_of_any_name(tmp_path: Path):
+    text = "# @package _global_\narms:\n  small: [model.state_size=4]\n  large: []\nseeds: [0, 1]\ntable: [val_loss]\n"
+    folder = write(tmp_path, "experiment/mine.yaml", text)
+    config = compose(["experiment=mine", "arm=[small,large]"], [folder])
+    assert (config["arms"]["small"], config["seeds"], config["jobs"]) == (["model.state_size=4"], [0, 1], 1)
+    alone = compose(["experiment=mine", "arms=null", "seeds=null", "arm=small", "seed=1"], [folder])
+    assert (alone["arms"], alone["seeds"]) == (None, None)
+    assert alone["folder"].endswith("/default/small/seed1")
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [([], "/l/default/gsm/seed0"), (["seeds=2"], "/l/default"), (["arms={a: []}", "name=n", "arm=a"], "/l/n")],
+)
+def test_the_parent_of_several_runs_leaves_its_configuration_beside_them(
+    given: list[str], folder: str, monkeypatch: pytest.MonkeyPatch
+):
+    register_resolvers()
+    with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
+        config = hydra.compose("train", ["logs=/l", *given], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(config)
+    assert config.hydra.run.dir == folder
 
 
 def test_a_callback_of_ones_own_can_be_added():

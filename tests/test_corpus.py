@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import tiny_text
 
-from gsm.data import tokens as tokens_module
+from gsm.data import shards
 from gsm.data.cache import cache_folder, find_or_make
 from gsm.data.corpus import Corpus, _fraction, standard_library
+from gsm.data.encode import encode_parcel
+from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_encode, find_or_train
 
@@ -90,29 +92,31 @@ def test_the_digest_notices_another(change: str, tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder; give data.path"):
+    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder or a file; give data.path"):
         Corpus(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds 0 files.*needs at least 2"):
         _ = Corpus(tmp_path).files
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "note"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "index"])
 def test_a_damaged_cache_is_noticed_and_made_again(
-    damage: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shards, "SHARD", 10_000)
     corpus, tokenizer = Corpus(text), Tokenizer.plain_bytes()
     split = find_or_encode(corpus, "train", tokenizer, tmp_path)
-    sound = split.path.read_bytes()
-    if damage == "truncated":
-        split.path.write_bytes(sound[:-100])
-    elif damage == "flipped":
-        split.path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-    else:
-        split.path.with_name(split.path.name + ".note.json").write_text("{")
+    shard, index = split.path / "00002.bin", split.path / "index.json"
+    sound = [path.read_bytes() for path in sorted(split.path.glob("*.bin"))]
+    {
+        "truncated": lambda: shard.write_bytes(sound[2][:-100]),
+        "flipped": lambda: shard.write_bytes(sound[2][:-1] + bytes([sound[2][-1] ^ 1])),
+        "missing": shard.unlink,
+        "index": lambda: index.write_text("{"),
+    }[damage]()
     with caplog.at_level(logging.WARNING):
         assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split
-    assert "is damaged" in caplog.text and "is made again" in caplog.text
-    assert split.path.read_bytes() == sound
+    assert ("index.json" if damage == "index" else "00002.bin") in caplog.text and "is made again" in caplog.text
+    assert [path.read_bytes() for path in sorted(split.path.glob("*.bin"))] == sound
 
 
 def test_a_damaged_tokenizer_file_is_made_again(text: Path, tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_two_processes_may_fill_one_cache_at_once(text: Path, tmp_path: Path) ->
         "import sys; from pathlib import Path; from gsm.data.corpus import Corpus; from gsm.data import tokens\n"
         "corpus, folder = Corpus(sys.argv[1]), Path(sys.argv[2])\n"
         "tokenizer = tokens.find_or_train(corpus, 300, folder)\n"
-        "print(tokens.find_or_encode(corpus, 'train', tokenizer, folder).open().sum())"
+        "print(tokens.find_or_encode(corpus, 'train', tokenizer, folder).open()[:].sum())"
     )
     command = [sys.executable, "-c", code, str(text), str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -152,7 +156,7 @@ def test_a_file_whose_making_fails_leaves_nothing_behind(tmp_path: Path) -> None
 
     with pytest.raises(RuntimeError, match="went away"):
         find_or_make(tmp_path / "thing", fail)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
 
 
 def test_the_cache_lies_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +173,8 @@ def test_ids_take_two_bytes_while_they_fit() -> None:
         vocabulary, end_of_text = 70_000, 69_999
         encode_batch = staticmethod(lambda texts: [[69_000] for _ in texts])
 
-    assert tokens_module._encode(iter(["ab"]), Tokenizer.plain_bytes())[0].dtype == np.uint16
-    ids, length = tokens_module._encode(iter(["ab", "ü"]), Large())  # type: ignore[arg-type]
-    assert ids.dtype == np.uint32 and ids.tolist() == [69_000, 69_999] * 2 and length == 4
+    pieces = [Piece("ab", last=True), Piece("ü", last=True)]
+    assert encode_parcel(pieces, Tokenizer.plain_bytes()).ids.dtype == np.uint16
+    encoded = encode_parcel(pieces, Large())  # type: ignore[arg-type]
+    assert encoded.ids.dtype == np.uint32 and encoded.ids.tolist() == [69_000, 69_999] * 2
+    assert encoded.ends_P.tolist() == [2, 4] and encoded.bytes_P.tolist() == [2, 2]

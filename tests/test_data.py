@@ -52,7 +52,7 @@ def test_sequences_are_the_documents_one_after_another(make: Callable[..., TextD
 
 def test_targets_are_shifted_and_never_cross_a_boundary(make: Callable[..., TextData]) -> None:
     data = make()
-    ids = torch.from_numpy(data.train_set.ids.astype(np.int64))
+    ids = torch.from_numpy(data.train_set.ids[:].astype(np.int64))
     end = data.tokenizer.end_of_text
     for index, row in enumerate(data.consumed(len(data.train_set))):
         start = int(data.order.indices(index, index + 1)[0]) * data.context
@@ -149,6 +149,10 @@ def test_a_blank_sequence_has_no_targets(make: Callable[..., TextData]) -> None:
         ({"batch_size": 0}, "batch_size 0 is too small"),
         ({"num_workers": -1}, "num_workers -1 is too small"),
         ({"validation_sequences": 0}, "validation_sequences 0 is too small"),
+        ({"max_tokens": 16}, "max_tokens 16 is too small; give data.max_tokens at least 17"),
+        ({"prepare_workers": 0}, "prepare_workers 0 is too small"),
+        ({"end_of_text": "</s>"}, "end_of_text '</s>' is for a tokenizer.json, and the tokenizer is 'bpe'"),
+        ({"path": None, "files": "*"}, "files given without a path; set data.path"),
         ({"tokenizer": "words"}, "unknown tokenizer 'words'; the known ones are bpe, bytes"),
         ({"vocabulary": 256}, "vocabulary 256 cannot hold a 'bpe' tokenizer, which needs 257"),
         ({"vocabulary": 100, "tokenizer": "bytes"}, "vocabulary 100 cannot hold a 'bytes' tokenizer"),
@@ -163,7 +167,7 @@ def test_what_cannot_work_is_refused_at_construction(
 
 
 def test_a_path_that_is_missing_is_refused_at_construction(make: Callable[..., TextData], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder; give data.path"):
+    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder or a file; give data.path"):
         make(path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="were both given"):
         make(corpus=Corpus(tmp_path))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gsm.callbacks.latest import Latest
+from gsm.callbacks.metrics_file import MetricsFile
 from gsm.callbacks.throughput import Throughput
 from gsm.data.module import TextData
 from gsm.optimizer import AdamW
 from gsm.task import LanguageModeling
+from gsm.watch import Watch
 
 VOCABULARY, CONTEXT = 257, 16
 
@@ -165,7 +170,7 @@ def test_a_large_indexer_gradient_does_not_shrink_the_models():
         optimizer = task.optimizer.build(model.parameter_groups())
         out = model(**a_batch())
         (out.loss + out.losses["indexer_kl"]).backward()
-        task.configure_gradient_clipping(optimizer, 0.1)
+        task.clip(optimizer, 0.1)
         return model.embedding.weight.grad, model.indexer.weight.grad
 
     gentle, wild = clipped(1.0), clipped(1e6)
@@ -177,15 +182,19 @@ def test_validation_counts_targets_not_batches(tmp_path: Path):
     batches = [a_batch(rows=4, seed=1), a_batch(rows=1, seed=2)]
     batches[1]["targets"][:, 3:] = -100
     task = make_task()
-    measured = make_trainer(tmp_path, 1, limit_val_batches=None).validate(task, loader(batches), verbose=False)[0]
+    trainer = make_trainer(tmp_path, 1, limit_val_batches=None)
+    trainer.validate(task, loader(batches), verbose=False)
+    measured = trainer.callback_metrics
     losses, counts = [], []
     for batch in batches:
         losses.append(float(task.model(**batch).loss.detach()))
         counts.append(int((batch["targets"] != -100).sum()))
     expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert measured["val/loss"] == pytest.approx(expected, rel=1e-6)
-    assert measured["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
-    assert measured["val/bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6), "a byte is a token here"
+    assert float(measured["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(measured["val/perplexity"]) == pytest.approx(math.exp(expected), rel=1e-5)
+    assert float(measured["val/bits_per_byte"]) == pytest.approx(expected / math.log(2), rel=1e-6), (
+        "a byte is a token here"
+    )
 
 
 def test_train_metrics_are_means_over_the_interval(tmp_path: Path):
@@ -207,17 +216,94 @@ def test_accumulated_batches_make_one_step(tmp_path: Path):
     assert trainer.fit_loop.epoch_loop.batch_progress.total.processed == 6
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path: Path):
-    class Breaking(Bigram):
-        def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
-            out = super().forward(tokens, documents, targets)
-            return SimpleNamespace(loss=out.loss * (math.nan if tokens[0, 0] == 7 else 1), losses={}, metrics={})
+class Breaking(Bigram):
+    """Breaks on a batch that begins with token 7: its loss, or only the gradient of its loss."""
 
-    batches = [a_batch(seed=i) for i in range(6)]
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+        out = super().forward(tokens, documents, targets)
+        breaks = bool(tokens[0, 0] == 7)
+        root = (out.loss * 0).sqrt() if breaks else 0.0  # 0, with an infinite slope
+        factor = math.nan if breaks and self.what == "loss" else 1.0
+        return SimpleNamespace(loss=out.loss * factor + root, losses={}, metrics={})
+
+
+@pytest.mark.parametrize(("what", "rows"), [("loss", slice(4, 8)), ("gradient norm", slice(0, 8))])
+def test_a_step_that_is_not_finite_stops_the_run_and_leaves_its_batch(tmp_path: Path, what: str, rows: slice):
+    batches = [a_batch(seed=i) for i in range(8)]
     for number, batch in enumerate(batches):
-        batch["tokens"][0, 0] = 7 if number == 3 else 8
-    with pytest.raises(FloatingPointError, match="the loss of step 3 is not finite"):
-        fit(make_trainer(tmp_path, 6), make_task(Breaking()), batches)
+        batch["tokens"][0, 0] = 7 if number == 5 else 8
+    trainer = make_trainer(tmp_path, 4, [Throughput(), Latest(tmp_path / "last.ckpt", 1e-9)], accumulate_grad_batches=2)
+    first = 20 if what == "loss" else 16
+    with pytest.raises(FloatingPointError, match=f"the {what} of step 2 is not finite, on places {first} to 23 of"):
+        fit(trainer, make_task(Breaking(what)), batches)
+    kept = torch.load(tmp_path / "broken_batch.pt", weights_only=True)
+    for name in ("tokens", "targets", "documents"):
+        assert torch.equal(kept[name], torch.cat([batches[4][name], batches[5][name]])[rows])
+    assert (kept["what"], kept["step"], kept["places"]) == (what, 2, [first, 23])
+    last = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 2
+    assert all(value.isfinite().all() for value in last["state_dict"].values())
+
+
+def test_a_broken_step_is_noted_without_looking_and_found_later():
+    """As on a GPU: nothing is read back until `found`, many steps later."""
+    watch, one = Watch(), torch.ones(())
+    batches = [a_batch(seed=i) for i in range(10)]
+    losses = [one, one, one, one * math.nan, one, one, one * math.inf, one, one, one]
+    for number, (loss, batch) in enumerate(zip(losses, batches, strict=True)):
+        watch._losses.append(loss)
+        watch._batches.append(batch)
+        if number % 2:
+            watch.gradients([one], number, step=number // 2)
+    found = watch.found()
+    assert found is not None
+    assert (found.what, found.step, found.first, found.last) == ("loss", 1, 3, 3)
+    assert torch.equal(found.batch["tokens"], batches[3]["tokens"])
+
+
+def test_a_broken_batch_is_told_by_the_numbers_of_its_sequences(tmp_path: Path, text: TextData):
+    class Broken(Bigram):
+        def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(
+                loss=super().forward(tokens, documents, targets).loss * math.nan, losses={}, metrics={}
+            )
+
+    with pytest.raises(FloatingPointError, match="the loss of step 0 is not finite"):
+        make_trainer(tmp_path, 2).fit(make_task(Broken()), datamodule=text)
+    kept = torch.load(tmp_path / "broken_batch.pt", weights_only=True)
+    assert kept["sequences"] == text.order.indices(0, 4).tolist()
+    assert torch.equal(kept["tokens"], text.train_set.batch(kept["sequences"])["tokens"])
+
+
+class Dropping(Bigram):
+    """Draws from three generators in every forward pass."""
+
+    def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+        noise = float(np.random.rand()) + random.random()
+        out = super().forward(tokens, documents, targets)
+        return SimpleNamespace(loss=out.loss * (1 + noise * torch.rand(())), losses={}, metrics={})
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6])
+def test_a_resumed_run_draws_the_same_numbers_and_logs_the_same_means(tmp_path: Path, text: TextData, steps: int):
+    def run(name: str, stop: int = 12, resume: Path | None = None) -> Path:
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        log = MetricsFile(tmp_path / f"{name}.csv")
+        if resume:
+            log.rewind(torch.load(resume, weights_only=True)["global_step"])
+        saving = [Latest(tmp_path / "last.ckpt", minutes=1e-9), *([KillAfter(stop)] if stop < 12 else [])]
+        trainer = make_trainer(tmp_path, 12, saving, limit_val_batches=1, log_every_n_steps=5, logger=log)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.fit(make_task(Dropping()), datamodule=text, ckpt_path=resume, weights_only=True)
+        return log.path
+
+    straight = run("straight").read_text()
+    run("resumed", steps)
+    assert run("resumed", resume=tmp_path / "last.ckpt").read_text() == straight
 
 
 @pytest.mark.parametrize("interrupted_after", [5, 6], ids=["between validations", "at a validation"])
@@ -264,3 +350,14 @@ class StopAfter(lightning.Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.steps
+
+
+class KillAfter(lightning.Callback):
+    """Ends a run at the first batch after a step, in the way of an error."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
+        if trainer.global_step == self.steps + 1:
+            raise ZeroDivisionError

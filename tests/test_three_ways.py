@@ -1,5 +1,5 @@
 """Training, pruned prefill, chunked prefill and decode are one computation (oracle 1): equal to 1e-9 for every model
-and variant."""
+and variant, with a memory that grows (capacity None) and with a static one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from small import LENGTHS, K, M, W, assert_same, build, cases, random_tokens
+from small import LENGTHS, MEMORIES, K, M, W, assert_same, build, cases, random_tokens
 
 
 @pytest.mark.parametrize("case", cases())
@@ -28,8 +28,8 @@ def test_any_split_into_chunks_equals_the_full_forward(case):
     for length in (M + 1, 2 * M + 1, 41):
         tokens = random_tokens(2, length)
         full = model(tokens).logits
-        for trial in range(3):
-            memory, done = model.start(batch=2), 0
+        for trial, capacity in enumerate((None, length, length + 7)):
+            memory, done = model.start(batch=2, capacity=capacity), 0
             while done < length:
                 chunk = min(draw.choice((1, 1, 2, 3, W, W + 1, K, M, 2 * M)), length - done)
                 rows = draw.choice((1, chunk, min(2, chunk), min(M + 3, chunk)))
@@ -45,16 +45,14 @@ def test_any_split_into_chunks_equals_the_full_forward(case):
 def test_decoding_token_by_token_equals_the_full_forward(case):
     model, tokens = build(case), random_tokens(1, 41)
     full = model(tokens).logits
-    for prompt in (1, M + 3):
-        out = model(tokens[:, :prompt], memory=model.start(), rows=1)
+    for prompt, capacity in ((M + 3, None), (1, 41)):
+        out = model(tokens[:, :prompt], memory=model.start(capacity=capacity), rows=1)
         for t in range(prompt, tokens.shape[1]):
             assert_same(out.logits[:, 0], full[:, t - 1], f"{case}, prompt {prompt}, position {t - 1}")
             out = model(tokens[:, t : t + 1], memory=out.memory, rows=1)
 
 
-@pytest.mark.parametrize(
-    "case", ["gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-residual=mhc"]
-)
+@pytest.mark.parametrize("case", MEMORIES)
 @torch.no_grad()
 def test_documents_survive_any_split_even_when_they_differ_between_sequences(case):
     model, draw = build(case), random.Random(1)
@@ -62,8 +60,8 @@ def test_documents_survive_any_split_even_when_they_differ_between_sequences(cas
     documents = torch.stack([torch.arange(40) // 40, torch.arange(40) // 13, (torch.arange(40) + 4) // 9])
     documents[2, :5] = -1  # left padding
     full = model(tokens, documents=documents).logits
-    for _ in range(4):
-        memory, done = model.start(batch=3), 0
+    for capacity in (None, 40, None, 64):
+        memory, done = model.start(batch=3, capacity=capacity), 0
         while done < 40:
             chunk = min(draw.choice((1, 2, 5, 8, 17)), 40 - done)
             part = slice(done, done + chunk)
@@ -75,7 +73,7 @@ def test_documents_survive_any_split_even_when_they_differ_between_sequences(cas
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
 @torch.no_grad()
-def test_a_memory_is_never_changed_and_can_be_forked(case):
+def test_a_growing_memory_is_never_changed_and_can_be_forked(case):
     model, tokens = build(case), random_tokens(1, 30)
     memory = model(tokens, memory=model.start(), rows=1).memory
     before = memory.clone()
@@ -87,12 +85,13 @@ def test_a_memory_is_never_changed_and_can_be_forked(case):
     assert_same(many, left.expand(3, -1, -1), "an expanded memory")
 
 
-@torch.no_grad()
-def test_prefill_in_chunks_equals_one_prefill():
+@pytest.mark.parametrize("capacity", [None, 41])
+def test_prefill_in_chunks_equals_one_prefill(capacity):
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 41)
-    whole = model.prefill(tokens, model.start())
+    whole = model.prefill(tokens, model.start(capacity=capacity))
+    assert not whole.logits.requires_grad, "prefill records gradients"
     for chunk in (1, 7, 16, 40):
-        part = model.prefill(tokens, model.start(), chunk=chunk)
+        part = model.prefill(tokens, model.start(capacity=capacity), chunk=chunk)
         assert_same(part.logits, whole.logits, f"prefill in chunks of {chunk}")
         assert part.memory.breakdown() == whole.memory.breakdown()
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import lightning
 import torch
@@ -16,6 +17,8 @@ from torchmetrics import Metric
 
 from gsm.models.base import LanguageModel
 from gsm.optimizer import AdamW
+from gsm.standing import Standing, random_states, restore_random_states
+from gsm.watch import Broken, Watch, refuse
 
 IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
 
@@ -31,7 +34,6 @@ class LanguageModeling(lightning.LightningModule):
     """
 
     token_bytes_V: Tensor | None
-    broken_step: Tensor
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class LanguageModeling(lightning.LightningModule):
         config: Mapping[str, Any] | None = None,
         tokenizer: Mapping[str, Any] | None = None,
         token_bytes_V: Tensor | None = None,
+        measures_accuracy: bool = False,
         compile: bool = False,
     ) -> None:
         """
@@ -49,7 +52,8 @@ class LanguageModeling(lightning.LightningModule):
             optimizer: settings of the optimiser.
             config: the composed configuration as plain containers; travels in the checkpoint's ``hyper_parameters``.
             tokenizer: the tokenizer's state as plain containers; travels in the checkpoint under ``tokenizer``.
-            token_bytes_V: int, bytes that each token stands for; without it no bits per byte are logged.
+            token_bytes_V: bytes that each token stands for; without it no bits per byte are logged.
+            measures_accuracy: whether validation also counts how often the likeliest token is the target.
             compile: run the model through ``torch.compile`` (seconds to minutes for the first steps).
         """
         super().__init__()
@@ -58,10 +62,17 @@ class LanguageModeling(lightning.LightningModule):
         self.tokenizer = dict(tokenizer) if tokenizer else None
         self.save_hyperparameters({"config": dict(config or {})}, logger=False)
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
-        self.register_buffer("broken_step", torch.tensor(-1), persistent=False)
         self.val_loss = WeightedMean()
         self.val_bytes = WeightedMean()  # bytes per target
+        self.val_accuracy = WeightedMean()
+        self.measures_accuracy = measures_accuracy
         self._train: dict[str, WeightedMean] = {}
+        self._watch = Watch()
+        self._standing: Standing | None = None
+        self._resumed: Standing | None = None
+        self._logged: dict[str, float] = {}
+        self._logged_step = -1
+        self._is_validated = False
         if compile:
             self.model.compile()
 
@@ -69,7 +80,9 @@ class LanguageModeling(lightning.LightningModule):
         """Cross-entropy plus whatever the model adds to it. Raises FloatingPointError when that is not finite."""
         out, targets_BT = self._run(batch)
         loss = out.loss + sum(out.losses.values())
-        self._watch(loss)
+        broken = self._watch.loss(loss, batch, self._batch_number, self.global_step)
+        if broken:
+            self._refuse(broken)
         count = (targets_BT != IGNORED).sum()
         for name, value in {"loss": out.loss, **out.losses, **out.metrics}.items():
             self._note(name, value.detach(), count)
@@ -78,18 +91,20 @@ class LanguageModeling(lightning.LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         """Logs the means of the interval that ends here, and lets the last step be validated too."""
         if self.interval_ends():
-            self._stop_if_broken()
+            self.stop_if_broken()
             means = {f"train/{name}": mean.compute() for name, mean in self._train.items() if mean.update_called}
             means["train/perplexity"] = means["train/loss"].exp()
-            self.log_dict({**means, "step": float(self.global_step)})
+            self.report(means)
             for mean in self._train.values():
                 mean.reset()
+        if self.step_ends():
+            self._stand()
         if self.global_step >= self.trainer.max_steps > 0:
             self.trainer.should_stop = True
 
     def on_validation_start(self) -> None:
         """A model that broke is not worth measuring (nor keeping: checkpoints are written after validation)."""
-        self._stop_if_broken()
+        self.stop_if_broken()
 
     def validation_step(self, batch: Any, _: int) -> None:
         """Adds one batch to the means."""
@@ -100,6 +115,10 @@ class LanguageModeling(lightning.LightningModule):
         if self.token_bytes_V is not None:
             bytes_BT = torch.where(counted_BT, self.token_bytes_V[targets_BT.clamp(min=0)], 0)
             self.val_bytes.update(bytes_BT.sum() / count.clamp(min=1), count)
+        if self.measures_accuracy:
+            predicted_N = out.head(out.hidden_BRD[counted_BT]).argmax(dim=-1)
+            right = (predicted_N == targets_BT[counted_BT]).sum()
+            self.val_accuracy.update(right / count.clamp(min=1), count)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the validation set as a whole."""
@@ -107,9 +126,15 @@ class LanguageModeling(lightning.LightningModule):
         values = {"val/loss": loss, "val/perplexity": loss.exp()}
         if self.token_bytes_V is not None:
             values["val/bits_per_byte"] = loss / math.log(2) / self.val_bytes.compute()
-        self.log_dict({**values, "step": float(self.global_step)})
+        if self.measures_accuracy:
+            values["val/accuracy"] = self.val_accuracy.compute()
+        self.report(values)
         self.val_loss.reset()
         self.val_bytes.reset()
+        self.val_accuracy.reset()
+        self._is_validated = True
+        if self._standing and self.is_between_steps():  # a validation that drew random numbers is not repeated
+            self._standing = replace(self._standing, random=random_states(self.device))
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The optimiser over the model's groups, its learning rate a function of the step."""
@@ -131,16 +156,82 @@ class LanguageModeling(lightning.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
+        norms = self.clip(optimizer, gradient_clip_val)
+        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # skips such steps on its own
+        self._watch.gradients([] if scales else norms, self._batch_number, self.global_step)
+        if self.device.type == "cpu":
+            self.stop_if_broken()
+
+    def clip(self, optimizer: torch.optim.Optimizer, limit: float | None) -> list[Tensor]:
+        """Scales the gradients of each of the two down to a norm of ``limit``; returns the norms they had."""
+        norms = []
         for name, is_indexer in (("gradient_norm", False), ("indexer_gradient_norm", True)):
             groups = [group for group in optimizer.param_groups if group["name"].startswith("indexer") == is_indexer]
             parameters = [p for group in groups for p in group["params"] if p.grad is not None]
             if parameters:
-                self._note(name, nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf).detach())
+                norms.append(nn.utils.clip_grad_norm_(parameters, limit or math.inf).detach())
+                self._note(name, norms[-1])
         self._note("learning_rate", torch.tensor(optimizer.param_groups[0]["lr"]))
+        return norms
+
+    def on_fit_start(self) -> None:
+        """Tells the loggers of a resumed run, which were rewound, what its last step has logged."""
+        if self._resumed and self._resumed.logged:
+            self._write(dict(self._resumed.logged), self._resumed.step)
+
+    def on_train_start(self) -> None:
+        """Goes on where the checkpoint stands: with the same random numbers, and with a validation that is due."""
+        standing, self._resumed = self._resumed, None
+        if standing is None:
+            return self._stand()
+        self.trainer.fit_loop.restarting = False  # the counters were made straight; nothing is left to be guessed
+        restore_random_states(standing.random, self.device)
+        for name, pair in standing.means.items():
+            self._note(name, torch.zeros((), device=self.device), 0.0)
+            self._train[name].total, self._train[name].weight = pair.to(self.device).unbind()
+        if standing.validation_due:
+            self.trainer.validating = True
+            self.trainer.fit_loop.epoch_loop.val_loop.run()
+            self.trainer.training = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Puts the tokenizer beside the weights: a checkpoint is all that it takes to generate text."""
+        """Adds the tokenizer, so that a checkpoint is all that it takes to generate text, and where training stands."""
         checkpoint["tokenizer"] = self.tokenizer
+        if self._standing is None:
+            return
+        standing, loops = self._standing, checkpoint["loops"]
+        due = bool(self.trainer.validating) and self.is_between_steps() and not self._is_validated
+        logged = self._logged if self._logged_step == standing.step else {}
+        standing = replace(standing, validation_due=due, logged=logged)
+        standing.straighten(loops["fit_loop"])
+        checkpoint["standing"] = standing.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes up where training stands; an older checkpoint without such an entry leaves it to Lightning."""
+        if "standing" in checkpoint:
+            self._standing = self._resumed = Standing(**checkpoint["standing"])
+            self._is_validated = not self._standing.validation_due
+
+    def report(self, metrics: Mapping[str, Tensor | float]) -> None:
+        """Logs metrics of the step that has just ended, each name once a step.
+
+        Not left to Lightning, which writes them only after the hooks in which checkpoints are: a run that is killed in
+        between and resumed would never log them.
+        """
+        self.log_dict(dict(metrics), logger=False)
+        if not self.trainer.sanity_checking:
+            self._write({name: float(value) for name, value in metrics.items()}, self.global_step)
+
+    def is_between_steps(self) -> bool:
+        """Whether the last batch that was done finished a step."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        return self._standing is not None and self._standing.batches == progress.processed  # pyright: ignore[reportAttributeAccessIssue]
+
+    def stop_if_broken(self) -> None:
+        """Raises FloatingPointError if the loss or the gradient of a step so far was not finite; a GPU has to wait."""
+        broken = self._watch.found()
+        if broken:
+            self._refuse(broken)
 
     def step_ends(self) -> bool:
         """Whether the batch that was just done finished a step, rather than being accumulated into a later one."""
@@ -161,20 +252,36 @@ class LanguageModeling(lightning.LightningModule):
             self._train[name] = WeightedMean().to(self.device)
         self._train[name].update(value, weight)
 
-    def _watch(self, loss: Tensor) -> None:
-        """Remembers, on the device, the first step whose loss is not finite; reads it at once where that is free."""
-        fine = loss.detach().isfinite() | (self.broken_step >= 0)
-        self.broken_step = torch.where(fine, self.broken_step, self.global_step)
-        if loss.device.type == "cpu":
-            self._stop_if_broken()
+    def _write(self, metrics: dict[str, float], step: int) -> None:
+        """Gives loggers what they were not given at this step already."""
+        if step != self._logged_step:
+            self._logged, self._logged_step = {}, step
+        new = {name: value for name, value in metrics.items() if name not in self._logged}
+        self._logged |= new
+        for logger in self.trainer.loggers if new else []:
+            logger.log_metrics(new, step)
 
-    def _stop_if_broken(self) -> None:
-        step = int(self.broken_step)
-        if step >= 0:
-            raise FloatingPointError(
-                f"the loss of step {step} is not finite: lower optimizer.learning_rate, which is "
-                f"{self.optimizer.learning_rate:g}, lengthen optimizer.warmup_steps, or use trainer.precision=32-true"
-            )
+    def _stand(self) -> None:
+        """Notes where training stands now, at the end of a step."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        means = {name: torch.stack([m.total, m.weight]) for name, m in self._train.items() if m.update_called}
+        done = progress.processed  # pyright: ignore[reportAttributeAccessIssue]
+        self._standing = Standing(self.global_step, done, random_states(self.device), means)
+        self._is_validated = False
+
+    @property
+    def _batch_number(self) -> int:
+        """The batch at work, counted from 0 over the whole run."""
+        return self.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def _refuse(self, broken: Broken) -> NoReturn:
+        """Raises FloatingPointError with what was found and what may help."""
+        refuse(
+            broken,
+            self.trainer,
+            f"lower optimizer.learning_rate, which is {self.optimizer.learning_rate:g}, lengthen "
+            "optimizer.warmup_steps, or use trainer.precision=32-true",
+        )
 
     def _check_groups(self, groups: Mapping[str, list[nn.Parameter]]) -> None:
         """Every parameter that is trained stands in exactly one group."""

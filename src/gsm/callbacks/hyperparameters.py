@@ -1,7 +1,8 @@
 """TensorBoard's HPARAMS tab: the same columns in every run, so that it can compare them.
 
 The tab takes its columns from the record of one run and ignores a second record of the same run. So all keys are
-written at the start of every run, metrics as NaN; their values arrive later as scalars of the same name.
+written at the start of every run, metrics as NaN; their values arrive later as scalars of the same name. A run that is
+continued has its record: metrics that are NaN at step 0 once more would draw a line back through the chart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ METRICS = (
     "val/loss",
     "val/perplexity",
     "val/bits_per_byte",
+    "val/accuracy",
 )
 COLUMNS = {  # column: where in the configuration; what a model does not have becomes "-"
     "experiment": "name",
@@ -63,7 +65,7 @@ class Hyperparameters(lightning.Callback):
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Writes all hyper-parameters, and all metrics as not yet measured."""
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
+            if isinstance(logger, TensorBoardLogger) and not getattr(logger, "continues", False):
                 logger.log_hyperparams(self.values, dict.fromkeys(METRICS, math.nan))
 
 

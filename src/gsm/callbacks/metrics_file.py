@@ -1,6 +1,6 @@
 """Metrics as plain text, one ``step,name,value`` line each.
 
-Lines are appended, so that an interrupted run loses nothing and a resumed one goes on.
+Lines are appended, so that an interrupted run loses nothing and a resumed one goes on where its checkpoint stands.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
+from gsm.callbacks.files import replacing
+
+HEADER = "step,name,value\n"
+
 
 class MetricsFile(Logger):
     """Writes a CSV file with the columns ``step``, ``name`` and ``value``.
-
-    A resumed run repeats the steps after its checkpoint: of two lines with the same step and name, the later one holds.
 
     Args:
         path: the file; made with its folder at the first metric.
@@ -38,13 +40,31 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Appends one line for each metric."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not self.path.exists()
-        with self.path.open("a", encoding="utf-8") as file:
-            if is_new:
-                file.write("step,name,value\n")
-            file.writelines(f"{step},{name},{value:.8g}\n" for name, value in metrics.items() if name != "epoch")
+        """Appends one line for each metric. Raises OSError, which names the file."""
+        lines = [f"{step},{name},{value:.8g}\n" for name, value in metrics.items() if name != "epoch"]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(("" if file.tell() else HEADER) + "".join(lines))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        """Drops the lines of ``step`` and after it, and one that a killed process left half written."""
+        if not self.path.is_file():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines[1:] if line.endswith("\n") and int(line.partition(",")[0]) < step]
+        with replacing(self.path) as file:
+            file.write("".join([HEADER, *kept]).encode())
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Sees to it that the lines survive a power cut: a checkpoint that is written now relies on them."""
+        if self.path.is_file():
+            with self.path.open("a") as file:
+                os.fsync(file.fileno())
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Nothing: the configuration lies beside the file."""

@@ -92,7 +92,12 @@ class Progress(lightning.Callback):
         self._shown = time.perf_counter()
 
 
-VALIDATION = (("loss", "val/loss"), ("perplexity", "val/perplexity"), ("bits/byte", "val/bits_per_byte"))
+VALIDATION = (
+    ("loss", "val/loss"),
+    ("perplexity", "val/perplexity"),
+    ("bits/byte", "val/bits_per_byte"),
+    ("accuracy", "val/accuracy"),
+)
 
 
 def clock(seconds: float) -> str:

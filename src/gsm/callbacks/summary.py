@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,12 +16,15 @@ import lightning
 import torch
 
 from gsm import __version__
+from gsm.callbacks.files import replacing
 from gsm.callbacks.throughput import Throughput, callbacks, peak_memory_bytes
 from gsm.paths import ROOT
 
 
 class Summary(lightning.Callback):
-    """Writes the file when training ends, however it ends: ``status`` is ``finished``, ``interrupted`` or ``failed``.
+    """Writes the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
+
+    ``finished`` is for the run to say (``add``), when its conclusions are drawn too: what is cut off before goes on.
 
     Args:
         path: of the file.
@@ -31,17 +35,22 @@ class Summary(lightning.Callback):
         self.path = Path(path)
         self.facts = {**facts, "versions": versions(), "commit": commit()}
 
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Takes the place of what an earlier part of this run, or an earlier run, has said."""
+        self.add(trainer, status="running", reason=None)
+
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Writes what was measured; later findings come through ``add``."""
-        self.add(trainer, status="finished", reason=None)
+        self.add(trainer)
 
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
-        """Writes what was measured until then, and what went wrong."""
+        """Writes what was measured until then, and what went wrong; on a full disk, that is what has to be heard."""
         stopped = isinstance(exception, KeyboardInterrupt | SystemExit)  # Ctrl-C; SIGTERM, as Lightning raises it
         reason = None if stopped else f"{type(exception).__name__}: {exception}"
-        self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
+        with contextlib.suppress(OSError):
+            self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
 
     def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
         """Brings the measurements up to date, adds ``facts``, writes the file; returns the whole of it."""
@@ -61,6 +70,7 @@ def measured(trainer: lightning.Trainer) -> dict[str, Any]:
         "val_loss": number(metrics.get("val/loss")),
         "val_perplexity": number(metrics.get("val/perplexity")),
         "bits_per_byte": number(metrics.get("val/bits_per_byte")),
+        "accuracy": number(metrics.get("val/accuracy")),
         "tokens_per_second": throughput.tokens_per_second if throughput else None,
         "train_seconds": throughput.seconds if throughput else None,
         "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
@@ -68,11 +78,9 @@ def measured(trainer: lightning.Trainer) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    """Writes a file as a whole or not at all. Raises OSError."""
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def number(value: torch.Tensor | float | None) -> float | None:

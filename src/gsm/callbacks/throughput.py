@@ -29,6 +29,7 @@ class Throughput(lightning.Callback):
         self._clock: float | None = None
         self._device = torch.device("cpu")
         self._interval = (0, 0.0)
+        self._ended = 0
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -41,6 +42,7 @@ class Throughput(lightning.Callback):
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._interval = (self.tokens, self.seconds)
+        self._ended = self.tokens
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
@@ -48,12 +50,13 @@ class Throughput(lightning.Callback):
     ) -> None:
         """Counts the batch; at the end of an interval, logs."""
         self.tokens += batch["tokens"].numel() * trainer.world_size
+        self._ended = self.tokens if pl_module.step_ends() else self._ended
         if pl_module.interval_ends():
             self._read_clock()
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
             self._interval = (self.tokens, self.seconds)
             self.latest = speed = tokens / seconds
-            pl_module.log_dict(
+            pl_module.report(
                 {"train/tokens_per_second": speed, "train/peak_memory_gib": peak_memory_bytes(self._device) / 2**30}
             )
 
@@ -67,12 +70,14 @@ class Throughput(lightning.Callback):
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, so that a resumed run reports the whole of itself."""
-        return {"tokens": self.tokens, "seconds": self.seconds}
+        """The totals, so that a resumed run reports the whole of itself; batches of a step cut short do not count."""
+        self._read_clock()
+        return {"tokens": self._ended, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a checkpoint."""
         self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
+        self._ended = self.tokens
 
     def _read_clock(self) -> None:
         """Adds the time since the last reading; on a GPU, after its queue has run dry."""

@@ -1,18 +1,20 @@
 """Files that are made once and found again: where they lie, how they are written, how damage is noticed.
 
-A file is written beside its place and moved there in one step, so that a reader never sees half of it and two
-processes that make the same file at once only do the work twice. A note next to it holds its checksum.
+A file is written beside its place and moved there in one step, so that a reader never sees half of it. A note next to
+it holds its checksum. Processes that want the same thing at once wait for the one that makes it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import logging
 import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,36 +49,72 @@ def find_or_make(path: Path, make: Callable[[BinaryIO], dict[str, Any]]) -> dict
     note = _read_note(path)
     if note is not None:
         return note
-    with _replacing(path) as file:
-        note = make(file)
-        file.flush()
-        entry = {"note": note, "checksum": _checksum(Path(file.name))}
-    with _replacing(_note_path(path)) as file:
-        file.write(json.dumps(entry, indent=1).encode())
-    return note
+    with locked(path) as waited:
+        note = _read_note(path) if waited else None
+        return _make(path, make) if note is None else note
 
 
-def _read_note(path: Path) -> dict[str, Any] | None:
-    """What was noted about a sound file; None if there is no file or it is damaged, which is logged."""
-    if not (path.exists() and _note_path(path).exists()):
-        return None
-    try:
-        entry = json.loads(_note_path(path).read_text())
-        if entry["checksum"] == _checksum(path):
-            return entry["note"]
-        damage = "its checksum has changed"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        damage = f"its note cannot be read: {error!r}"
-    log.warning("The cached file %s is damaged (%s) and is made again.", path, damage)
-    return None
+def file_digest(path: Path, notes: Path | None) -> str:
+    """SHA-256 of a file's contents, in hexadecimal.
 
-
-def _note_path(path: Path) -> Path:
-    return path.with_name(path.name + ".note.json")
+    With a folder `notes` it is kept there and believed for as long as the file's size and time of change stay the same.
+    """
+    state = path.stat()
+    seen = {"path": str(path.resolve()), "size": state.st_size, "changed": state.st_mtime_ns}
+    note = notes and notes / f"digest-{hashlib.sha256(seen['path'].encode()).hexdigest()[:20]}.json"
+    known = read_json(note) if note else None
+    if known and {key: known.get(key) for key in seen} == seen and "sha256" in known:
+        return known["sha256"]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if note:
+        with suppress(OSError):  # a folder that is only read may still hold everything else
+            write_json(note, {**seen, "sha256": digest})
+    return digest
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def locked(path: Path) -> Iterator[bool]:
+    """Holds the lock that belongs to `path`; gives whether another process had it before.
+
+    Where locks do not exist, as on some network file systems, nothing is held, and work may be done twice.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f".{path.name}.lock").open("wb")
+    with file:
+        yield _take_lock(file, path)
+
+
+def _take_lock(file: BinaryIO, path: Path) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("Waiting for another process, which makes %s.", path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    except OSError as error:
+        log.debug("No lock for %s: %s", path, error)
+    return False
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """What fails in here because `folder` cannot be written says so, and how to choose another."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"the cache folder {str(folder)!r} cannot be written ({error.strerror or error}); "
+            "set data.cache_dir or GSM_CACHE to a folder that can be, on a disk with room"
+        ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`, moved into its place when it is complete and removed when it is not."""
     partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -87,9 +125,53 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
     return value
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a small file says; None if it is missing or unreadable."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a small file in one step."""
+    with writable(path.parent), replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode())
+
+
+def _make(path: Path, make: Callable[[BinaryIO], dict[str, Any]]) -> dict[str, Any]:
+    with replacing(path) as file:
+        note = make(file)
+        file.flush()
+        entry = {"note": note, "checksum": checksum(Path(file.name))}
+    write_json(_note_path(path), entry)
+    return note
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
+    """What was noted about a sound file; None if there is no file or it is damaged, which is logged."""
+    if not (path.exists() and _note_path(path).exists()):
+        return None
+    try:
+        entry = json.loads(_note_path(path).read_text())
+        if entry["checksum"] == checksum(path):
+            return entry["note"]
+        damage = "its checksum has changed"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        damage = f"its note cannot be read: {error!r}"
+    log.warning("The cached file %s is damaged (%s) and is made again.", path, damage)
+    return None
+
+
+def _note_path(path: Path) -> Path:
+    return path.with_name(path.name + ".note.json")

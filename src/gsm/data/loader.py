@@ -7,18 +7,25 @@ same order, come from a `torch.utils.data.DataLoader`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gsm.data.packing import Sequences
-
 Batch = dict[str, Tensor]
 
 
+class Source(Protocol):
+    """What batches are cut from: sequences by index, stored (`packing.Sequences`) or made (`synthetic.Generated`)."""
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The sequences of these indices, int64 [B,T] each."""
+        ...
+
+
 class Batches:
-    """A sized iterable of batches (`Sequences.batch`).
+    """A sized iterable of batches.
 
     It is not a `DataLoader`: a trainer then leaves the order alone, which already knows its rank.
 
@@ -32,7 +39,7 @@ class Batches:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Source,
         plan: Callable[[], Iterator[np.ndarray]],
         length: int,
         *,
@@ -70,16 +77,13 @@ class Batches:
 
 
 class _ByBatch(Dataset[Batch]):
-    """`Sequences` with a whole batch for an item."""
+    """A source with a whole batch for an item."""
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Source) -> None:
         self.sequences = sequences
 
     def __getitem__(self, indices: np.ndarray) -> Batch:
         return self.sequences.batch(indices)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
 
 class _Plan:

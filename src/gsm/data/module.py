@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
@@ -12,14 +14,7 @@ from torch import Tensor
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
-from gsm.data.packing import (
-    IGNORED,
-    Sequences,
-    TrainingOrder,
-    training_batches,
-    validation_batches,
-    validation_indices,
-)
+from gsm.data.packing import IGNORED, Sequences, TrainingOrder, training_batches, validation_batches, validation_indices
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 
@@ -34,18 +29,28 @@ class TextData(lightning.LightningDataModule):
         vocabulary: how many ids the model has; a BPE is trained to this size.
         context: T, at least 2.
         batch_size: B on each device, at least 1.
-        tokenizer: "bpe", "bytes", or a ready `Tokenizer` (that of a checkpoint, for instance).
-        path: a folder of text files; None: the standard library of the running interpreter.
+        tokenizer: "bpe", "bytes", the path of a tokenizer.json (also .xz or .gz, or the folder it lies in), or a ready
+            `Tokenizer` (that of a checkpoint, for instance).
+        end_of_text: the token of a tokenizer.json that ends a document; None: a usual one that it has.
+        path: a folder of text files, or one file; None: the standard library of the running interpreter.
+        files: patterns of the files below `path` to take; None: all that hold text.
+        validation: patterns of the files to hold out; None: chosen by hash (see `Corpus`).
+        text_field: where the text stands in JSON lines and in parquet; None: in `text`.
         corpus: a source of text instead of `path`.
+        max_tokens: at most so many tokens are trained on, the first ones; None: all.
+        max_validation_tokens: the same for what is held out.
         seed: of the training order.
         validation_sequences: how many sequences validation takes, spread evenly; None: all.
         num_workers: processes that cut batches; 0 is usually fastest.
+        prepare_workers: processes that encode the text, once; None: one for each core, if there is much text.
         cache_dir: where the tokenizer and the ids are kept; None: GSM_CACHE or `.cache/gsm`.
 
     Raises:
         ValueError: a number is out of range, the tokenizer is unknown or too large for `vocabulary`.
-        FileNotFoundError: `path` is not a folder.
+        FileNotFoundError: there is nothing at `path`, or at `tokenizer`.
     """
+
+    measures_accuracy = False  # its loss says more, and costs less
 
     def __init__(
         self,
@@ -54,26 +59,40 @@ class TextData(lightning.LightningDataModule):
         context: int,
         batch_size: int,
         tokenizer: str | Tokenizer = "bpe",
+        end_of_text: str | None = None,
         path: str | None = None,
+        files: str | list[str] | None = None,
+        validation: str | list[str] | None = None,
+        text_field: str | None = None,
         corpus: Corpus | None = None,
+        max_tokens: int | None = None,
+        max_validation_tokens: int | None = None,
         seed: int = 0,
         validation_sequences: int | None = None,
         num_workers: int = 0,
+        prepare_workers: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         _require("context", context, 2)
         _require("batch_size", batch_size, 1)
         _require("num_workers", num_workers, 0)
-        if validation_sequences is not None:
-            _require("validation_sequences", validation_sequences, 1)
-        _require_tokenizer(tokenizer, vocabulary)
-        if path is not None and corpus is not None:
-            raise ValueError(f"path {path!r} and a corpus were both given; leave one out")
-        self.corpus = corpus or (standard_library() if path is None else Corpus(path))
+        _require("validation_sequences", validation_sequences, 1)
+        _require("prepare_workers", prepare_workers, 1)
+        _require("max_tokens", max_tokens, context + 1)
+        _require("max_validation_tokens", max_validation_tokens, context + 1)
+        self._chosen = _chosen_tokenizer(tokenizer, end_of_text, vocabulary)
+        self.corpus = corpus or _corpus(path, files=files, validation=validation, text_field=text_field)
+        if corpus and _given(path=path, files=files, validation=validation, text_field=text_field):
+            raise ValueError(
+                f"path {path!r} (or files, validation, text_field) and a corpus were both given; leave one out"
+            )
+        if self.corpus.notes is None:
+            self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
         self.validation_sequences, self.num_workers, self.cache_dir = validation_sequences, num_workers, cache_dir
-        self._chosen = tokenizer
+        self.limits = {"train": max_tokens, "validation": max_validation_tokens}
+        self.prepare_workers = prepare_workers
 
     def prepare_data(self) -> None:
         """Trains the tokenizer and encodes the text, unless the cache has them (seconds, the first time)."""
@@ -88,8 +107,6 @@ class TextData(lightning.LightningDataModule):
         """The tokenizer of this text (its `vocabulary` may be smaller than the model's)."""
         if isinstance(self._chosen, Tokenizer):
             return self._chosen
-        if self._chosen == "bytes":
-            return Tokenizer.plain_bytes()
         return find_or_train(self.corpus, self.vocabulary, cache_folder(self.cache_dir))
 
     @cached_property
@@ -114,7 +131,21 @@ class TextData(lightning.LightningDataModule):
         Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
         """
         targets = np.concatenate([sequence["targets"].numpy() for sequence in self.validation()])
-        return float(self.tokenizer.token_lengths_V[targets[targets != IGNORED]].mean())
+        return float(self.token_bytes_V[targets[targets != IGNORED]].mean())
+
+    @cached_property
+    def token_bytes_V(self) -> np.ndarray:
+        """[V]: bytes of the text for each id, int64, so that their sum over the validation split is the text's length.
+
+        They are the tokenizer's `token_lengths_V`, unless it does not spell text exactly: then float64, these lengths
+        scaled by one factor, (bytes of the validation text) / (bytes its tokens spell).
+        """
+        lengths_V, split = self.tokenizer.token_lengths_V, self._splits["validation"]
+        return (
+            lengths_V
+            if self.tokenizer.exact and split.bytes == split.spelled
+            else lengths_V * (split.bytes / max(1, split.spelled))
+        )
 
     def train_dataloader(self) -> Batches:
         """One pass over the data, from where the trainer stands; its length is a whole number of optimizer steps."""
@@ -145,6 +176,14 @@ class TextData(lightning.LightningDataModule):
         """The sequences that the validation loss averages over, one by one, in order."""
         return self.validation_set.each(validation_indices(len(self.validation_set), self.validation_sequences))
 
+    def headline(self) -> dict[str, str]:
+        """What the header of a run says of its data."""
+        about = self.description()
+        return {
+            "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about),
+            "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
+        }
+
     def description(self) -> dict[str, str | int | float]:
         """What a run's summary says of its data; never compare runs whose `digest` differs."""
         sizes = {f"{name}_bytes": split.bytes for name, split in self._splits.items()}
@@ -162,7 +201,8 @@ class TextData(lightning.LightningDataModule):
     @cached_property
     def _splits(self) -> dict[str, Split]:
         folder = cache_folder(self.cache_dir)
-        return {split: find_or_encode(self.corpus, split, self.tokenizer, folder) for split in SPLITS}
+        encode = partial(find_or_encode, self.corpus, tokenizer=self.tokenizer, folder=folder)
+        return {split: encode(split, limit=self.limits[split], workers=self.prepare_workers) for split in SPLITS}
 
     def _open(self, split: str) -> Sequences:
         return Sequences(self._splits[split], self.context, self.tokenizer.end_of_text)
@@ -199,14 +239,38 @@ class TextData(lightning.LightningDataModule):
         return dict(shares or {"num_replicas": 1, "rank": 0})
 
 
-def _require(field: str, value: int, least: int) -> None:
-    if value < least:
+def _require(field: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
         raise ValueError(f"{field} {value} is too small; give data.{field} at least {least}")
 
 
-def _require_tokenizer(tokenizer: str | Tokenizer, vocabulary: int) -> None:
-    if isinstance(tokenizer, Tokenizer):
-        tokenizer.require_fit(vocabulary)
-    else:
-        require_kind(tokenizer)
-        require_vocabulary(tokenizer, vocabulary)
+def _given(**chosen: object) -> dict[str, Any]:
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _corpus(path: str | None, **chosen: object) -> Corpus:
+    given = _given(**chosen)
+    if path is None and given:
+        raise ValueError(f"{', '.join(given)} given without a path; set data.path (data=folder), or leave them out")
+    return standard_library() if path is None else Corpus(path, **given)
+
+
+def _chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:
+    """The tokenizer, if it need not be trained first."""
+    if end_of_text is not None and tokenizer in ("bpe", "bytes"):
+        raise ValueError(
+            f"end_of_text {end_of_text!r} is for a tokenizer.json, and the tokenizer is {tokenizer!r}; leave it out"
+        )
+    if isinstance(tokenizer, str):
+        if tokenizer in ("bpe", "bytes"):
+            require_vocabulary(tokenizer, vocabulary)
+            return Tokenizer.plain_bytes() if tokenizer == "bytes" else None
+        if not _is_path(tokenizer):
+            require_kind(tokenizer)
+        tokenizer = Tokenizer.from_file(tokenizer, end_of_text)
+    tokenizer.require_fit(vocabulary)
+    return tokenizer
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".json", ".json.xz", ".json.gz")) or Path(name).exists()

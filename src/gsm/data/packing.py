@@ -65,7 +65,7 @@ class Sequences:
         index_B = np.asarray(indices, dtype=np.int64)
         blank_B1 = (index_B < 0)[:, None]
         start_B1 = np.maximum(index_B, 0)[:, None] * self.context
-        rows = self.ids[start_B1 + np.arange(self.context + 1)].astype(np.int64)
+        rows = np.stack([self.ids[start : start + self.context + 1] for start in start_B1[:, 0]]).astype(np.int64)
         token_BT, target_BT = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:]
         end_BT = token_BT == self.end_of_text
         values = {

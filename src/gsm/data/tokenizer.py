@@ -1,7 +1,12 @@
-"""Text to token ids and back: a byte-level BPE trained on the corpus, or plain bytes. V is the vocabulary.
+"""Text to token ids and back: a byte-level BPE trained on the corpus, plain bytes, or a tokenizer.json. V vocabulary.
 
-Both kinds spell any text exactly, end every document with one `<|endoftext|>` and never produce that id from text,
-even from text that spells it out. `to_state` is what a checkpoint carries, so that generation needs nothing else.
+All kinds end every document with one end of text and never produce that id from text, even from text that spells it
+out. The first two, and every byte-level tokenizer.json, spell any text exactly. `to_state` is what a checkpoint
+carries, so that generation needs nothing else.
+
+Bits per byte count bytes of the text. Where tokens spell it exactly these are the bytes of the tokens. Others add a
+blank before a document, or lower its case: `token_lengths_V` is then what each token looks like, and whoever knows the
+text (`gsm.data.module.TextData.token_bytes_V`) scales it to the bytes that were there.
 """
 
 from __future__ import annotations
@@ -15,32 +20,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gsm.data.spelling import UNKNOWN, is_byte_level, prepared, read_description, spell
+
 if TYPE_CHECKING:
     import tokenizers
 
-KINDS = ("bpe", "bytes")
+KINDS = ("bpe", "bytes", "file")  # the last one is made by from_file alone
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the end of text
-UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class Tokenizer:
-    """One of `KINDS`; made by `train`, `plain_bytes` or `from_state`.
+    """One of `KINDS`; made by `train`, `plain_bytes`, `from_file` or `from_state`.
 
     Attributes:
-        kind: "bpe" or "bytes".
+        kind: "bpe", "bytes" or "file".
         vocabulary: number of ids, `end_of_text` included.
         end_of_text: the id that closes a document.
     """
 
-    def __init__(self, bpe: tokenizers.Tokenizer | None) -> None:
-        self._bpe = bpe
-        self.kind = "bytes" if bpe is None else "bpe"
-        self.vocabulary = SMALLEST if bpe is None else bpe.get_vocab_size()
-        end = SMALLEST - 1 if bpe is None else bpe.token_to_id(END_OF_TEXT)
-        if end is None:
-            raise ValueError(f"the tokenizer has no {END_OF_TEXT} token; train it with one, as Tokenizer.train does")
-        self.end_of_text: int = end
+    def __init__(self, bpe: tokenizers.Tokenizer | None, kind: str = "bpe", end: str = END_OF_TEXT) -> None:
+        self._bpe, self._end = bpe, end
+        self.kind = "bytes" if bpe is None else kind
+        self.vocabulary = SMALLEST if bpe is None else max(bpe.get_vocab().values()) + 1
+        self.exact = bpe is None or is_byte_level(bpe)
+        token = SMALLEST - 1 if bpe is None else bpe.token_to_id(end)
+        if token is None:
+            raise ValueError(f"the tokenizer has no {end} token; train it with one, as Tokenizer.train does")
+        self.end_of_text: int = token
         if bpe is not None:
             bpe.encode_special_tokens = True  # so that text which spells the end of text stays text
 
@@ -73,6 +80,25 @@ class Tokenizer:
         return cls(None)
 
     @classmethod
+    def from_file(cls, path: str, end_of_text: str | None = None) -> Tokenizer:
+        """The tokenizer of a Hugging Face tokenizer.json (also .xz or .gz), or of the folder that holds one.
+
+        Args:
+            path: the file or the folder.
+            end_of_text: the token that ends a document; None: `<|endoftext|>`, `</s>` or another usual one.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it cannot be read, or has no end of text.
+        """
+        return cls._of_file(read_description(path), end_of_text)
+
+    @classmethod
+    def _of_file(cls, text: str, end_of_text: str | None) -> Tokenizer:
+        read, end = prepared(text, end_of_text)
+        return cls(read, "file", end)
+
+    @classmethod
     def from_state(cls, state: dict[str, str | None]) -> Tokenizer:
         """The tokenizer that `to_state` described.
 
@@ -91,13 +117,16 @@ class Tokenizer:
             described = False
         if not (text and described):
             raise ValueError("the tokenizer's state has no readable 'json'; take it again from Tokenizer.to_state()")
+        if state["kind"] == "file":
+            return cls._of_file(text, state.get("end_of_text"))
         return cls(tokenizers.Tokenizer.from_str(text))
 
     def to_state(self) -> dict[str, str | None]:
         """Plain strings that `from_state` takes: `{"kind": ..., "json": ...}`; no json for bytes."""
-        return {"kind": self.kind, "json": None if self._bpe is None else self._bpe.to_str()}
+        state = {"kind": self.kind, "json": None if self._bpe is None else self._bpe.to_str()}
+        return {**state, "end_of_text": self._end} if self.kind == "file" else state
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the state, in hexadecimal."""
         return hashlib.sha256(json.dumps(self.to_state(), sort_keys=True).encode()).hexdigest()
@@ -114,6 +143,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids. Broken UTF-8 becomes U+FFFD, an end of text becomes nothing, as in `stream`."""
+        if not self.exact:
+            return self._decode_by_library(list(ids))
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def stream(self) -> StreamDecoder:
@@ -130,9 +161,21 @@ class Tokenizer:
             raise ValueError(f"token id {token} is negative; only ids from 0 to {self.vocabulary - 1} spell text")
         return self._spelling[token] if token < self.vocabulary else UNKNOWN
 
+    def _decode_by_library(self, ids: list[int]) -> str:
+        assert self._bpe is not None
+        text, known = "", []
+        for token in [*ids, None]:
+            if token is not None and 0 <= token < self.vocabulary:
+                known.append(token)
+                continue
+            text += self._bpe.decode(known)
+            text += "" if token is None else self.token_bytes(token).decode()
+            known = []
+        return text
+
     @cached_property
     def token_lengths_V(self) -> np.ndarray:
-        """int64 [V]: bytes that each id stands for, 0 for the end of text."""
+        """int64 [V]: bytes that each id stands for by itself, 0 for the end of text."""
         return np.array([len(piece) for piece in self._spelling], dtype=np.int64)
 
     def require_fit(self, vocabulary: int) -> None:
@@ -147,12 +190,7 @@ class Tokenizer:
     def _spelling(self) -> list[bytes]:
         if self._bpe is None:
             return [bytes([value]) for value in range(256)] + [b""]
-        byte_of = _byte_of_character()
-        spelling = [b""] * self.vocabulary
-        for piece, token in self._bpe.get_vocab().items():
-            if token != self.end_of_text:
-                spelling[token] = bytes(byte_of[character] for character in piece)
-        return spelling
+        return spell(self._bpe, self.vocabulary)
 
 
 class StreamDecoder:
@@ -161,20 +199,33 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids: list[int] = []  # with a decoder that looks at neighbours: the last that were told, and new ones
+        self._told = 0  # how many of them were
 
     def push(self, token: int) -> str:
         """The text that is complete after this id, possibly empty."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        if self._tokenizer.exact:
+            return self._decoder.decode(self._tokenizer.token_bytes(token))
+        self._ids.append(token)
+        text = self._new_text()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        return text
 
     def finish(self) -> str:
         """U+FFFD if the last character stayed unfinished, else nothing."""
-        return self._decoder.decode(b"", final=True)
+        return self._decoder.decode(b"", final=True) if self._tokenizer.exact else self._new_text()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._told])
+        return self._tokenizer.decode(self._ids)[len(before) :]
 
 
 def require_kind(kind: str | None) -> None:
     """Raises ValueError when `kind` is not one of `KINDS`."""
     if kind not in KINDS:
-        raise ValueError(f"unknown tokenizer {kind!r}; the known ones are {', '.join(KINDS)}")
+        raise ValueError(f"unknown tokenizer {kind!r}; the known ones are bpe, bytes and the path of a tokenizer.json")
 
 
 def require_vocabulary(kind: str, vocabulary: int) -> None:
@@ -184,10 +235,3 @@ def require_vocabulary(kind: str, vocabulary: int) -> None:
             f"vocabulary {vocabulary} cannot hold a {kind!r} tokenizer, which needs {SMALLEST} ids "
             f"(256 bytes and the end of text); set size.vocabulary to at least {SMALLEST}"
         )
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes bytes as printable characters: themselves where printable, else 256, 257, ... in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + rank): value for rank, value in enumerate(others)}

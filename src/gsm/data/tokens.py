@@ -1,7 +1,7 @@
 """A corpus as token ids: the tokenizer is trained once, each split is encoded once, both are kept in the cache.
 
 The cache's keys are made of the corpus digest (which covers the division into splits) and of the tokenizer, so that
-whatever changes the ids changes the file; a file is used for as long as nothing does.
+whatever changes the ids changes the place; what lies there is used for as long as nothing does.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from gsm.data.cache import find_or_make
+from gsm.data import shards
+from gsm.data.cache import find_or_make, locked
 from gsm.data.corpus import Corpus
+from gsm.data.encode import Bar, cores, encode_pieces, id_type, skip
+from gsm.data.shards import ShardedIds, ShardWriter, read_index
 from gsm.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of every key: raise it when the meaning of a cached file changes
+SAMPLE = 20_000_000  # characters: a tokenizer is trained on at most so many
+PASSED_OVER = 50 * SAMPLE  # characters: how much of a large corpus is looked through for the sample
+SLICE = 1 << 16  # characters: a sample consists of slices of this size
+FEW = 1 << 25  # bytes: less text than this is encoded before other processes have started
 
 
 @dataclass(frozen=True)
@@ -32,29 +37,37 @@ class Split:
 
     Attributes:
         name: "train" or "validation".
-        path: a `.npy` file of uint16 or uint32 ids; every document is its tokens and one end of text.
+        path: a folder with files of uint16 or uint32 ids; every document is its tokens and one end of text.
         tokens: how many ids, ends of text included.
         bytes: length of the text in UTF-8.
+        spelled: bytes that the ids stand for by themselves. Only a tokenizer that changes the text makes it another
+            number than `bytes`.
+        shard: ids in each file but the last.
+        dtype: of the ids.
     """
 
     name: str
     path: Path
     tokens: int
     bytes: int
+    spelled: int
+    shard: int
+    dtype: str
 
-    def open(self) -> np.ndarray:
-        """The ids, mapped from the file and not read."""
-        return np.load(self.path, mmap_mode="r")
+    def open(self) -> ShardedIds:
+        """The ids, mapped from the files and not read."""
+        return ShardedIds(self.path, self.tokens, self.shard, self.dtype)
 
 
 def find_or_train(corpus: Corpus, vocabulary: int, folder: Path) -> Tokenizer:
-    """The BPE of at most `vocabulary` ids that belongs to the corpus's train split."""
+    """The BPE of at most `vocabulary` ids that belongs to the corpus's train split, or to a sample of a large one."""
     path = folder / f"tokenizer-{_key(corpus, vocabulary)}.json"
 
     def make(file: BinaryIO) -> dict[str, Any]:
         started = time.perf_counter()
         log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
-        tokenizer = Tokenizer.train(corpus.documents("train"), vocabulary)
+        texts = sample(corpus.documents("train"))
+        tokenizer = Tokenizer.train(texts, vocabulary)
         log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
         file.write(json.dumps(tokenizer.to_state()).encode())
         return {"vocabulary": tokenizer.vocabulary}
@@ -63,29 +76,110 @@ def find_or_train(corpus: Corpus, vocabulary: int, folder: Path) -> Tokenizer:
     return Tokenizer.from_state(json.loads(path.read_text()))
 
 
-def find_or_encode(corpus: Corpus, split: str, tokenizer: Tokenizer, folder: Path) -> Split:
-    """The ids of one split of the corpus ("train" or "validation")."""
-    path = folder / f"tokens-{_key(corpus, tokenizer.digest)}-{split}.npy"
+def find_or_encode(
+    corpus: Corpus,
+    split: str,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    limit: int | None = None,
+    workers: int | None = None,
+) -> Split:
+    """The ids of one split of the corpus ("train" or "validation").
 
-    def make(file: BinaryIO) -> dict[str, Any]:
-        started = time.perf_counter()
-        log.info("Encoding the %s split of %s, once.", split, corpus.name)
-        ids, length = _encode(corpus.documents(split), tokenizer)
-        np.save(file, ids)
-        log.info("Encoded %d tokens in %.1f s; kept in %s.", len(ids), time.perf_counter() - started, path)
-        return {"tokens": len(ids), "bytes": length}
+    Args:
+        corpus: the text.
+        split: which part of it.
+        tokenizer: what encodes it.
+        folder: the cache.
+        limit: at most so many ids, the first ones; None: all.
+        workers: processes that encode; None: as many as there are cores, or this one alone if there is little text.
 
-    return Split(split, path, **find_or_make(path, make))
+    Raises:
+        OSError: nothing is cached and the folder cannot be written.
+        ValueError: the text cannot be read.
+    """
+    parts = [tokenizer.digest] if limit is None else [tokenizer.digest, f"first {limit}"]
+    path = folder / f"tokens-{_key(corpus, *parts)}" / split
+    index = read_index(path)
+    if index is None:
+        with locked(path) as waited:
+            index = read_index(path) if waited else None
+            index = index or _encode(corpus, split, tokenizer, path, limit, workers)
+    known = {name: index[name] for name in ("tokens", "bytes", "spelled", "shard", "dtype")}
+    return Split(split, path, **known)
 
 
-def _encode(documents: Iterator[str], tokenizer: Tokenizer, at_once: int = 64) -> tuple[np.ndarray, int]:
-    """All documents as one row of ids, and the bytes of their text."""
-    kind = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
-    rows, length = [], 0
-    while texts := list(islice(documents, at_once)):
-        length += sum(len(text.encode("utf-8", errors="replace")) for text in texts)
-        rows += [np.array([*ids, tokenizer.end_of_text], dtype=kind) for ids in tokenizer.encode_batch(texts)]
-    return np.concatenate(rows), length
+def sample(texts: Iterator[str], most: int | None = None) -> list[str]:
+    """All texts if they have at most `most` characters together, else as many in slices from all over them."""
+    most = SAMPLE if most is None else most
+    taken: list[str] = []
+    size = 0
+    for text in texts:
+        taken.append(text)
+        size += len(text)
+        if size > most:
+            break
+    if size <= most:
+        return taken
+    return _thinned(taken, texts, most)
+
+
+def _thinned(taken: list[str], rest: Iterator[str], most: int) -> list[str]:
+    """Every n-th slice, n the smallest power of two at which they have at most `most` characters."""
+    kept: list[str] = []
+    stride, number, size, passed = 1, 0, 0, 0
+    for part in _slices(taken, rest):
+        passed += len(part)
+        if number % stride == 0:
+            kept.append(part)
+            size += len(part)
+        number += 1
+        if size > most and len(kept) > 1:
+            kept, stride = kept[::2], 2 * stride
+            size = sum(map(len, kept))
+        if passed > PASSED_OVER:
+            break
+    log.info("The tokenizer learns from %d of %d characters, in slices spread over them.", size, passed)
+    return kept
+
+
+def _slices(taken: list[str], rest: Iterator[str]) -> Iterator[str]:
+    while taken:
+        text = taken.pop(0)
+        yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
+    for text in rest:
+        yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
+
+
+def _encode(
+    corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit: int | None, workers: int | None
+) -> dict[str, Any]:
+    """Writes the shards and returns their index."""
+    started, size = time.perf_counter(), corpus.size(split)
+    lengths = tokenizer.token_lengths_V
+    writer = ShardWriter(path, lengths_V=lengths, dtype=id_type(tokenizer), shard=shards.SHARD, limit=limit)
+    before = writer.done.tokens
+    bar = Bar(split, size, limit, before)
+    little = min(size or FEW, 4 * limit if limit else FEW) < FEW
+    workers = workers or (1 if little else cores())
+    log.info("Encoding the %s split of %s, once.", split, corpus.name)
+    try:
+        pieces = skip(corpus.pieces(split, bar.moved), writer.done.pieces)
+        with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
+            for encoded in parcels:
+                writer.write(encoded)
+                bar.wrote(writer.done.tokens)
+                if writer.full:
+                    break
+        index = writer.finish()
+    finally:
+        writer.abandon()
+        bar.close()
+    seconds = time.perf_counter() - started
+    rate = (index["tokens"] - before) / max(seconds, 1e-9)
+    log.info("Encoded %d tokens in %.1f s (%.0f a second); kept in %s.", index["tokens"], seconds, rate, path)
+    return index
 
 
 def _key(corpus: Corpus, *parts: str | int) -> str:

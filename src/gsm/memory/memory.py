@@ -1,16 +1,21 @@
 """The memory of a whole model: a tree of stores that goes into ``forward`` and comes out again, never hanging on a
-module."""
+module.
+
+A growing memory is a value: a call returns the next one. A static memory is a set of buffers that keep their place, so
+that a captured graph can be replayed on them: a call returns the same one, changed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsm.memory.store import FORGET, Column, ColumnStore, Window, WindowStore
+from gsm.memory.ledger import Ledger
+from gsm.memory.store import FORGET, Column, ColumnStore, Slab, Window, WindowStore
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class BankMemory:
         (``encoder_bank``)."""
         return BankMemory(
             Window.empty(f"{kind}_pending", ratio - 1, pending_BC),
-            Column.empty(kind, entry_BC),
-            None if key_BI is None else Column.empty("index_keys", key_BI),
+            Column.empty(kind, ratio, entry_BC),
+            None if key_BI is None else Column.empty("index_keys", ratio, key_BI),
             torch.zeros(entry_BC.shape[0], dtype=torch.int64, device=entry_BC.device),
         )
 
@@ -55,7 +60,7 @@ FORGETFUL = LayerMemory(FORGET, BankMemory(FORGET, FORGET, FORGET, None))
 
 @dataclass(frozen=True)
 class Memory:
-    """Everything a model keeps between calls. Immutable: a call returns the next one.
+    """Everything a model keeps between calls.
 
     Attributes:
         document_B: int64, document id of the last token (-1: none yet).
@@ -64,6 +69,7 @@ class Memory:
         stages: what each stage's retriever keeps (None: nothing).
         state: the shared state, the last M entries (GSM).
         decoder: one ``LayerMemory`` per decoder layer (baseline).
+        ledger: what the host knows of this memory.
     """
 
     document_B: Tensor
@@ -72,15 +78,26 @@ class Memory:
     stages: tuple[Any, ...] = ()
     state: WindowStore | None = None
     decoder: tuple[LayerMemory, ...] = ()
+    ledger: Ledger = field(default_factory=Ledger)
 
     @property
     def batch(self) -> int:
         """Number of sequences."""
         return self.document_B.shape[0]
 
-    def layout(self) -> list[tuple]:
-        """Kind, capacity, width and dtype of every store: a memory fits the models whose own has the same layout."""
-        return list(_stores(self))
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that a static memory holds; None for one that grows."""
+        return self.ledger.capacity
+
+    @property
+    def used(self) -> int:
+        """Tokens read so far, padding included."""
+        return self.ledger.used
+
+    def layout(self) -> tuple[tuple, ...]:
+        """Kind, size, width and dtype of every store: a memory fits the models whose own has the same layout."""
+        return tuple(_stores(self))
 
     def breakdown(self) -> dict[str, int]:
         """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``,
@@ -100,14 +117,55 @@ class Memory:
 
     def clone(self) -> Memory:
         """An independent copy: fork a prefix and continue both."""
-        return _map(self, Tensor.clone)
+        return _map(self, (Tensor, Ledger), lambda x: x.clone() if isinstance(x, Tensor) else replace(x))
 
     def expand(self, times: int) -> Memory:
-        """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2. Raises ValueError for
-        times < 1."""
+        """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2; an independent copy.
+        Raises ValueError for times < 1."""
         if times < 1:
             raise ValueError(f"times must be at least 1, got {times}")
-        return _map(self, lambda x: x.repeat_interleave(times, dim=0))
+
+        def repeated(x: Tensor | Ledger) -> Tensor | Ledger:
+            return x.repeat_interleave(times, dim=0) if isinstance(x, Tensor) else replace(x)
+
+        return _map(self, (Tensor, Ledger), repeated)
+
+    def fixed(self, capacity: int) -> Memory:
+        """An empty static memory for so many tokens, with the stores of this empty growing one. Raises ValueError for
+        a capacity below 1."""
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 token, or None for a memory that grows; got {capacity}")
+        memory = _map(self, (Window, Column), lambda store: store.fixed(capacity))
+        return replace(memory, ledger=replace(self.ledger, capacity=capacity))
+
+    def advance(self, after: Memory, tokens: int) -> Memory:
+        """The memory after a call that read ``tokens`` tokens and left the stores ``after``.
+
+        A growing memory gives way to ``after``. A static one copies it into its own buffers, and stays: until here
+        nothing that can be seen has changed, so a call that fails on the way leaves it as it was.
+        """
+        if self.capacity is None:
+            return replace(after, ledger=replace(self.ledger, used=self.used + tokens))
+        _overwrite(self, after)
+        self.ledger.claim(tokens)
+        return self
+
+    def load(self, other: Memory) -> None:
+        """Takes over what another static memory holds, in place: a captured graph goes on from another prefix.
+
+        Raises:
+            ValueError: unless both are static and of the same batch, capacity and model.
+        """
+        if self.capacity is None:
+            raise ValueError("a growing memory is never changed in place; use the other memory itself, or its clone()")
+        mine, others = [(m.batch, m.capacity, m.ledger.layout) for m in (self, other)]
+        if mine != others:
+            raise ValueError(
+                f"memory for batch {other.batch} and capacity {other.capacity} does not fit into one of the same model "
+                f"for batch {self.batch} and capacity {self.capacity}; both have to agree"
+            )
+        _overwrite(self, other)
+        self.ledger.used = other.used
 
 
 def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
@@ -120,8 +178,8 @@ def _stores(node: Any) -> Iterator[tuple]:
     """Windows and columns below ``node``, in order."""
     if isinstance(node, Window):
         yield node.kind, node.size, node.entry_BEC.shape[-1], node.entry_BEC.dtype
-    elif isinstance(node, Column):
-        yield node.kind, None, node.value_BFC.shape[-1], node.value_BFC.dtype
+    elif isinstance(node, Column | Slab):
+        yield node.kind, node.ratio, node.value_BFC.shape[-1], node.value_BFC.dtype
     else:
         for part in _parts(node):
             yield from _stores(part)
@@ -129,8 +187,10 @@ def _stores(node: Any) -> Iterator[tuple]:
 
 def _parts(node: Any) -> Iterator[Any]:
     """What lies directly below a node of the tree. Raises TypeError for a container that a memory cannot hold."""
+    if isinstance(node, Ledger):
+        return
     if is_dataclass(node):
-        yield from (getattr(node, field.name) for field in fields(node))
+        yield from (getattr(node, f.name) for f in fields(node))
     elif isinstance(node, tuple) and not hasattr(node, "_fields"):
         yield from node
     elif not isinstance(node, Tensor | str | int | None):
@@ -145,12 +205,27 @@ def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(part, getattr(node, "kind", kind))
 
 
-def _map(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with every tensor replaced."""
-    if isinstance(node, Tensor):
+def _map(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """The same tree with every node of these kinds replaced."""
+    if isinstance(node, kinds):
         return function(node)
     if is_dataclass(node) and not isinstance(node, type):
-        return replace(node, **{f.name: _map(getattr(node, f.name), function) for f in fields(node)})
+        return replace(node, **{f.name: _map(getattr(node, f.name), kinds, function) for f in fields(node)})
     if isinstance(node, tuple):
-        return tuple(_map(item, function) for item in node)
+        return tuple(_map(item, kinds, function) for item in node)
     return node
+
+
+def _overwrite(memory: Memory, after: Memory) -> None:
+    """Copies every tensor of ``after`` into the one at its place. Raises TypeError, before anything is written, if they
+    differ in shape."""
+    pairs = list(zip(_tensors(memory, "bookkeeping"), _tensors(after, "bookkeeping"), strict=True))
+    for (kind, buffer), (_, value) in pairs:
+        if buffer.shape != value.shape:
+            raise TypeError(
+                f"a static memory keeps its shapes, but {kind} went from {list(buffer.shape)} to {list(value.shape)}; "
+                "keep what grows in a Window or a Column"
+            )
+    for (_, buffer), (_, value) in pairs:
+        if buffer is not value:
+            buffer.copy_(value)

@@ -13,6 +13,7 @@ ends with the newest finished group:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,16 +21,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slots:
-    """The plan for one bank in one call.
+    """The plan for one bank in one call. Its shapes follow from the number of new tokens alone, so that nobody has to
+    ask the device for them; only a growing bank does, which has to know its size.
 
     Attributes:
         end_BG: int64, index among the new tokens of the last token of each new group; -1 for a slot that this
-            sequence does not use.
+            sequence does not use, behind those that it does.
         position_BG: int64, document-local position of the first token of each new group: its position for RoPE.
         before_B: int64, slots filled before this call.
         last_BT: int64, slots finished up to and including each new token.
         first_BT: int64, first slot of the token's own document that it may see.
-        total: slots of the longest sequence after this call.
     """
 
     end_BG: Tensor
@@ -37,12 +38,24 @@ class Slots:
     before_B: Tensor
     last_BT: Tensor
     first_BT: Tensor
-    total: int
 
     @property
     def after_B(self) -> Tensor:
         """Slots filled after this call; a copy, for a memory must not hold on to ``last_BT``."""
         return self.last_BT[:, -1].clone()
+
+    @cached_property
+    def growth(self) -> tuple[int, int]:
+        """Slots of the longest sequence after this call, and the most that one sequence gains. Waits for the
+        device."""
+        after_B = self.last_BT[:, -1]
+        total, added = torch.stack([after_B.max(), (after_B - self.before_B).max()]).tolist()
+        return total, added
+
+    def places(self, spare: int) -> Tensor:
+        """The slot of each new group, int64 [B, G]; ``spare`` for those that a sequence does not use."""
+        index_G = torch.arange(self.end_BG.shape[1], device=self.end_BG.device)
+        return torch.where(self.end_BG >= 0, self.before_B[:, None] + index_G, spare)
 
 
 def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:
@@ -51,20 +64,19 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     Args:
         position_BT: int64, -1 for padding.
         ratio: tokens in a group (m).
-        before_B: int64, slots filled before; None without a memory. Only with a memory is the device asked how many
-            slots there are (the growing bank has to know its size); without one the shapes follow from T alone.
+        before_B: int64, slots filled before; None without a memory. With one, tokens from before may have begun a
+            group: T new tokens then finish at most ceil(T / m) groups rather than floor(T / m).
     """
     batch, length = position_BT.shape
     finished_BT = (position_BT >= 0) & (position_BT % ratio == ratio - 1)
     rank_BT = finished_BT.long().cumsum(dim=1)
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     last_BT = start_B[:, None] + rank_BT
-    new = length // ratio if before_B is None else int(rank_BT[:, -1].max())
-    total = new if before_B is None else int(last_BT[:, -1].max())
+    new = length // ratio if before_B is None else -(-length // ratio)
     # Scatter the index of each finishing token to the rank of its group; tokens that finish none go to one slot too
     # many.
     target_BT = torch.where(finished_BT, rank_BT - 1, new)
     index_T = torch.arange(length, device=position_BT.device)
     end_BG = position_BT.new_full((batch, new + 1), -1).scatter(1, target_BT, index_T.expand(batch, -1))[:, :new]
     position_BG = position_BT.gather(1, end_BG.clamp(min=0)) - (ratio - 1)
-    return Slots(end_BG, position_BG.clamp(min=0), start_B, last_BT, last_BT - (position_BT + 1) // ratio, total)
+    return Slots(end_BG, position_BG.clamp(min=0), start_B, last_BT, last_BT - (position_BT + 1) // ratio)

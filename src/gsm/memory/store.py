@@ -1,8 +1,13 @@
-"""What a layer remembers between calls, as immutable values: extending a store returns a new one.
+"""What a layer remembers between calls. Every store answers to the same few methods, so that a mixer cannot tell
+training from generation, or one kind of memory from the other:
 
-Purity is what makes recomputation of activations harmless and a prefix forkable. Every store answers to the same few
-methods, so that a mixer cannot tell training (``FORGET``, nothing is kept) from generation (``Window`` and
-``Column``, which grow).
+                 what it is                       entries of the past    values of a bank
+    training     nothing is kept                  ``Forget``             ``Forget``
+    growing      immutable values                 ``Window``             ``Column``
+    static       buffers that keep their place    ``FixedWindow``        ``Slab``
+
+Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
+forkable; a static memory takes the next stores over into its buffers when the whole call is done.
 """
 
 from __future__ import annotations
@@ -64,6 +69,11 @@ class Window:
         """A window without entries, for as many sequences and of the width, dtype and device of ``like_BC``."""
         return Window(kind, size, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
 
+    def fixed(self, capacity: int) -> FixedWindow:
+        """An empty window of the same kind whose buffer has its full size from the start, whatever the capacity."""
+        batch, _, width = self.entry_BEC.shape
+        return FixedWindow(self.kind, self.size, self.entry_BEC.new_zeros(batch, self.size, width))
+
     def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
         """Stored entries followed by the new ones, and the last ``size`` of them as the next window."""
         seen_BEC = torch.cat([self.entry_BEC, new_BTC.to(self.entry_BEC.dtype)], dim=1)
@@ -72,32 +82,85 @@ class Window:
 
 
 @dataclass(frozen=True)
+class FixedWindow(Window):
+    """The last ``size`` entries in a buffer of exactly that size, in stream order; before there are so many it begins
+    with zeros, which no row sees, because none looks back beyond position 0 of its document.
+
+    Not a ring with a cursor: attention reads stored and new entries in stream order, so a ring would have to be
+    unrolled at every read, and shifting a few hundred entries costs no more than that.
+    """
+
+    def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
+        """The same as a growing window, except that the next entries are not copied: that is left to the memory, which
+        copies them into its buffer."""
+        seen_BEC = torch.cat([self.entry_BEC, new_BTC.to(self.entry_BEC.dtype)], dim=1)
+        return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - self.size :].detach())
+
+
+@dataclass(frozen=True)
 class Column:
     """One value per slot of a bank, growing with it. Slots that a sequence of the batch has not reached yet hold
-    zeros."""
+    zeros.
+
+    Attributes:
+        kind: what its bytes are called.
+        ratio: tokens per slot (m).
+        value_BFC: the values.
+    """
 
     kind: str
+    ratio: int
     value_BFC: Tensor
 
     @staticmethod
-    def empty(kind: str, like_BC: Tensor) -> Column:
+    def empty(kind: str, ratio: int, like_BC: Tensor) -> Column:
         """A column without slots, for as many sequences and of the width, dtype and device of ``like_BC``."""
-        return Column(kind, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
+        return Column(kind, ratio, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
+
+    def fixed(self, capacity: int) -> Slab:
+        """An empty column of the same kind with all the slots that ``capacity`` tokens can fill."""
+        batch, _, width = self.value_BFC.shape
+        return Slab(self.kind, self.ratio, self.value_BFC.new_zeros(batch, capacity // self.ratio + 1, width))
 
     def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Column]:
         """Writes the new values behind the slots that each sequence has filled so far."""
-        batch, _, width = new_BGC.shape
-        total, stored = slots.total, self.value_BFC.shape[1]
-        if new_BGC.shape[1] == 0:
+        total, added = slots.growth
+        if added == 0:
             return self.value_BFC, self
+        batch, stored, width = self.value_BFC.shape
+        new_BGC = new_BGC[:, :added].to(self.value_BFC.dtype)
         if batch == 1:  # a single sequence uses all of its new slots
-            value_BFC = torch.cat([self.value_BFC, new_BGC.to(self.value_BFC.dtype)], dim=1)
+            value_BFC = torch.cat([self.value_BFC, new_BGC], dim=1)
             return value_BFC, replace(self, value_BFC=value_BFC.detach())
         # One slot more than there are: unused new values are written there and dropped.
         table_BFC = self.value_BFC.new_zeros(batch, total + 1, width)
         table_BFC[:, :stored] = self.value_BFC
-        used_BG = slots.end_BG >= 0
-        target_BG = slots.before_B[:, None] + torch.arange(new_BGC.shape[1], device=new_BGC.device)
-        target_BGC = torch.where(used_BG, target_BG, total)[..., None].expand(-1, -1, width)
-        value_BFC = table_BFC.scatter(1, target_BGC, new_BGC.to(table_BFC.dtype))[:, :total].contiguous()
+        place_BGC = slots.places(total)[:, :added, None].expand(-1, -1, width)
+        value_BFC = table_BFC.scatter(1, place_BGC, new_BGC)[:, :total].contiguous()
         return value_BFC, replace(self, value_BFC=value_BFC.detach())
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One value per slot of a bank, all slots there from the start, and a spare one behind them for new values that a
+    sequence does not use.
+
+    Written in place. That is safe before the call is done: a slot is visible only once the bank's count says so.
+
+    Attributes:
+        kind: what its bytes are called.
+        ratio: tokens per slot (m).
+        value_BFC: the values, F = capacity // m + 1.
+    """
+
+    kind: str
+    ratio: int
+    value_BFC: Tensor
+
+    def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Slab]:
+        """Writes the new values behind the slots that each sequence has filled so far. Positions are computed on the
+        device."""
+        spare = self.value_BFC.shape[1] - 1
+        place_BGC = slots.places(spare)[..., None].expand(new_BGC.shape)
+        self.value_BFC.scatter_(1, place_BGC, new_BGC.detach().to(self.value_BFC.dtype))
+        return self.value_BFC, self

@@ -81,6 +81,7 @@ class Aggregation(nn.Module):
         shape: shared widths.
         window: W of the encoder.
         top_k: entries that a retriever selects (K).
+        ratio: tokens per bank entry (m).
         rope: rotation in the encoder's layers with a bank.
         retriever: called with ``dim_in, shape, top_k=...`` for every stage.
     """
@@ -92,11 +93,12 @@ class Aggregation(nn.Module):
         *,
         window: int,
         top_k: int,
+        ratio: int,
         rope: Rope,
         retriever: Callable[..., Retriever],
     ):
         super().__init__()
-        self.layers = tuple(layers)
+        self.layers, self.ratio = tuple(layers), ratio
         self.stages = nn.ModuleList()
         for number in range(1, len(self.layers) + 1):
             dim_in = shape.dim if number == 1 else 2 * shape.dim
@@ -108,7 +110,7 @@ class Aggregation(nn.Module):
 
     def start(self, batch: int) -> tuple[Any, ...]:
         """Empty memories of all retrievers."""
-        return tuple(stage.retriever.start(batch) for stage in self)
+        return tuple(stage.retriever.start(batch, self.ratio) for stage in self)
 
     def forward(self, entered: list[Tensor], views: list[View], span: Span, owns: Sequence[Any]) -> Retrieved:
         """Runs the stages for the given rows.

@@ -13,20 +13,22 @@ The three ways differ in their arguments alone:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from gsm.memory.ledger import Ledger
 from gsm.memory.memory import Memory, fresh_bookkeeping
+from gsm.models.checks import IGNORED, check_call, check_memory, check_room
+from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import sample
 from gsm.nn.linear import Linear
 from gsm.nn.norm import RMSNorm
 from gsm.span import Span, document_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
-
-IGNORED = -100  # target of a position that is not trained on
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class LanguageModel(nn.Module):
         nn.init.constant_(self.norm.weight, (128 / dim) ** 0.5)
         self.head = Linear(dim, vocabulary)
         self.head.weight = self.embedding.weight
+        self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """The body: from embedded tokens to the hidden states of the rows asked for. Every model defines it."""
@@ -117,13 +120,16 @@ class LanguageModel(nn.Module):
             documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences.
                 Left out: one document, or with a memory the last one goes on.
             targets: int64 [B, T], already shifted, -100 for positions that do not count.
-            memory: what ``start`` or an earlier call returned; never changed.
+            memory: what ``start`` or an earlier call returned. A growing one is never changed; a static one is, once
+                the call has succeeded, and is itself ``Output.memory``.
             rows: trailing positions for which an output is wanted (default: all).
 
         Raises:
             ValueError: naming field, value and limit.
         """
-        self._check(tokens, documents, targets, memory, rows)
+        check_call(self.vocabulary, tokens, documents, targets, rows)
+        if memory is not None:
+            check_memory(memory, self._layout(), tokens)
         batch, length = tokens.shape
         books = memory or Memory(**fresh_bookkeeping(batch, tokens.device))
         if documents is None:
@@ -136,70 +142,111 @@ class LanguageModel(nn.Module):
         hidden_BRD = self.norm(trace.hidden_BRD)
         after = None
         if memory is not None:
-            after = replace(trace.memory, document_B=documents[:, -1].clone(), position_B=position_BT[:, -1].clone())
+            books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1].clone()}
+            after = memory.advance(replace(trace.memory, **books), length)
         losses, metrics = self._learned(trace)
         return Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, after)
 
-    def start(self, batch: int = 1) -> Memory:
-        """An empty memory for ``batch`` sequences. Raises ValueError for a batch below 1."""
+    def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
+        """An empty memory for ``batch`` sequences.
+
+        Args:
+            batch: number of sequences.
+            capacity: None for a memory that grows: a call returns the next one, and none is ever changed. A number of
+                tokens for a static one: buffers for so many, which calls write in place, in which no shape depends on
+                what has been read, and for which nobody asks the device: fit for a CUDA graph. (A replay runs no
+                Python: count what it reads with ``memory.ledger.claim``.)
+
+        Raises:
+            ValueError: for a batch or a capacity below 1.
+        """
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
-        device = self.embedding.weight.device
-        return Memory(**fresh_bookkeeping(batch, device), **self.empty_memory(batch))
+        books = fresh_bookkeeping(batch, self.embedding.weight.device)
+        memory = Memory(**books, **self.empty_memory(batch), ledger=Ledger(self._layout()))
+        return memory if capacity is None else memory.fixed(capacity)
 
-    def prefill(self, prompt: Tensor, memory: Memory, chunk: int = 4096, documents: Tensor | None = None) -> Output:
-        """Reads a prompt [B, T] in chunks, computing of each only what its last row needs; returns the last row's
-        output.
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, memory: Memory, chunk: int = 4096, documents: Tensor | None = None) -> Output:
+        """Reads a prompt in chunks, computing of each only what its last row needs; returns the last row's output.
 
-        Peak memory beyond the caches grows with ``chunk``, not with T.
+        Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
+        end at the border of the last chunk; where they are wanted, call the model itself.
+
+        Args:
+            prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths, each the beginning of a document.
+            memory: what ``start`` or an earlier call returned; for prompts of different lengths a fresh one.
+            chunk: tokens read at a time.
+            documents: as in ``forward``; only for a tensor [B, T].
+
+        Raises:
+            ValueError: as ``forward``; before anything is read if the memory has no room for the whole prompt.
         """
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+        tokens, padding = as_batch(prompt, self.embedding.weight.device)
+        if padding is not None and (documents is not None or memory.used):
+            raise ValueError(
+                "prompts of different lengths begin new documents: give them a fresh memory, start(batch=...), "
+                f"and no documents of their own; this memory has read {memory.used} tokens"
+            )
+        documents = padding if documents is None else documents
+        memory.ledger.require(tokens.shape[1])
         out = None
-        for start in range(0, max(prompt.shape[-1], 1), chunk):
+        for start in range(0, max(tokens.shape[1], 1), chunk):
             part = None if documents is None else documents[:, start : start + chunk]
-            out = self(prompt[:, start : start + chunk], documents=part, memory=memory, rows=1)
+            out = self(tokens[:, start : start + chunk], documents=part, memory=memory, rows=1)
             memory = out.memory
         assert out is not None
         return out
 
-    def generate(self, prompt: Tensor, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
-        """New token ids [B, max_new_tokens] after a prompt [B, T] or [T]; ``options`` as in ``stream``."""
+    def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
+        """New token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``. The length
+        being known, the memory is a static one, unless ``capacity`` says otherwise: as fast on a CPU, and a GPU never
+        waits."""
+        tokens, _ = as_batch(prompt, self.embedding.weight.device)
+        options.setdefault("capacity", max(tokens.shape[1] + max_new_tokens - 1, 1))
         return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
 
     @torch.no_grad()
     def stream(
         self,
-        prompt: Tensor,
+        prompt: Prompt,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         *,
         top_p: float = 1.0,
         chunk: int = 4096,
         generator: torch.Generator | None = None,
+        capacity: int | None = None,
     ) -> Iterator[Tensor]:
         """Yields one new id per sequence, [B], at a time.
 
         Args:
-            prompt: int64 [B, T] or [T], not empty.
+            prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths; not empty.
             max_new_tokens: how many.
             temperature: 0 takes the likeliest token, else logits are divided by it and sampled.
             top_p: sample from the smallest set of likeliest tokens that holds this probability.
             chunk: tokens of the prompt read at a time.
             generator: source of randomness on the model's device.
+            capacity: as in ``start``: None for a memory that grows.
+
+        Raises:
+            ValueError: as ``forward``; for fewer new tokens than 1, or a capacity that does not hold them all.
         """
-        was_training = self.training
-        self.eval()
-        try:
-            tokens = torch.atleast_2d(torch.as_tensor(prompt, device=self.embedding.weight.device))
-            out = self.prefill(tokens, self.start(tokens.shape[0]), chunk)
-            for step in range(max_new_tokens):
-                token_B = sample(out.logits[:, -1], temperature, top_p, generator)
-                yield token_B
-                if step + 1 < max_new_tokens:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        tokens, documents = as_batch(prompt, self.embedding.weight.device)
+        if capacity is not None:
+            check_room(capacity, tokens.shape[1], max_new_tokens)
+        with self._evaluating():
+            out = self.prefill(tokens, self.start(tokens.shape[0], capacity), chunk, documents)
+        for step in range(max_new_tokens):
+            token_B = sample(out.logits[:, -1], temperature, top_p, generator)
+            yield token_B
+            if step + 1 < max_new_tokens:
+                with self._evaluating():
                     out = self(token_B[:, None], memory=out.memory, rows=1)
-        finally:
-            self.train(was_training)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by how an optimiser should treat them: ``decay``, ``no_decay`` (norms, scales, biases, sinks),
@@ -239,50 +286,22 @@ class LanguageModel(nn.Module):
         named = {f"indexer_recall/{name}": value for name, value in recall.items()}
         return losses, {**trace.metrics, **named, "indexer_recall": mean}
 
-    def _check(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None,
-        targets: Tensor | None,
-        memory: Memory | None,
-        rows: int | None,
-    ) -> None:
-        """Refuses bad input with a sentence. Values are looked at on the CPU alone: elsewhere that would stall the
-        device."""
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
-            )
-        batch, length = tokens.shape
-        if batch < 1 or length < 1:
-            raise ValueError(f"tokens must hold at least one token, got an empty prompt of shape {list(tokens.shape)}")
-        for name, other in (("documents", documents), ("targets", targets)):
-            if other is not None and other.shape != tokens.shape:
-                raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
-        if memory is not None:
-            self._check_memory(memory, batch)
-        if rows is not None and not 1 <= rows <= length:
-            raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_range("token id", tokens)
-            if targets is not None:
-                self._check_range("target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to be left out")
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside the block; what was in training is so again behind it."""
+        training = [module for module in self.modules() if module.training] if self.training else []
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
-    def _check_range(self, name: str, ids: Tensor, otherwise: str = "") -> None:
-        """Refuses ids that the vocabulary does not have."""
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocabulary:
-            ends = f"the vocabulary has ids 0 to {self.vocabulary - 1}"
-            raise ValueError(f"{name} {low if low < 0 else high} is out of range: {ends}{otherwise}")
-
-    def _check_memory(self, memory: Memory, batch: int) -> None:
-        """Refuses a memory for another number of sequences, or of a model with other layers."""
-        if memory.batch != batch:
-            raise ValueError(
-                f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
-            )
-        own = Memory(memory.document_B, memory.position_B, **self.empty_memory(0))
-        if memory.layout() != own.layout():
-            raise ValueError(
-                "memory was made by another model, or one of other sizes or dtype; use start() of this model"
-            )
+    def _layout(self) -> tuple[tuple, ...]:
+        """The layout of this model's memory: made once, for it does not change unless the dtype does."""
+        dtype = self.embedding.weight.dtype
+        if dtype not in self._layouts:
+            empty = fresh_bookkeeping(0, self.embedding.weight.device)
+            self._layouts[dtype] = Memory(**empty, **self.empty_memory(0)).layout()
+        return self._layouts[dtype]

@@ -96,7 +96,13 @@ class GSM(LanguageModel):
         reads_bank = (encoder_reading or TopK()).reads_bank
         self.encoder = build_encoder(geometry, block, reads_bank=reads_bank, recompute=recompute)
         self.aggregation = Aggregation(
-            layers, shape, window=geometry.window, top_k=geometry.top_k, rope=geometry.bank_rope(), retriever=retriever
+            layers,
+            shape,
+            window=geometry.window,
+            top_k=geometry.top_k,
+            ratio=geometry.encoder_ratio,
+            rope=geometry.bank_rope(),
+            retriever=retriever,
         )
         if not reads_bank:
             check_retrievers(self.aggregation)

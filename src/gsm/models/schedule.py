@@ -53,3 +53,8 @@ def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: i
     it, exactly."""
     decoder = [min(new, rows + (decoder_layers - layer) * (window - 1)) for layer in range(1, decoder_layers + 1)]
     return Rows([new] * encoder_layers, 0, decoder)
+
+
+def local_reach(encoder_layers: int, window: int, state_size: int) -> int:
+    """Positions back that GSM can see without a bank: the windows of its encoder one after another, then the state."""
+    return encoder_layers * (window - 1) + state_size

@@ -17,8 +17,9 @@ class Retriever(nn.Module):
     # Whether this retriever takes over what the encoder layer has selected, so that the layer has to select.
     follows_encoder = False
 
-    def start(self, batch: int) -> Any:
-        """An empty memory for ``batch`` sequences (None: this retriever keeps nothing)."""
+    def start(self, batch: int, ratio: int) -> Any:
+        """An empty memory for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens (None: this
+        retriever keeps nothing)."""
         return None
 
     def forward(self, x_BRU: Tensor, view: View, angles: Angles, own: Any) -> tuple[Found, Any]:

@@ -26,10 +26,10 @@ class SeparateIndexer(Retriever):
         self.top_k = top_k
         self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
 
-    def start(self, batch: int) -> Column:
+    def start(self, batch: int, ratio: int) -> Column:
         """No index keys yet."""
         like = self.indexer.query.weight
-        return Column.empty("index_keys", like.new_empty(batch, self.indexer.width))
+        return Column.empty("index_keys", ratio, like.new_empty(batch, self.indexer.width))
 
     def forward(
         self, x_BRU: Tensor, view: View, angles: Angles, own: ColumnStore | None

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
+import os
+import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from gsm.runs.check import ConfigError, unknown
 from gsm.runs.compose import check_overrides, from_job, register_resolvers
 
+ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
+ACCESS = "choose a folder that you may write to with logs="
+PLACE = "move it away, or choose another folder with logs= or name="
+REMEDIES = {
+    **dict.fromkeys([errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ROOM),
+    **dict.fromkeys([errno.EROFS, errno.EACCES, errno.EPERM], ACCESS),
+    **dict.fromkeys([errno.ENOTDIR, errno.EEXIST, errno.EISDIR], PLACE),
+    errno.EIO: "the disk seems to be broken; choose another one with logs=",
+}
+
 
 def prepare(arguments: Sequence[str] | None = None) -> None:
-    """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt."""
+    """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt.
+
+    Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
+    """
     register_resolvers()
+    if not os.environ.get("HYDRA_FULL_ERROR"):
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, instead of printing a traceback of its own
+        sys.excepthook = _say
+        threading.excepthook = _say_in_thread
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
@@ -67,6 +92,15 @@ def _read(given: Sequence[str], taken: Mapping[str, inspect.Parameter], script: 
     return values
 
 
+def again() -> str:
+    """What to type to run this process once more, so that it goes on where it was; for Python, what to do there."""
+    if not HydraConfig.initialized():
+        return "the same call of train"
+    interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
+    interpreter = sys.executable if interpreter.startswith("..") else interpreter
+    return shlex.join([interpreter, script, *(word for word in sys.argv[1:] if word != "resume=never")])
+
+
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
     """Leaves the process with the message alone where the user can put right what went wrong."""
@@ -74,3 +108,32 @@ def errors_as_sentences() -> Iterator[None]:
         yield
     except (ConfigError, FloatingPointError, FileNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        raise SystemExit(f"error: {refusal(error)}") from error
+    except KeyboardInterrupt as error:
+        print("\ninterrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from error
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What reaches the top: without a traceback where the user can put it right."""
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        print(f"error: {refusal(error)}", file=sys.stderr)
+    elif isinstance(error, HydraException):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _say_in_thread(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands what stops it to the main thread, which says it."""
+    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in REMEDIES):
+        threading.__excepthook__(args)
+
+
+def refusal(error: OSError) -> str:
+    """One sentence about a disk that does not take what is to be written."""
+    path = f"{error.filename} cannot be written" if error.filename else "a file of the run cannot be written"
+    return f"{path}: {error.strerror}; {REMEDIES[error.errno or 0]}"

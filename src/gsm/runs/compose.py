@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
+from gsm.models.schedule import local_reach
 from gsm.runs.check import ConfigError, check, parameters, unknown
 
 
@@ -57,9 +58,14 @@ def finish(config: DictConfig, choices: Mapping[str, str], directories: Sequence
 
 def from_job(config: DictConfig) -> dict[str, Any]:
     """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
-    runtime = HydraConfig.get().runtime
-    sources = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
-    return finish(config, runtime.choices, [path for path in sources if path != paths.configs()])
+    return finish(config, HydraConfig.get().runtime.choices, job_directories())
+
+
+def job_directories() -> list[Path]:
+    """The folders of yaml files besides ``configs/`` of the Hydra job that is running."""
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file"]
+    return [folder for folder in folders if folder != paths.configs()]
 
 
 def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = ()) -> None:
@@ -106,8 +112,23 @@ def _stamp(directories: Sequence[Path]) -> float:
 
 
 def register_resolvers() -> None:
-    """What yaml files may ask for: ``${root:}``, the folder of the repository."""
+    """What yaml files may ask for.
+
+    * ``${root:}``: the folder of the repository;
+    * ``${local_reach:size,state_size}``: how far back windows and shared state carry anything;
+    * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
+    """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
+    OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
+    OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
+
+
+def _local_reach(size: DictConfig, state_size: int | None) -> int:
+    return local_reach(size.encoder_layers, size.window, state_size or size.window + size.top_k)
+
+
+def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:
+    return run if arms is None and seeds is None else all_runs
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:

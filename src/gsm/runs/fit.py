@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,18 @@ import lightning
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from gsm.callbacks.files import WholeFiles
 from gsm.callbacks.hyperparameters import Hyperparameters
+from gsm.callbacks.interruption import Interrupted, Interruption
+from gsm.callbacks.metrics_file import MetricsFile
 from gsm.callbacks.summary import Summary
+from gsm.callbacks.tensorboard import TensorBoard
 from gsm.data.module import TextData
+from gsm.data.synthetic import SyntheticData
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report
+from gsm.runs.command_line import again
 from gsm.runs.folder import Start, locked, prepare
 from gsm.runs.load import instantiate, instantiate_model, refusals
 from gsm.task import LanguageModeling
@@ -34,7 +41,7 @@ class Run:
     """Everything a training run is made of."""
 
     config: Mapping[str, Any]
-    data: TextData
+    data: TextData | SyntheticData
     model: LanguageModel
     task: LanguageModeling
     trainer: lightning.Trainer
@@ -49,20 +56,25 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a part refuses its values, or another process trains in the same folder.
-        FloatingPointError: the loss is not finite any more.
+        FloatingPointError: the loss or its gradient is not finite any more.
+        OSError: a file cannot be written; the error names it.
+        SystemExit: a signal has interrupted it, with 128 + the signal's number; the same call then goes on.
     """
     leads = getattr(rank_zero_only, "rank", 0) == 0
     with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
         start = prepare(config, leads)
-        run = assemble(config)
+        run = assemble(config, start)
         if leads:
             print(report.header(run, start.sentence), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
 
-def assemble(config: Mapping[str, Any]) -> Run:
-    """Builds all parts. The weights follow from the seed alone, whatever else has drawn random numbers before."""
+def assemble(config: Mapping[str, Any], start: Start | None = None) -> Run:
+    """Builds all parts, the loggers as of where the run starts.
+
+    The weights follow from the seed alone, whatever else has drawn random numbers before.
+    """
     _quiet()
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
     data = instantiate(config["data"], "data")
@@ -73,27 +85,34 @@ def assemble(config: Mapping[str, Any]) -> Run:
         model,
         instantiate(config["optimizer"], "optimizer"),
         config=config,
-        tokenizer=data.tokenizer.to_state(),
-        token_bytes_V=torch.from_numpy(data.tokenizer.token_lengths_V),
+        tokenizer=data.tokenizer.to_state() if data.tokenizer else None,
+        token_bytes_V=torch.from_numpy(data.token_bytes_V) if data.tokenizer else None,
+        measures_accuracy=data.measures_accuracy,
         compile=config["compile"],
     )
     summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
-    return Run(config, data, model, task, _trainer(config, model, summary), summary)
+    trainer = _trainer(config, model, summary)
+    if start and start.checkpoint:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | TensorBoard):
+                logger.rewind(start.step)
+    return Run(config, data, model, task, trainer, summary)
 
 
 def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
-    """Lightning's Trainer; every run is long enough to be logged at least once."""
+    """Lightning's Trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
     callbacks = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    callbacks += [Hyperparameters(config, model.parameter_report().total), summary]
+    callbacks += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     settings = dict(config["trainer"])
     if settings["max_steps"] > 0:
         settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
     if settings.get("precision") == "auto":
         settings["precision"] = best_precision(settings.get("accelerator"))
+    plugins = [*(settings.pop("plugins", None) or []), WholeFiles()]
     make = instantiate({**settings, "_partial_": True}, "trainer")
     with refusals("trainer"):
-        return make(callbacks=callbacks, logger=loggers, default_root_dir=config["folder"])
+        return make(callbacks=callbacks, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
 
 
 def best_precision(accelerator: str | None = None) -> str:
@@ -108,23 +127,33 @@ def _fit(run: Run, start: Start) -> None:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
             run.trainer.validate(run.task, datamodule=run.data, verbose=False)
-    except SystemExit as error:  # Lightning's way to end after Ctrl-C
-        saved = (Path(run.config["folder"]) / "checkpoints" / "last.ckpt").is_file()
-        hope = "the same command goes on from its last checkpoint" if saved else "no checkpoint was written yet"
-        raise SystemExit(f"\ninterrupted at step {run.trainer.global_step}; {hope}") from error
+    except SystemExit as stop:
+        if run.trainer.is_global_zero:
+            print(_farewell(run), flush=True)
+        code = stop.code if isinstance(stop, Interrupted) else 128 + signal.SIGINT  # Lightning's own has another code
+        raise SystemExit(code) from stop
+
+
+def _farewell(run: Run) -> str:
+    """The last words of a run that was interrupted: what is left of it, and what to type to go on."""
+    step = run.trainer.global_step
+    if not (Path(run.config["folder"]) / "checkpoints" / "last.ckpt").is_file():
+        return "\ninterrupted before a step was done; nothing was saved"
+    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, and saved; to go on:\n  {again()}"
 
 
 def _conclude(run: Run) -> dict[str, Any]:
     """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
-        facts = run.summary.add(run.trainer, device=report.device(run), **_memory(run), **_ngrams(run))
-        sample = report.sample(run.model, run.data) if run.config["sample"] else None
+        found = {"device": report.device(run), **_memory(run), **_ngrams(run)}
+        facts = run.summary.add(run.trainer, status="finished", **found)
+        sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
     print(report.conclusion(run, facts, sample), flush=True)
     return facts
 
 
-def _facts(config: Mapping[str, Any], data: TextData, model: LanguageModel) -> dict[str, Any]:
+def _facts(config: Mapping[str, Any], data: TextData | SyntheticData, model: LanguageModel) -> dict[str, Any]:
     """What a summary says before anything was measured."""
     return {
         "experiment": config["name"],
@@ -153,11 +182,13 @@ def _ngrams(run: Run) -> dict[str, float | None]:
     sequences = (
         run.trainer.global_step * run.trainer.accumulate_grad_batches * run.trainer.world_size * run.data.batch_size
     )
-    wanted = run.config["ngrams"] and sequences * run.data.context <= MOST_COUNTED
-    consumed, validation = (list(run.data.consumed(sequences)), list(run.data.validation())) if wanted else ([], [])
-    size = {"vocabulary": run.data.tokenizer.vocabulary, "bytes_per_token": run.data.bytes_per_token}
+    data = run.data
+    if not (run.config["ngrams"] and isinstance(data, TextData) and sequences * data.context <= MOST_COUNTED):
+        return {f"{name}_bits_per_byte": None for name in NGRAMS}
+    consumed, validation = list(data.consumed(sequences)), list(data.validation())
+    size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
     return {
-        f"{name}_bits_per_byte": ngram_bits_per_byte(consumed, validation, order=order, **size) if wanted else None
+        f"{name}_bits_per_byte": ngram_bits_per_byte(consumed, validation, order=order, **size)
         for name, order in NGRAMS.items()
     }
 

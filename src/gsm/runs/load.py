@@ -121,10 +121,10 @@ def refusals(place: str) -> Iterator[None]:
         yield
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError | TypeError | OSError):
+        if isinstance(cause, ValueError | TypeError | OSError | ImportError):
             raise ConfigError(f"{place}: {cause}") from error
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{place}: {error}") from error
 
 

@@ -24,12 +24,11 @@ WIDTH = 78
 def header(run: Run, note: str = "") -> str:
     """What is about to be trained, on what, and where to."""
     config, facts = run.config, run.summary.facts
-    about, trainer, data = facts["data"], run.trainer, run.data
+    trainer, data = run.trainer, run.data
     step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
-        "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about),
-        "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
+        **data.headline(),
         "steps": f"{trainer.max_steps:,} of {step:,} tokens ({data.context} a sequence), seed {config['seed']}",
         "device": device(run),
         "kernels": kernels(facts["kernels"]),
@@ -54,8 +53,12 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
     lines += [
         "Next:",
         f"  tensorboard --logdir {shown(folder.parent.parent)}",
-        f"  python generate.py checkpoint={shown(folder)} prompt='def '",
     ]
+    if run.data.tokenizer:
+        lines += [
+            f"  python generate.py checkpoint={shown(folder)} prompt='def '",
+            f"  python evaluate.py checkpoint={shown(folder)}",
+        ]
     return "\n".join(lines)
 
 
@@ -99,7 +102,10 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def _table(facts: Mapping[str, Any]) -> list[str]:
-    """The model beside n-gram models of the same tokens."""
+    """The model beside n-gram models of the same tokens; of a task, how many of its questions are answered."""
+    if facts["accuracy"] is not None:
+        answers = facts["data"]["validation_answers"]
+        return [f"  {facts['accuracy']:.1%} of {answers:,} held-out questions answered, loss {facts['val_loss']:.3f}"]
     rows = [(f"{facts['model']} ({facts['parameters']:,} parameters)", facts["bits_per_byte"], facts["val_perplexity"])]
     for name in ("five_gram", "bigram", "unigram"):
         bits = facts[f"{name}_bits_per_byte"]

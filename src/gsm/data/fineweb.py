@@ -1,0 +1,147 @@
+"""FineWeb: web text by the parquet file, streamed by `datasets` from the hub or read from a folder in the same way.
+
+The columns are FineWeb's (text, id, dump, url, date, file_path, language, language_score, token_count); only `text` is
+read. Any other data set on the hub that lies there as parquet with a text column works as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gsm.data.cache import read_json, write_json
+from gsm.data.corpus import Corpus
+from gsm.data.module import TextData
+from gsm.data.reading import Moved, Piece, needed, sound_text
+
+REMOTE = "hf://"
+
+
+def text_data(
+    *,
+    path: str | None = None,
+    repository: str = "HuggingFaceFW/fineweb",
+    subset: str | None = "sample-10BT",
+    revision: str | None = None,
+    files: str | list[str] | None = None,
+    validation: str | list[str] | None = None,
+    text_field: str = "text",
+    **chosen: Any,
+) -> TextData:
+    """`TextData` over FineWeb.
+
+    Args:
+        path: a folder of parquet files (or one); None: `repository` on the hub.
+        repository: a data set on the hub, `owner/name`.
+        subset: which configuration of it.
+        revision: commit, tag or branch of it; None: the newest when its files are first listed, and the same from then
+            on for as long as the cache is kept.
+        files: patterns of the files to take; None: all.
+        validation: patterns of the files to hold out; None: the last of their names.
+        text_field: the column with the text.
+        chosen: the other arguments of `TextData`.
+
+    Raises:
+        As `TextData` and `FineWeb`.
+    """
+    which = {"repository": repository, "subset": subset, "revision": revision}
+    corpus = FineWeb(path, **which, files=files, validation=validation, text_field=text_field)
+    return TextData(corpus=corpus, **chosen)
+
+
+class FineWeb(Corpus):
+    """The parquet files of a data set; the last of their names is held out, or the documents of one by their hash.
+
+    Args:
+        root: a folder of parquet files (or one); None: the hub.
+        repository: a data set on the hub, `owner/name`.
+        subset: which configuration of it.
+        revision: commit, tag or branch of it; None: its newest.
+        settings: the other arguments of `Corpus`.
+
+    Raises:
+        FileNotFoundError: there is nothing at `root`.
+        ModuleNotFoundError: the extra `data` is not installed (at first use).
+        ConnectionError: the hub is needed and cannot be reached (at first use).
+        ValueError: as in `Corpus`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        repository: str = "HuggingFaceFW/fineweb",
+        subset: str | None = "sample-10BT",
+        revision: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.repository, self.subset, self.revision, self.remote = repository, subset, revision, root is None
+        super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **settings)
+
+    @cached_property
+    def files(self) -> dict[str, list[str]]:
+        """The sorted names of each split; on the hub, their addresses with the commit."""
+        names = self._take()
+        if self.held_out is None and len(names) > 1:
+            return {"train": names[:-1], "validation": names[-1:]}
+        return super().files
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the files and the split of each; on the hub, over their addresses, which hold the commit."""
+        if not self.remote:
+            return super().digest
+        return hashlib.sha256(json.dumps([self.files, self.text_field]).encode()).hexdigest()
+
+    def size(self, split: str) -> int | None:
+        """Bytes of the files; None on the hub."""
+        return None if self.remote else super().size(split)
+
+    def _walk(self) -> Iterator[str]:
+        return iter(self._listed) if self.remote else super()._walk()
+
+    @cached_property
+    def _listed(self) -> list[str]:
+        """Addresses of all files on the hub, asked for once: later runs then need no network to find what is cached."""
+        which = [self.repository, self.subset, self.revision]
+        note = self.notes and self.notes / f"hub-{hashlib.sha256(json.dumps(which).encode()).hexdigest()[:20]}.json"
+        known = read_json(note) if note else None
+        if known and known.get("files"):
+            return known["files"]
+        files = self._ask()
+        if note:
+            write_json(note, {"which": which, "files": files})
+        return files
+
+    def _ask(self) -> list[str]:
+        datasets = _datasets()
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.subset, revision=self.revision)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConnectionError(
+                f"the files of {self.repository} ({self.subset}) cannot be listed on the hub ({error}); "
+                "set data.path to a folder that holds its parquet files"
+            ) from error
+        return sorted(str(file) for files in (builder.config.data_files or {}).values() for file in files)
+
+    def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
+        """The documents of one file, streamed."""
+        address = name if name.startswith(REMOTE) else str(self._path(name))
+        rows = _datasets().load_dataset("parquet", data_files=[address], split="train", streaming=True)
+        if rows.column_names and self.text_field not in rows.column_names:
+            raise ValueError(f"{address} has no column {self.text_field!r} but {', '.join(rows.column_names)}; "
+                             "set data.text_field")  # fmt: skip
+        for number, row in enumerate(rows.select_columns([self.text_field]), start=1):
+            if text := sound_text(row[self.text_field] or "", f"{address}, row {number},", self.text_field):
+                yield Piece(text, last=True)
+        if moved and not self.remote:
+            moved(Path(address).stat().st_size)
+
+
+def _datasets() -> Any:
+    return needed("datasets", "datasets", "FineWeb's parquet files")

@@ -1,0 +1,217 @@
+"""Text out of files, a piece at a time: plain text, JSON lines and parquet; the first two also as .gz, .xz and .zst.
+
+What a file is follows from its name. JSON lines and parquet hold many documents, any other file is one document.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple
+
+PACKED = ("", ".gz", ".xz", ".zst")
+SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
+WHOLE = 1 << 24  # characters: a longer text file is read, and encoded, in pieces of about this size
+
+Moved = Callable[[int], None]
+
+
+class Piece(NamedTuple):
+    """Some text of a document: nearly always all of it, so that `last` is True."""
+
+    text: str
+    last: bool
+
+
+def holds_many(name: str) -> bool:
+    """Whether a file of this name holds many documents."""
+    return _unpacked(name).endswith((".jsonl", ".parquet"))
+
+
+def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
+    """The documents of one file in their order, those without any text left out.
+
+    Bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell.
+
+    Args:
+        path: the file.
+        field: where the text stands in a line of JSON, or the name of the column in parquet.
+        moved: called now and then with the number of bytes of the file that were taken in since the last call.
+
+    Raises:
+        ValueError: the file is damaged, a line is not JSON, or `field` is missing or no text.
+        ModuleNotFoundError: the package that reads such a file is not installed.
+    """
+    moved = moved or (lambda count: None)
+    kind = _unpacked(path.name)
+    if kind.endswith(".parquet"):
+        yield from _parquet(path, field, moved)
+    else:
+        with _opened(path, moved) as file:
+            yield from _json_lines(path, file, field) if kind.endswith(".jsonl") else _plain(file)
+
+
+def sound_text(value: object, where: str, field: str) -> str:
+    """A document's text as it can be written in UTF-8.
+
+    Raises:
+        ValueError: the value is no text; `where` says in which place of which file.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
+
+
+def _plain(file: IO[bytes]) -> Iterator[Piece]:
+    """One document. Pieces end with a line, so that hardly any token would have crossed their border."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    raw = _block(file)
+    while raw:
+        following = _block(file)
+        yield Piece(decoder.decode(raw, final=not following), last=not following)
+        raw = following
+
+
+def _block(file: IO[bytes]) -> bytes:
+    raw = file.read(WHOLE)
+    return raw + file.readline(WHOLE) if len(raw) == WHOLE else raw
+
+
+def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number},"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error}); each line has to be an object with its text in field {field!r}"
+            ) from error
+        if not isinstance(row, dict) or field not in row:
+            has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.40}"
+            raise ValueError(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
+        if text := sound_text(row[field], where, field):
+            yield Piece(text, last=True)
+
+
+def _parquet(path: Path, field: str, moved: Moved) -> Iterator[Piece]:
+    parquet = needed("pyarrow.parquet", "pyarrow", f"parquet files such as {path.name}")
+    arrow = needed("pyarrow", "pyarrow", f"parquet files such as {path.name}")
+    try:
+        file = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no sound parquet file ({error}); fetch it again") from error
+    with file:
+        columns = file.schema_arrow.names
+        if field not in columns:
+            raise ValueError(f"{path} has no column {field!r} but {', '.join(columns)}; set data.text_field")
+        row, share = 0, path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=256, columns=[field]):
+            for row, value in enumerate(batch.column(0).to_pylist(), start=row + 1):  # noqa: B020
+                if value is not None and (text := sound_text(value, f"{path}, row {row},", field)):
+                    yield Piece(text, last=True)
+            moved(int(share * batch.num_rows))
+
+
+def needed(module: str, package: str, purpose: str) -> Any:
+    """A module that only some data need.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the sentence says how to install it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{purpose} need the package {package}, which is not installed: pip install -c constraints.txt -e '.[data]'"
+        ) from error
+
+
+@contextmanager
+def _opened(path: Path, moved: Moved) -> Iterator[IO[bytes]]:
+    """The file's contents, unpacked on the way; what goes wrong in unpacking is said with the file's name."""
+    broken = (EOFError, lzma.LZMAError, zlib.error, OSError, _zstd_error(path))
+    with path.open("rb") as raw:
+        counted = _Counted(raw, moved)
+        try:
+            with _unpacking(counted, path) as file:
+                yield file
+        except broken as error:
+            raise ValueError(f"{path} is damaged or cut short ({error}); fetch it again") from error
+
+
+def _unpacking(raw: Any, path: Path) -> Any:
+    if path.suffix == ".gz":
+        import gzip
+
+        return gzip.GzipFile(fileobj=raw, mode="rb")
+    if path.suffix == ".xz":
+        return lzma.LZMAFile(raw)
+    if path.suffix == ".zst":
+        import io
+
+        zstd = _zstd(path)
+        if hasattr(zstd, "ZstdFile"):
+            return zstd.ZstdFile(raw)  # the standard library's, from Python 3.14
+        frames: Any = zstd.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(frames, 1 << 20)
+    return raw
+
+
+def _zstd(path: Path) -> Any:
+    if sys.version_info >= (3, 14):
+        return import_module("compression.zstd")
+    return needed("zstandard", "zstandard", f"zstd files such as {path.name}")
+
+
+def _zstd_error(path: Path) -> type[Exception]:
+    return _zstd(path).ZstdError if path.suffix == ".zst" else EOFError
+
+
+class _Counted:
+    """A file that says how far it was read."""
+
+    def __init__(self, file: BinaryIO, moved: Moved) -> None:
+        self._file, self._moved, self._told = file, moved, 0
+
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The file is closed where it was opened."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self.readline():
+            yield line
+
+    def read(self, size: int = -1) -> bytes:
+        return self._tell(self._file.read(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._tell(self._file.readline(size))
+
+    def _tell(self, raw: bytes) -> bytes:
+        place = self._file.tell()
+        if place > self._told:
+            self._moved(place - self._told)
+            self._told = place
+        return raw
+
+
+def _unpacked(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".xz").removesuffix(".zst")

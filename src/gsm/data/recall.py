@@ -1,0 +1,167 @@
+"""Tasks that nothing but memory solves, made on the fly: needles in filler, and multi-query associative recall.
+
+Both tell pairs of a key and a value, and later ask for the value by the key. Ids: keys first, then values, then filler.
+The target is the value, at the position of the key that asks; nothing else is trained on.
+
+    Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
+                             needles in filler     | gap, filler only    | questions and answers
+    MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
+                             all pairs         | questions and answers at distances that follow a power law
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gsm.data.packing import IGNORED
+
+
+class Drawn(NamedTuple):
+    """One sequence: int64 [T] ids, and int64 [T] targets, -100 where none is."""
+
+    token_T: np.ndarray
+    target_T: np.ndarray
+
+
+class Task(Protocol):
+    """What ``gsm.data.synthetic`` needs of a task."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        ...
+
+    @property
+    def answers(self) -> int:
+        """Targets in a sequence."""
+        ...
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if sequences of this length cannot hold the task."""
+        ...
+
+    def draw(self, random: np.random.Generator, length: int) -> Drawn:
+        """One sequence."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alphabet:
+    """The ids that a task is written in.
+
+    Attributes:
+        keys, values, fillers: how many ids of each kind.
+        pairs: pairs told, and asked for, in one sequence; their keys differ.
+
+    Raises:
+        ValueError: a number below 1, or more pairs than keys.
+    """
+
+    keys: int = 32
+    values: int = 32
+    fillers: int = 32
+    pairs: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values", "fillers", "pairs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.pairs > self.keys:
+            raise ValueError(f"pairs {self.pairs} need as many different keys, and keys is {self.keys}")
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        return self.keys + self.values + self.fillers
+
+    @property
+    def answers(self) -> int:
+        """Targets in a sequence."""
+        return self.pairs
+
+    def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Different keys and any values, int64 [pairs] each."""
+        key_P = random.permutation(self.keys)[: self.pairs]
+        return key_P, self.keys + random.integers(self.values, size=self.pairs)
+
+    def _filler(self, random: np.random.Generator, length: int) -> np.ndarray:
+        return self.keys + self.values + random.integers(self.fillers, size=length)
+
+    def _ask(
+        self, random: np.random.Generator, token_T: np.ndarray, at_P: np.ndarray, key_P: np.ndarray, value_P: np.ndarray
+    ) -> Drawn:
+        """Writes the questions and their answers, in random order, at the given places; sets the targets."""
+        order_P = random.permutation(self.pairs)
+        token_T[at_P], token_T[at_P + 1] = key_P[order_P], value_P[order_P]
+        target_T = np.full_like(token_T, IGNORED)
+        target_T[at_P] = value_P[order_P]
+        return Drawn(token_T, target_T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle(Alphabet):
+    """Needles at random places, at any parity, then filler, then all the questions.
+
+    Attributes:
+        gap: more than so many positions lie between any needle and any question. A sequence too short for that (while
+            lengths still grow) has the largest gap that leaves a little freedom to the places of the needles.
+    """
+
+    gap: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gap < 0:
+            raise ValueError(f"gap must be 0 or more, got {self.gap}")
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if a sequence cannot hold needles, questions and the whole gap."""
+        least = 4 * self.pairs + self.gap
+        if length < least:
+            raise ValueError(
+                f"context {length} is too short for {self.pairs} needles, as many questions and a gap of {self.gap}: "
+                f"it takes {least}"
+            )
+
+    def draw(self, random: np.random.Generator, length: int) -> Drawn:
+        """One sequence. Raises ValueError where not even the needles and questions fit."""
+        room = length - 2 * self.pairs - self.gap  # what needles may stand in
+        room = max(room, min(2 * self.pairs + 4, length - 2 * self.pairs))
+        if room < 2 * self.pairs:
+            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
+        token_T = self._filler(random, length)
+        key_P, value_P = self._pairs(random)
+        spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
+        at_P = spare_P + 2 * np.arange(self.pairs)
+        token_T[at_P], token_T[at_P + 1] = key_P, value_P
+        return self._ask(random, token_T, length - 2 * self.pairs + 2 * np.arange(self.pairs), key_P, value_P)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiQueryRecall(Alphabet):
+    """All pairs first, then questions among filler: near ones are more frequent (Arora et al., 2023, Zoology).
+
+    Attributes:
+        power: exponent of the law, p(distance) ~ distance ** (power - 1); 1 is uniform.
+    """
+
+    power: float = 0.1
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if a sequence cannot hold pairs and questions."""
+        if length < 4 * self.pairs:
+            raise ValueError(f"context {length} is too short for {self.pairs} pairs and questions: {4 * self.pairs}")
+
+    def draw(self, random: np.random.Generator, length: int) -> Drawn:
+        """One sequence. Raises ValueError where it cannot hold pairs and questions."""
+        self.check(length)
+        token_T = self._filler(random, length)
+        key_P, value_P = self._pairs(random)
+        token_T[: 2 * self.pairs : 2], token_T[1 : 2 * self.pairs : 2] = key_P, value_P
+        places = length // 2 - self.pairs
+        weight = np.arange(1, places + 1) ** (self.power - 1.0)
+        chosen_P = random.choice(places, self.pairs, replace=False, p=weight / weight.sum())
+        return self._ask(random, token_T, 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)

@@ -1,0 +1,181 @@
+"""`SyntheticData`: sequences of a task, made when they are needed. B batch, T positions.
+
+Sequence number i is a function of (seed, i) and, while lengths still grow, of the step that takes it: nothing is
+stored, nothing repeats, and a run that was interrupted goes on with the very next sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+
+from gsm.data.loader import Batches
+from gsm.data.packing import validation_batches
+from gsm.data.recall import Task
+
+HELD_OUT = (
+    2**32 - 1
+)  # stands for the seed in validation: the same sequences for every seed of a run, and never trained on
+
+
+class Generated:
+    """A sequence for every number.
+
+    Args:
+        task: what they are.
+        seed: of all of them.
+        length: of the sequence with a given number.
+    """
+
+    def __init__(self, task: Task, seed: int, length: Callable[[int], int]) -> None:
+        self.task, self.seed, self.length = task, seed, length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sequence: `tokens`, `targets` and `documents`, int64 [T] each."""
+        return {name: value_BT[0] for name, value_BT in self.batch([index]).items()}
+
+    def batch(self, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
+        """The sequences of these numbers, int64 [B,T] each; without targets for -1, which evens out ranks.
+
+        All have the length of the first one.
+        """
+        length = self.length(int(indices[0]))
+        drawn = [self.task.draw(np.random.default_rng([self.seed, max(int(i), 0)]), length) for i in indices]
+        token_BT, target_BT = (torch.from_numpy(np.stack(rows)) for rows in zip(*drawn, strict=True))
+        target_BT[torch.as_tensor(np.asarray(indices)) < 0] = -100
+        return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
+
+
+class SyntheticData(lightning.LightningDataModule):
+    """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
+
+    Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
+
+    Args:
+        task: see `gsm.data.recall`.
+        vocabulary: how many ids the model has.
+        context: T, at validation and at the end of training.
+        batch_size: B on each device.
+        seed: of the training sequences.
+        validation_sequences: how many sequences validation takes.
+        shortest: T at the beginning; None: `context` throughout.
+        grow_from, grow_until: between these fractions of all steps T grows evenly, in multiples of 8.
+
+    Raises:
+        ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.
+    """
+
+    tokenizer = None  # ids stand for themselves
+    measures_accuracy = True
+    num_workers = 0
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        vocabulary: int,
+        context: int,
+        batch_size: int,
+        seed: int = 0,
+        validation_sequences: int = 64,
+        shortest: int | None = None,
+        grow_from: float = 0.0,
+        grow_until: float = 0.5,
+    ) -> None:
+        super().__init__()
+        for name, value in (("batch_size", batch_size), ("validation_sequences", validation_sequences)):
+            if value < 1:
+                raise ValueError(f"{name} {value} is too small; give data.{name} at least 1")
+        if task.vocabulary > vocabulary:
+            raise ValueError(
+                f"the task has {task.vocabulary} ids and the model's vocabulary only {vocabulary}: set size.vocabulary "
+                f"to at least {task.vocabulary}"
+            )
+        task.check(context)
+        if shortest is not None and not 4 * task.answers <= shortest <= context:
+            raise ValueError(
+                f"shortest {shortest} must lie between {4 * task.answers}, which the task takes, and context {context}"
+            )
+        if not 0 <= grow_from <= grow_until <= 1:
+            raise ValueError(f"grow_from {grow_from} and grow_until {grow_until} must ascend between 0 and 1")
+        self.task, self.vocabulary, self.context, self.batch_size = task, vocabulary, context, batch_size
+        self.seed, self.validation_sequences = seed, validation_sequences
+        self.shortest, self.grow_from, self.grow_until = shortest, grow_from, grow_until
+        self.validation_set = Generated(task, HELD_OUT, lambda _: context)
+
+    def length(self, progress: float) -> int:
+        """T after this fraction of the training steps."""
+        if self.shortest is None or progress >= self.grow_until:
+            return self.context
+        grown = max(0.0, progress - self.grow_from) / max(self.grow_until - self.grow_from, 1e-9)
+        return self.shortest + int((self.context - self.shortest) * grown) // 8 * 8
+
+    def train_dataloader(self) -> Batches:
+        """All batches that are left; their number follows from the trainer's steps."""
+        total = self._steps * self._accumulated
+        train = Generated(self.task, self.seed, self._length_of)
+        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
+
+    def val_dataloader(self) -> Batches:
+        """The validation sequences; with several ranks each takes its share."""
+        batches = validation_batches(
+            self.validation_sequences,
+            limit=None,
+            batch_size=self.batch_size,
+            rank=self._shares["rank"],
+            world=self._shares["num_replicas"],
+        )
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
+
+    def validation(self) -> Iterator[dict[str, Tensor]]:
+        """The sequences that validation averages over, one by one, in order."""
+        return (self.validation_set[index] for index in range(self.validation_sequences))
+
+    def headline(self) -> dict[str, str]:
+        """What the header of a run says of its data."""
+        grown = f", from {self.shortest} tokens to {self.context}" if self.shortest else ""
+        asked = self.validation_sequences * self.task.answers
+        return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {asked:,} held-out questions"}
+
+    def description(self) -> dict[str, Any]:
+        """What a run's summary says of its data."""
+        return {
+            "task": type(self.task).__name__,
+            **{name: value for name, value in vars(self.task).items()},
+            "context": self.context,
+            "validation_answers": self.validation_sequences * self.task.answers,
+        }
+
+    def _plan(self, total: int) -> Iterator[np.ndarray]:
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
+        done = progress.processed if progress else 0  # pyright: ignore[reportAttributeAccessIssue]
+        for batch in range(done, total):
+            first = (batch * self._shares["num_replicas"] + self._shares["rank"]) * self.batch_size
+            yield np.arange(first, first + self.batch_size)
+
+    def _length_of(self, index: int) -> int:
+        step = index // (self.batch_size * self._shares["num_replicas"] * self._accumulated)
+        return self.length(step / self._steps)
+
+    @property
+    def _steps(self) -> int:
+        return max(1, self.trainer.max_steps) if self.trainer else 1
+
+    @property
+    def _accumulated(self) -> int:
+        return self.trainer.accumulate_grad_batches if self.trainer else 1
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return dict(shares or {"num_replicas": 1, "rank": 0})

@@ -1,0 +1,91 @@
+"""What a model refuses, each with a sentence that names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.memory.memory import Memory
+
+IGNORED = -100  # target of a position that is not trained on
+
+
+def check_call(
+    vocabulary: int, tokens: Tensor, documents: Tensor | None, targets: Tensor | None, rows: int | None
+) -> None:
+    """Raises ValueError for arguments of a forward that do not fit one another or the vocabulary. Values are looked at
+    on the CPU alone: elsewhere that would stall the device."""
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ValueError(
+            f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
+        )
+    batch, length = tokens.shape
+    if batch < 1 or length < 1:
+        raise ValueError(f"tokens must hold at least one token, got an empty prompt of shape {list(tokens.shape)}")
+    for name, other in (("documents", documents), ("targets", targets)):
+        if other is not None and other.shape != tokens.shape:
+            raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
+    if rows is not None and not 1 <= rows <= length:
+        raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_range(vocabulary, "token id", tokens)
+        if targets is not None:
+            check_range(vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to be left out")
+
+
+def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") -> None:
+    """Raises ValueError for ids that the vocabulary does not have."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        ends = f"the vocabulary has ids 0 to {vocabulary - 1}"
+        raise ValueError(f"{name} {low if low < 0 else high} is out of range: {ends}{otherwise}")
+
+
+def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor) -> None:
+    """Raises ValueError for a memory of another model, for another number of sequences, on another device, or without
+    room; and for a static one while gradients are recorded. Looks at nothing but numbers that the host knows."""
+    batch, length = tokens.shape
+    if memory.batch != batch:
+        raise ValueError(
+            f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
+        )
+    own = memory.ledger.layout
+    if own is not layout and own != layout:
+        raise ValueError(
+            "memory was made by another model, or one of other sizes or dtype"
+            f"{first_difference(own, layout)}; use start() of this model"
+        )
+    if memory.document_B.device != tokens.device:
+        raise ValueError(
+            f"memory lies on {memory.document_B.device}, tokens on {tokens.device}; move the model first, then start()"
+        )
+    if memory.capacity is not None and torch.is_grad_enabled():
+        raise ValueError(
+            f"memory of capacity {memory.capacity} is written in place, which gradients do not survive; call the model "
+            "under torch.no_grad(), or use start() without a capacity"
+        )
+    memory.ledger.require(length)
+
+
+def first_difference(got: tuple[tuple, ...], want: tuple[tuple, ...]) -> str:
+    """The first store in which two layouts differ, in words."""
+    for one, other in zip(got, want, strict=False):
+        if one != other:
+            return f" (it has {describe(one)} where this model has {describe(other)})"
+    return f" (it has {len(got)} stores, this model {len(want)})"
+
+
+def describe(store: tuple) -> str:
+    """A line of a layout in words."""
+    kind, size, width, dtype = store
+    return f"{kind} {size} x {width} {str(dtype).removeprefix('torch.')}"
+
+
+def check_room(capacity: int, prompt: int, new: int) -> None:
+    """Raises ValueError for a capacity that a prompt and the new tokens after it do not fit into. The last new token is
+    not read, so it needs no room."""
+    if prompt + new - 1 > capacity:
+        raise ValueError(
+            f"capacity {capacity} does not hold a prompt of {prompt} tokens and {new} new ones; "
+            f"use capacity={prompt + new - 1} or more, or None for a memory that grows"
+        )

@@ -1,0 +1,278 @@
+"""Held-out loss of trained models: of one checkpoint, or of every run below a folder, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsm.callbacks.progress import clock
+from gsm.callbacks.summary import commit, versions, write_json
+from gsm.data.packing import validation_indices
+from gsm.data.tokenizer import Tokenizer
+from gsm.eval import losses, show
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.fit import best_precision
+from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals
+from gsm_kernels import explain
+
+SPLITS = ("validation", "train")
+
+
+def evaluate(
+    checkpoint: str,
+    data: str = "",
+    path: str = "",
+    split: str = "validation",
+    context: int = 0,
+    sequences: int = 0,
+    batch_size: int = 0,
+    position: str = "document",
+    device: str = "auto",
+    output: str = "",
+) -> list[dict[str, Any]]:
+    """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
+
+    Without further arguments a model meets exactly what its run validated on.
+
+    Args:
+        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
+        data: other text: a variant of configs/data, read with the checkpoint's tokenizer
+        path: other text: a folder or a file of your own
+        split: validation; or train, which the model has seen
+        context: tokens of a sequence; 0: as in training. A longer one is allowed
+        sequences: how many, spread evenly over the split; 0: as many as the run validated on
+        batch_size: sequences at a time; 0: as in training
+        position: place of a token in its document, or in the whole sequence
+        device: cpu, cuda, ...; auto: a GPU if there is one
+        output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+    """
+    _check(split, position, context=context, sequences=sequences, batch_size=batch_size)
+    device = usable(device)
+    found = checkpoints(checkpoint)
+    wanted = {"split": split, "context": context, "sequences": sequences, "batch_size": batch_size}
+    results = []
+    for number, file in enumerate(found, 1):
+        note = f"{number} of {len(found)}: " if len(found) > 1 else ""
+        result = measure(file, device=device, data=data, path=path, position=position, note=note, **wanted)
+        if not output:
+            _write(_home(file) / "evaluation.json", result)
+        print(f"{_title(result)}\n{'' if data or path else _caution(file, result)}\n{show.one(result)}\n", flush=True)
+        results.append(result)
+    if len(results) > 1:
+        print(
+            f"{len(results)} runs; mean +- standard deviation between the runs of an arm\n\n{show.several(results)}\n"
+        )
+    _conclude(results, output, Path(checkpoint), found)
+    return results
+
+
+def measure(
+    file: Path,
+    *,
+    device: str = "cpu",
+    data: str = "",
+    path: str = "",
+    split: str = "validation",
+    context: int = 0,
+    sequences: int = 0,
+    batch_size: int = 0,
+    position: str = "document",
+    note: str = "",
+) -> dict[str, Any]:
+    """What is known of one checkpoint and what was measured, as plain containers; arguments as in ``evaluate``."""
+    saved = read_checkpoint(file)
+    config = saved["hyper_parameters"]["config"]
+    text = open_data(saved, data, path, context=context, batch_size=batch_size, sequences=sequences)
+    rows, count = _sequences(text, split, sequences)
+    model, start = load_model(file, device), time.perf_counter()
+    precision = _precision(config, device)
+    with _autocast(precision, device), refusals(str(file)):
+        shown = progress(rows, count, note)
+        options = {"batch_size": text.batch_size, "token_bytes_V": getattr(text, "token_bytes_V", None)}
+        measured = losses.evaluate(model, shown, place=position, **options)  # pyright: ignore[reportArgumentType]
+    return {
+        "checkpoint": str(file),
+        **{"experiment": config.get("name"), "arm": str(config.get("arm")), "seed": config.get("seed")},
+        "step": saved.get("global_step"),
+        "split": split,
+        "context": text.context,
+        "text": measured.facts(),
+        "data": text.description(),
+        **{"device": _device_name(device), "precision": precision, "kernels": explain()},
+        "seconds": round(time.perf_counter() - start, 3),
+        **{"versions": versions(), "commit": commit()},
+    }
+
+
+def checkpoints(path: str) -> list[Path]:
+    """The checkpoint at a path, or those of all runs below it, sorted. Raises FileNotFoundError if there is none."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / "checkpoints" / "last.ckpt").is_file():
+        return [folder / "checkpoints" / "last.ckpt" if folder.is_dir() else folder]
+    found = sorted(folder.glob("**/checkpoints/last.ckpt"))
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    if not found:
+        raise FileNotFoundError(f"no checkpoint at {path}, and no run below it has a checkpoints/last.ckpt")
+    return found
+
+
+def open_data(
+    saved: Mapping[str, Any],
+    data: str = "",
+    path: str = "",
+    *,
+    context: int = 0,
+    batch_size: int = 0,
+    sequences: int = 0,
+) -> Any:
+    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer. Raises ConfigError."""
+    own = saved["hyper_parameters"]["config"]["data"]
+    node = dict(own) if not (data or path) else _other(own, data or "folder", path)
+    node["context"] = context or own["context"]
+    node["batch_size"] = batch_size or own["batch_size"]
+    if sequences:
+        node["validation_sequences"] = sequences
+    if "tokenizer" in node:
+        if not saved.get("tokenizer"):
+            raise ConfigError(
+                "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
+            )
+        node["tokenizer"] = None
+        node.pop("end_of_text", None)
+    make = instantiate({**{k: v for k, v in node.items() if k != "tokenizer"}, "_partial_": True}, "data")
+    with refusals("data"):
+        made = make(tokenizer=Tokenizer.from_state(saved["tokenizer"])) if "tokenizer" in node else make()
+        made.prepare_data()
+        made.setup()
+    return made
+
+
+def progress(sequences: Iterable[Any], count: int, note: str = "", patience: float = 3.0) -> Iterator[Any]:
+    """Passes sequences on, and says on stderr how far it is, when that takes longer than ``patience`` seconds."""
+    start = last = time.perf_counter()
+    terminal, written = sys.stderr.isatty(), False
+    for done, sequence in enumerate(sequences):
+        now = time.perf_counter()
+        if done and now - last > (patience if terminal or not written else 30.0):
+            left = clock((now - start) / done * (count - done))
+            line = f"{note}{done} of {count} sequences, {left} left"
+            sys.stderr.write(f"\r{line:<78}" if terminal else f"{line}\n")
+            sys.stderr.flush()
+            last, written, patience = now, True, min(patience, 0.5)
+        yield sequence
+    if written and terminal:
+        sys.stderr.write(f"\r{'':<78}\r")
+
+
+def usable(device: str) -> str:
+    """The device's name, once PyTorch has used it. Raises ConfigError."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
+        raise ConfigError(
+            f"device is '{device}', but PyTorch cannot use it ({reason}); say cpu, cuda or auto"
+        ) from error
+    return device
+
+
+def _other(own: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
+    """The configuration of other text, with what the model fixes taken from its own."""
+    composed = compose([f"data={data}", *(["data.path=."] if path else [])])["data"]
+    kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
+    return {**composed, **kept, **({"path": path} if path else {})}
+
+
+def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:
+    """The sequences of a split, and how many they are."""
+    limit = sequences or text.validation_sequences
+    if split == "validation":
+        return text.validation(), sum(len(indices) for indices in text.val_dataloader().plan())
+    if not hasattr(text, "train_set"):
+        raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
+    indices = validation_indices(len(text.train_set), limit)
+    return text.train_set.each(indices), len(indices)
+
+
+def _check(split: str, position: str, **numbers: int) -> None:
+    if split not in SPLITS:
+        raise ConfigError(f"split is '{split}', but has to be {' or '.join(SPLITS)}")
+    if position not in ("document", "sequence"):
+        raise ConfigError(f"position is '{position}', but has to be document or sequence")
+    for name, number in numbers.items():
+        if number < 0 or (name == "context" and number == 1):
+            least = 2 if name == "context" else 1
+            raise ConfigError(f"{name} is {number}, but has to be {least} or more; leave it out for what the run had")
+
+
+def _precision(config: Mapping[str, Any], device: str) -> str:
+    """The arithmetic that the run validated in; on a CPU float32, and on a GPU what ``auto`` would choose there."""
+    chosen = str(config.get("trainer", {}).get("precision") or "32-true")
+    return best_precision(torch.device(device).type) if chosen == "auto" else chosen
+
+
+def _autocast(precision: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    kinds: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    if precision not in kinds:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=kinds[precision])
+
+
+def _device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device}, {torch.get_num_threads()} threads"
+
+
+def _home(file: Path) -> Path:
+    """The folder of a checkpoint's run."""
+    return file.parent.parent if file.parent.name == "checkpoints" else file.parent
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    text, data = result["text"], result["data"]
+    of = data.get("corpus") or data.get("task") or "its data"
+    run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
+    return (
+        f"{run}, step {result['step']}: {result['split']} of {of}\n"
+        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets"
+    )
+
+
+def _caution(file: Path, result: Mapping[str, Any]) -> str:
+    """A line where the text is no longer the one that the run's own numbers are of."""
+    try:
+        before = json.loads((_home(file) / "summary.json").read_text(encoding="utf-8"))["data"]["digest"]
+    except (OSError, ValueError, KeyError, TypeError):  # no summary, or one that is of something else
+        return ""
+    same = before == result["data"].get("digest")
+    return "" if same else "This is not the text that the run validated on: it has another digest.\n"
+
+
+def _conclude(results: list[dict[str, Any]], output: str, checkpoint: Path, found: list[Path]) -> None:
+    """Writes what belongs to all runs, and says what was written."""
+    places = [str(_home(file) / "evaluation.json") for file in found]
+    if output or len(results) > 1:
+        place = Path(output) if output else checkpoint / "evaluation.json"
+        _write(place, results[0] if len(results) == 1 else {"runs": results})
+        places = [str(place)]
+    print(f"Written to {places[0]}")
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); say output=, a file elsewhere") from error

@@ -1,0 +1,330 @@
+"""Experiments: several arms and seeds with one command, each in a process of its own, and a table in the end.
+
+``python train.py experiment=ablate_residual`` is the parent. It trains nothing itself: it composes and checks every run
+first, starts ``python train.py experiment=ablate_residual arms=null seeds=null arm=mhc seed=0 ...`` for those that are
+not finished yet, and puts their summaries together. So it can be stopped and given again at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+
+from gsm.callbacks.progress import clock
+from gsm.runs.check import ConfigError, unknown
+from gsm.runs.children import Child, work_off
+from gsm.runs.command_line import again
+from gsm.runs.compose import compose, job_directories
+from gsm.runs.folder import finished, locked, prepare
+from gsm.runs.table import COLUMNS, WIDTH, RunSummary, Table, read_runs, shown, summarise
+
+OWN = ("arm", "arms", "seed", "seeds", "jobs", "force", "table")  # the parent's keys; a child gets its own
+NOT_FOR_ARMS = {*OWN, "name", "logs", "folder", "experiment", "resume"}
+NAME = re.compile(r"[A-Za-z_][\w.+-]*")
+WORDS = {"null", "true", "false", "nan", "inf"}  # what Hydra takes for values rather than names
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to train: its place in the experiment, its command line, and the configuration composed from that."""
+
+    arm: str
+    seed: int
+    overrides: tuple[str, ...]
+    config: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where it trains."""
+        return Path(self.config["folder"])
+
+    @property
+    def name(self) -> str:
+        """Its folder, as seen from the experiment's."""
+        return f"{self.arm}/seed{self.seed}"
+
+
+class Experiment:
+    """What one command asks for.
+
+    Args:
+        config: the parent's composed configuration.
+        given: the overrides on the parent's command line, without Hydra's own.
+        directories: folders of yaml files besides ``configs/``.
+
+    Attributes:
+        arms: all arms by name, with their overrides.
+        chosen: the names of those to train.
+        seeds: to train them with.
+
+    Raises:
+        ConfigError: arms, seeds, jobs or table cannot be used.
+    """
+
+    def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), directories: Sequence[Path] = ()) -> None:
+        keys = {_key(line) for line in given}
+        if "folder" in keys:
+            raise ConfigError("folder= is one run's, but this experiment has several: choose logs= or name= instead")
+        if config["jobs"] < 1:
+            raise ConfigError(f"jobs is {config['jobs']}, but has to be 1 or more: how many runs train at a time")
+        self.config, self.given, self.directories = config, given, directories
+        self.arms = _arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
+        self.chosen = _chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
+        one_seed = config["seeds"] is None or "seed" in keys and "seeds" not in keys
+        self.seeds = [config["seed"]] if one_seed else _seeds(config["seeds"])
+        self.columns = _columns(config["table"])
+        self._jobs: dict[tuple[str, int], Job] = {}  # to compose one takes a third of a second
+
+    @property
+    def folder(self) -> Path:
+        """``logs/<name>``."""
+        return Path(self.config["logs"]) / str(self.config["name"])
+
+    def jobs(self) -> list[Job]:
+        """What is to be trained, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm."""
+        for arm in self.arms:
+            self.job(arm, self.seeds[0])
+        return [self.job(arm, seed) for seed in self.seeds for arm in self.chosen]
+
+    def job(self, arm: str, seed: int) -> Job:
+        """One run; what the user has given comes last and so holds for every arm. Raises ConfigError, with the arm."""
+        if (arm, seed) not in self._jobs:
+            overrides = self._overrides(arm, seed)
+            try:
+                self._jobs[arm, seed] = Job(arm, seed, overrides, compose(overrides, self.directories))
+            except ConfigError as error:
+                raise ConfigError(f"arm {arm}: {error}") from error
+        return self._jobs[arm, seed]
+
+    def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
+        mine = [line for line in self.given if _key(line) == "experiment"]
+        theirs = [line for line in self.given if _key(line) not in (*OWN, "experiment")]
+        return (*mine, "arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", *self.arms[arm], *theirs)
+
+    def table(self) -> Table:
+        """Of all finished runs of this configuration, whether this command has trained them or another."""
+        runs = [run for run in read_runs(self.folder) if run.arm in self.arms and self._is_ours(run)]
+        return summarise(runs, self.columns, self.arms)
+
+    def _is_ours(self, run: RunSummary) -> bool:
+        return run.finished and finished(self.job(run.arm, run.seed).config)
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """What ``train.py`` does inside of Hydra: one run, or, where the configuration has arms or seeds, all of those."""
+    if config["arms"] is None and config["seeds"] is None:
+        from gsm.runs.fit import train  # a parent that only waits does not need it
+
+        train(config)
+        return
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
+    train_all(Experiment(config, list(HydraConfig.get().overrides.task), job_directories()), _script())
+
+
+def train_all(experiment: Experiment, script: Sequence[str]) -> Table:
+    """Trains what is not finished yet, and prints and writes the table.
+
+    Args:
+        experiment: what to train.
+        script: the command that trains one run, as words; overrides are added to it.
+
+    Raises:
+        ConfigError: an arm is wrong, or another process works on this experiment.
+        SystemExit: 1 if a run has failed, 128 + the number of a signal that has stopped it.
+    """
+    _refuse_ranks()
+    jobs = experiment.jobs()
+    with locked(experiment.folder):
+        if experiment.config["force"]:
+            _set_aside(jobs)
+        waiting = [job for job in jobs if not finished(job.config)]
+        print(_header(experiment, jobs, waiting), flush=True)
+        failed, stopped = _Watch(waiting, script, experiment).train()
+        if stopped is not None:
+            print(f"\nstopped; to go on:\n  {_going_on()}", flush=True)
+            raise SystemExit(128 + stopped)
+        table = experiment.table()
+        table.write(experiment.folder)
+        print(_conclusion(experiment, table), flush=True)
+    if failed:
+        print(_complaints(failed), flush=True)
+        raise SystemExit(1)
+    return table
+
+
+class _Watch:
+    """Starts the runs, and tells how they end."""
+
+    def __init__(self, jobs: Sequence[Job], script: Sequence[str], experiment: Experiment) -> None:
+        self.jobs, self.script = jobs, script
+        self.at_once = min(experiment.config["jobs"], len(jobs))
+        self.columns = experiment.columns
+        self.failed: dict[str, Child] = {}
+
+    def train(self) -> tuple[dict[str, Child], int | None]:
+        """Those that have failed, by name, and the signal that has ended it all, if one has."""
+        stopped = work_off([partial(self._start, n) for n in range(len(self.jobs))], self.at_once, self._ended)
+        return self.failed, stopped
+
+    def _start(self, number: int) -> Child:
+        job = self.jobs[number]
+        command = [*self.script, *job.overrides]
+        log = job.folder / "train.log"
+        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: started, output in {_near(log)}", flush=True)
+        if self.at_once > 1:
+            print(textwrap.indent(shlex.join(command), "    "), flush=True)
+        return Child(command, log, self._environment(), follow=self.at_once == 1)
+
+    def _ended(self, number: int, child: Child, code: int) -> None:
+        job = self.jobs[number]
+        if code:
+            self.failed[job.name] = child
+        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
+        numbers = "" if code else self._numbers(job)
+        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: {how} after {clock(child.seconds())}{numbers}", flush=True)
+
+    def _numbers(self, job: Job) -> str:
+        """The columns of the table, of this run."""
+        of_this = (run for run in read_runs(job.folder.parent.parent) if run.folder == job.folder)
+        return "".join(f", {column} {shown(run.value(column))}" for run in of_this for column in self.columns)
+
+    def _environment(self) -> dict[str, str]:
+        """Threads for several runs at a time; one alone takes what it finds."""
+        if self.at_once == 1:
+            return {}
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        return {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}
+
+
+def _arms(arms: Any) -> dict[str, list[str]]:
+    """The arms of a configuration, checked. Raises ConfigError."""
+    if not isinstance(arms, Mapping) or not arms:
+        raise ConfigError(
+            f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
+        )
+    for name, overrides in arms.items():
+        if not NAME.fullmatch(str(name)) or str(name) in WORDS:
+            raise ConfigError(
+                f"arms has the name '{name}', but a name begins with a letter and has no spaces or slashes"
+            )
+        if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
+            raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
+        for line in overrides:
+            try:
+                key = _key(line)
+            except HydraException as error:
+                raise ConfigError(f"arms.{name}: cannot read '{line}': write key=value or group=option") from error
+            if key in NOT_FOR_ARMS:
+                raise ConfigError(f"arms.{name} sets {key}, which is the experiment's: leave {line} out")
+    return {str(name): list(overrides) for name, overrides in arms.items()}
+
+
+def _chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
+    """The arms that ``arm=`` picks. Raises ConfigError for one that there is not."""
+    names = [str(name) for name in (wanted if isinstance(wanted, list) else [wanted])]
+    for name in names:
+        if name not in arms:
+            raise unknown("arm", name, arms, "the experiment")
+    return list(dict.fromkeys(names))
+
+
+def _seeds(seeds: Any) -> list[int]:
+    """``[0, 2]``, or 3 for the first three. Raises ConfigError."""
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        return list(range(seeds))
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
+        raise ConfigError(f"seeds is {seeds!r}, but takes a list such as [0,1,2], or how many: seeds=3")
+    return list(dict.fromkeys(seeds))
+
+
+def _columns(table: Any) -> list[str]:
+    """The keys that the table shows. Raises ConfigError."""
+    if table is None:
+        return list(COLUMNS)
+    if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
+        raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
+    return table
+
+
+def _key(line: str) -> str:
+    return OverridesParser.create().parse_override(line).key_or_group
+
+
+def _script() -> list[str]:
+    """What trains one run: this script, with the flags that say where yaml files are, and Hydra's own overrides."""
+    parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
+    folder = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
+    own = [line for line in HydraConfig.get().overrides.hydra if not line.startswith(("hydra.run.", "hydra.mode="))]
+    return [sys.executable, sys.argv[0], *folder, *own]
+
+
+def _refuse_ranks() -> None:
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "WORLD_SIZE is set, so this is one of several ranks, but an experiment with arms or seeds is one process "
+            "that starts others: leave out torchrun and set trainer.devices, or train one arm with arms=null seeds=null"
+        )
+
+
+def _set_aside(jobs: Sequence[Job]) -> None:
+    """Moves all earlier runs away at once, so that what is interrupted can go on without being forced again."""
+    for job in jobs:
+        with locked(job.folder):
+            prepare({**job.config, "resume": "never"})
+
+
+def _going_on() -> str:
+    words = shlex.split(again())
+    return shlex.join(
+        [word for word in words if word.lower() not in ("force=true", "force=1", "force=yes", "force=on")]
+    )
+
+
+def _near(path: Path) -> str:
+    """A path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job]) -> str:
+    lines = [
+        f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
+        f"seeds {', '.join(map(str, experiment.seeds))}; in {_near(experiment.folder)}"
+    ]
+    done = [job.name for job in jobs if job not in waiting]
+    if done:
+        lines.append(f"finished already, and skipped (force=true runs them again): {', '.join(done)}")
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False))
+
+
+def _conclusion(experiment: Experiment, table: Table) -> str:
+    lines = ["", table.text(), "", "mean +- sample standard deviation over the seeds; also in"]
+    lines[-1] += f" {_near(experiment.folder / 'results.md')}, .csv and .json"
+    for column in table.empty_columns():
+        known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
+        lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)
+    return "\n".join(lines)
+
+
+def _complaints(failed: Mapping[str, Child]) -> str:
+    """Who has failed, with their last words."""
+    lines = []
+    for name, child in failed.items():
+        lines += ["", f"{name} failed; the end of {_near(child.log)}:", *(f"  {line}" for line in child.tail())]
+    return "\n".join([*lines, "", f"failed: {', '.join(failed)}; to try again:\n  {_going_on()}"])

@@ -1,0 +1,263 @@
+"""`python evaluate.py`: it finds what training found, and where in a text a model does well."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import build, random_tokens
+from test_train_cli import arguments
+
+from gsm.eval import losses, show
+from gsm.eval.losses import buckets, evaluate, positions, token_losses
+from gsm.paths import ROOT
+from gsm.runs import command_line
+from gsm.runs import evaluate as script
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
+
+QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false")
+
+
+def batch_of(batch: int = 3, length: int = 20) -> dict[str, torch.Tensor]:
+    """Random sequences of two documents; a few positions have no target."""
+    tokens = random_tokens(batch, length)
+    targets = random_tokens(batch, length, seed=2)
+    targets[:, 7] = -100
+    return {"tokens": tokens, "targets": targets, "documents": (torch.arange(length) > 7).long().expand(batch, -1)}
+
+
+def each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [dict(zip(batch, rows, strict=True)) for rows in zip(*batch.values(), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Three short runs of two arms: the folder above them, and their summaries."""
+    folder = tmp_path_factory.mktemp("runs")
+    chosen = (("gsm", 0), ("gsm", 1), ("baseline", 0))
+    given = [*arguments(folder), *QUICK]
+    made = [train(compose([*given, f"model={model}", f"seed={seed}"])) for model, seed in chosen]
+    return folder / "logs" / "default", made
+
+
+def test_losses_are_the_models_own_whatever_the_size_of_a_chunk(monkeypatch: pytest.MonkeyPatch):
+    model, batch = build("gsm-writer=additive"), batch_of()
+    whole = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
+    counted = batch["targets"] != -100
+    for scratch in (1 << 24, 23 * 4 + 5):
+        monkeypatch.setattr(losses, "SCRATCH", scratch)
+        loss_BT = token_losses(model, batch)
+        assert loss_BT.dtype == torch.float64
+        assert (loss_BT[~counted] == 0).all()
+        torch.testing.assert_close(loss_BT.sum() / counted.sum(), whole.loss)
+
+
+def test_the_mean_weighs_every_target_the_same_in_batches_of_any_size():
+    model, batch = build("gsm-writer=additive"), batch_of(5)
+    batch["targets"][0, :15] = -100
+    want = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"]).loss.item()
+    found = [evaluate(model, each(batch), batch_size=size) for size in (1, 2, 5)]
+    for one in found:
+        assert math.isclose(one.loss, want, rel_tol=1e-12)
+        assert one.targets == int((batch["targets"] != -100).sum()) and one.sequences == 5
+        assert one.perplexity == math.exp(one.loss)
+        assert one.bits_per_byte is None
+        assert sum(bucket.targets for bucket in one.by_position) == one.targets
+        total = sum(bucket.targets * bucket.loss for bucket in one.by_position)
+        assert math.isclose(total, one.loss * one.targets, rel_tol=1e-12)
+
+
+def test_positions_start_again_with_every_document():
+    documents = torch.tensor([[4, 4, 4, 9, 9, 4, 4], [1, 1, 1, 1, 1, 1, 1]])
+    assert positions(documents, "document").tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
+    assert positions(documents, "sequence").tolist() == [list(range(7))] * 2
+
+
+def test_buckets_double():
+    assert buckets(torch.tensor([0, 1, 2, 3, 4, 7, 8, 15, 16, 65535, 65536])).tolist() == [
+        0,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+        16,
+        17,
+    ]
+    model, batch = build("gsm-writer=additive"), batch_of()
+    spans = [(b.first, b.last, b.targets) for b in evaluate(model, each(batch), place="sequence").by_position]
+    assert spans == [(0, 0, 3), (1, 1, 3), (2, 3, 6), (4, 7, 9), (8, 15, 24), (16, 31, 12)]
+
+
+def test_a_bucket_holds_the_losses_at_its_positions():
+    model, batch = build("gsm-writer=additive"), batch_of()
+    loss_BT = token_losses(model, batch).detach()
+    found = {b.first: b.loss for b in evaluate(model, each(batch)).by_position}
+    first_tokens = loss_BT[:, [0, 8]]
+    assert math.isclose(found[0], float(first_tokens.mean()), rel_tol=1e-12)
+    early = torch.cat([loss_BT[:, 4:7], loss_BT[:, 12:16]], dim=1)
+    assert math.isclose(found[4], float(early.mean()), rel_tol=1e-12)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_targets():
+    model, batch = build("gsm-writer=additive"), batch_of()
+    length_V = torch.arange(23) % 4
+    wanted = batch["targets"][batch["targets"] >= 0]
+    found = evaluate(model, each(batch), token_bytes_V=length_V)
+    nats = found.loss * found.targets
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / float(length_V[wanted].sum()), rel=1e-12)
+
+
+def test_the_standard_error_is_the_spread_of_means_of_as_many_sequences():
+    drawn = torch.Generator().manual_seed(3)
+    repeats, count = 4000, 30
+    weight = torch.randint(5, 15, (repeats, count), generator=drawn).double()
+    value = weight * 2 + torch.randn(repeats, count, dtype=torch.float64, generator=drawn) * weight.sqrt()
+    found = [losses._ratio(v, w) for v, w in zip(value, weight, strict=True)]
+    means, errors = (torch.tensor(column) for column in zip(*found, strict=True))
+    assert float(means.std()) == pytest.approx(float(errors.mean()), rel=0.05)
+
+
+def test_one_sequence_has_no_error_and_the_mode_of_the_model_stays():
+    model = build("gsm-writer=additive").train()
+    found = evaluate(model, each(batch_of(1)))
+    assert found.loss_error is None and all(bucket.error is None for bucket in found.by_position)
+    assert model.training
+    assert "+-" not in show.one({"text": found.facts()}).splitlines()[0]
+    json.dumps(found.facts(), allow_nan=False)
+
+
+def test_nothing_to_measure_is_said():
+    model, batch = build("gsm-writer=additive"), batch_of()
+    batch["targets"][:] = -100
+    with pytest.raises(ValueError, match="no sequence has a target"):
+        evaluate(model, each(batch))
+    with pytest.raises(ValueError, match="there are no sequences"):
+        evaluate(model, [])
+    with pytest.raises(ValueError, match="batch_size 0 must be at least 1, and place 'page' document or sequence"):
+        evaluate(model, [], batch_size=0, place="page")  # pyright: ignore[reportArgumentType]
+
+
+def test_it_finds_the_loss_that_the_run_found(
+    runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+):
+    folder, summaries = runs
+    command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder / 'gsm' / 'seed1'}"])
+    printed = capsys.readouterr().out
+    result = json.loads((folder / "gsm" / "seed1" / "evaluation.json").read_text())
+    summary = summaries[1]
+    assert result["text"]["loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
+    assert result["text"]["perplexity"] == pytest.approx(summary["val_perplexity"], rel=1e-4)
+    assert result["text"]["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], abs=1e-4)
+    assert result["data"]["digest"] == summary["data"]["digest"]
+    assert {key: result[key] for key in ("experiment", "arm", "seed", "step", "split", "context")} == {
+        "experiment": "default", "arm": "gsm", "seed": 1, "step": 2, "split": "validation", "context": 32,
+    }  # fmt: skip
+    assert result["versions"] == summary["versions"] and "commit" in result and result["device"].startswith("cpu")
+    assert printed.isascii()
+    for line in printed.splitlines():
+        assert len(line) <= 80 or str(folder) in line, line
+    assert "default/gsm/seed1, step 2: validation of" in printed and "#" in printed
+
+
+def test_a_folder_of_runs_becomes_one_table(
+    runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    folder, summaries = runs
+    output = tmp_path / "found" / "table.json"
+    (folder / "gsm" / "seed0" / "evaluation.json").unlink(missing_ok=True)
+    script.evaluate(str(folder), sequences=2, output=str(output))
+    found = json.loads(output.read_text())["runs"]
+    assert [(run["arm"], run["seed"]) for run in found] == [("baseline", 0), ("gsm", 0), ("gsm", 1)]
+    assert all(run["text"]["sequences"] == 2 for run in found)
+    assert not (folder / "gsm" / "seed0" / "evaluation.json").exists(), "output= says where"
+    table = capsys.readouterr().out.partition("3 runs;")[2]
+    assert all(len(line) <= 80 or str(output) in line for line in table.splitlines())
+    values = [run["text"]["loss"] for run in found[1:]]
+    spread = abs(values[0] - values[1]) / math.sqrt(2)
+    assert f"{sum(values) / 2:.4f} +- {spread:.4f}" in table
+    assert len(summaries) == 3
+
+
+def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    folder, _ = runs
+    (tmp_path / "letter.txt").write_text("Something else, and long enough to be cut in sequences. " * 40)
+    (tmp_path / "second.txt").write_text("Held out or not, it is text all the same, and it goes on. " * 40)
+    run, output = str(folder / "gsm" / "seed0"), str(tmp_path / "out.json")
+    own = script.evaluate(run, output=output)[0]
+    longer = script.evaluate(run, context=64, batch_size=1, output=output)[0]
+    assert longer["context"] == 64 and longer["text"]["by_position"][-1]["last"] == 63
+    other = script.evaluate(run, path=str(tmp_path), split="train", sequences=3, position="sequence", output=output)[0]
+    assert other["data"]["digest"] != own["data"]["digest"] == longer["data"]["digest"]
+    assert other["text"]["sequences"] == 3 and other["text"]["place"] == "sequence"
+    assert other["data"]["tokenizer"] == "bytes", "the checkpoint's own"
+
+
+def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    shutil.copy(runs[0] / "gsm" / "seed0" / "checkpoints" / "best.ckpt", tmp_path / "mine.ckpt")
+    script.evaluate(str(tmp_path / "mine.ckpt"))
+    assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"].endswith("mine.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["split=test"], "split is 'test', but has to be validation or train"),
+        (["position=page"], "position is 'page', but has to be document or sequence"),
+        (["context=1"], "context is 1, but has to be 2 or more"),
+        (["sequences=-1"], "sequences is -1, but has to be 1 or more"),
+        (["context=999999"], "data: context 999999 needs at least 1000000 tokens"),
+        (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),
+        (["data=stdlip"], "unknown variant 'stdlip'"),
+        (["path=/nowhere/at/all"], "data: .*nowhere"),
+        (["chekpoint=x"], "unknown argument 'chekpoint'; did you mean checkpoint"),
+        (["output=/proc/nothing/evaluation.json"], "/proc/nothing/evaluation.json cannot be written"),
+    ],
+)
+def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]], given: list[str], said: str):
+    with pytest.raises(SystemExit, match=f"^error: {said}"):
+        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={runs[0] / 'gsm' / 'seed0'}", *given])
+
+
+def test_a_folder_without_runs_is_explained(tmp_path: Path):
+    with pytest.raises(SystemExit, match="^error: no checkpoint at .*, and no run below it"):
+        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={tmp_path}"])
+
+
+def test_long_evaluations_say_how_far_they_are(capsys: pytest.CaptureFixture[str]):
+    assert list(script.progress(range(5), 5, "1 of 2: ", patience=0.0)) == list(range(5))
+    assert "1 of 2: 1 of 5 sequences, 0:00 left" in capsys.readouterr().err
+    assert list(script.progress(range(5), 5)) == list(range(5))
+    assert capsys.readouterr().err == "", "short ones do not"
+
+
+def test_the_script_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--help"])
+    runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.startswith("python evaluate.py name=value") and "checkpoint:" in printed
+
+
+def test_other_text_than_the_run_had_is_said(
+    runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+):
+    folder, output = runs[0] / "gsm" / "seed0", runs[0].parent / "out.json"
+    note = "not the text that the run validated on"
+    script.evaluate(str(folder), output=str(output))
+    assert note not in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "data": {"digest": "of another machine"}}))
+    script.evaluate(str(folder), output=str(output))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert note in capsys.readouterr().out

@@ -1,0 +1,463 @@
+"""Experiments: the runs that one command stands for, how they are started, watched and stopped, and their table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gsm.paths import ROOT, variants
+from gsm.runs import experiment as experiments
+from gsm.runs.check import ConfigError
+from gsm.runs.children import Child, work_off
+from gsm.runs.compose import compose
+from gsm.runs.experiment import Experiment, train_all
+from gsm.runs.load import instantiate_model
+from gsm.runs.table import read_runs, shown, summarise
+
+TOY = """# @package _global_
+# Does anything happen?
+name: toy
+arms:
+  mhc: []
+  plain: [model/residual=plain, model.state_size=9]
+seeds: [0, 1]
+table: [bits_per_byte, data.train_tokens]
+"""
+ARMS = {"mhc": [], "plain": ["model/residual=plain", "model.state_size=9"]}
+
+# A child that trains nothing. It is told by its arm what to do, and writes a summary like that of a run.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+folder = pathlib.Path(given["logs"]) / "toy" / given["arm"] / ("seed" + given["seed"])
+print("threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
+with open(folder / "starts", "a") as file:
+    file.write("x")
+if (folder.parent / "fails").exists():
+    sys.exit("it broke, as told")
+def leave(number, frame):
+    (folder / "saved").write_text(str(number))
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, leave)
+while (folder.parent / "waits").exists():
+    (folder / "ready").touch()
+    time.sleep(0.02)
+value = {"mhc": 1.0, "plain": 2.0}[given["arm"]] + int(given["seed"]) / 10
+summary = {"status": "finished", "bits_per_byte": value, "data": {"train_tokens": 12345}}
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def configs(folder: Path, text: str = TOY) -> Path:
+    (folder / "configs/experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "configs/experiment/toy.yaml").write_text(text)
+    return folder / "configs"
+
+
+def composed(folder: Path, *given: str, text: str = TOY) -> Experiment:
+    """As the command line makes it; every configuration takes half a second."""
+    directory = configs(folder, text)
+    overrides = ["experiment=toy", f"logs={folder / 'logs'}", *given]
+    return Experiment(compose(overrides, [directory]), overrides, [directory])
+
+
+def toy(folder: Path, *given: str, arms: dict[str, Any] = ARMS) -> Experiment:
+    """The same without composing anything: what the parent looks at."""
+    overrides = [f"logs={folder / 'logs'}", *given]
+    config = {"name": "toy", "arm": "gsm", "arms": arms, "seed": 0, "seeds": [0, 1], "jobs": 1, "force": False}
+    return Experiment({**config, "table": ["bits_per_byte", "data.train_tokens"], **values(overrides)}, overrides)
+
+
+def values(overrides: Sequence[str]) -> dict[str, Any]:
+    parsed = (OverridesParser.create().parse_override(line) for line in overrides)
+    return {override.key_or_group: override.value() for override in parsed}
+
+
+def no_composition(overrides: Sequence[str], directories: Sequence[Path]) -> dict[str, Any]:
+    config = {"name": "toy", **values(overrides)}
+    return {**config, "folder": "{logs}/{name}/{arm}/seed{seed}".format(**config)}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that takes a tenth of a second; a run of it counts as finished without a checkpoint."""
+
+    def is_finished(config: dict[str, Any]) -> bool:
+        return any(run.finished for run in read_runs(tmp_path / "logs/toy") if str(run.folder) == config["folder"])
+
+    monkeypatch.setattr(experiments, "finished", is_finished)
+    monkeypatch.setattr(experiments, "compose", no_composition)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "fake.py").write_text(FAKE)
+    return [sys.executable, "-S", str(tmp_path / "fake.py")]
+
+
+def place(folder: Path, name: str) -> Path:
+    return folder / "logs/toy" / name
+
+
+def starts(folder: Path) -> dict[str, int]:
+    found = sorted(place(folder, "").glob("*/seed*/starts"))
+    return {f"{file.parent.parent.name}/{file.parent.name}": len(file.read_text()) for file in found}
+
+
+@pytest.mark.parametrize("name", variants("experiment"))
+def test_every_arm_of_every_experiment_composes_and_builds_at_nano_size(name: str):
+    given = [f"experiment={name}", "size=nano"]
+    experiment = Experiment(compose(given), given)
+    built = {}
+    for arm in experiment.arms:
+        with torch.device("meta"):
+            built[arm] = instantiate_model(experiment.job(arm, 0).config)
+    assert all(sum(p.numel() for p in model.parameters()) for model in built.values())
+
+
+def test_the_residual_ablation_compares_what_it_says():
+    given = ["experiment=ablate_residual"]
+    experiment = Experiment(compose(given), given)
+    assert (experiment.chosen, experiment.seeds) == (["mhc", "plain"], [0, 1, 2])
+    jobs = [experiment.job(arm, 1) for arm in experiment.chosen]
+    kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
+    assert kinds == ["HyperConnection", "Plain"]
+    paired = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
+    assert str(paired[0]).replace("mhc/seed", "plain/seed") == str(paired[1]), "nothing else differs"
+
+
+def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
+    jobs = composed(tmp_path, "model.state_size=11", "jobs=2", "seeds=1", "name=mine").jobs()
+    assert [job.config["model"]["state_size"] for job in jobs] == [11, 11]
+    assert [job.folder for job in jobs] == [tmp_path / f"logs/mine/{arm}/seed0" for arm in ("mhc", "plain")]
+    assert jobs[1].overrides == (
+        "experiment=toy",
+        *("arms=null", "seeds=null", "arm=plain", "seed=0"),
+        *("model/residual=plain", "model.state_size=9"),
+        *(f"logs={tmp_path / 'logs'}", "model.state_size=11", "name=mine"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["arm=plain"], ["plain/seed0", "plain/seed1"]),
+        (["arm=[plain,mhc]", "seeds=[4]"], ["plain/seed4", "mhc/seed4"]),
+        (["seeds=1"], ["mhc/seed0", "plain/seed0"]),
+        (["seed=3"], ["mhc/seed3", "plain/seed3"]),
+        (["arms=null", "model=baseline"], ["gsm/seed0", "gsm/seed1"]),
+        (["seeds=null"], ["mhc/seed0", "plain/seed0"]),
+    ],
+    ids=" ".join,
+)
+def test_arms_and_seeds_can_be_picked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
+):
+    monkeypatch.setattr(experiments, "compose", no_composition)
+    assert [job.name for job in toy(tmp_path, *given).jobs()] == names
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("arm=plane", "unknown arm 'plane'; did you mean plain. Known in the experiment: mhc, plain"),
+        ("seeds=0", r"seeds is 0, but takes a list such as \[0,1,2\], or how many"),
+        ("seeds=[a]", r"seeds is \['a'\]"),
+        ("seeds=[-1]", r"seeds is \[-1\]"),
+        ("jobs=0", "jobs is 0, but has to be 1 or more"),
+        ("folder=/tmp/x", "folder= is one run's"),
+        ("table=[]", r"table is \[\], but takes a list of keys"),
+    ],
+)
+def test_what_cannot_be_an_experiment_is_said(tmp_path: Path, given: str, said: str):
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        toy(tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ({"a b": []}, "arms has the name 'a b'"),
+        ({"null": []}, "arms has the name 'null'"),
+        ({"plain": "model/residual=plain"}, "arms.plain is 'model/residual=plain', but takes a list"),
+        ({"plain": ["seed=3"]}, "arms.plain sets seed, which is the experiment's: leave seed=3 out"),
+        ({"plain": ["model.stages=[", "a"]}, r"arms.plain: cannot read 'model.stages=\['"),
+        ({}, "arms is {}, but maps names to overrides"),
+    ],
+)
+def test_what_cannot_be_an_arm_is_said(tmp_path: Path, arms: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        toy(tmp_path, arms=arms)
+
+
+def test_a_misspelt_arm_fails_before_anything_trains_even_one_that_is_not_picked(tmp_path: Path):
+    text = TOY.replace("model.state_size=9", "model.stat_size=9")
+    with pytest.raises(ConfigError, match="^arm plain: unknown key 'model.stat_size'; did you mean state_size"):
+        train_all(composed(tmp_path, "arm=mhc", text=text), ["false"])
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_all_runs_are_trained_once_and_then_skipped(
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, jobs: int
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    train_all(toy(tmp_path, f"jobs={jobs}"), fake)
+    printed = capfd.readouterr().out
+    for number, name in enumerate(["mhc/seed0", "plain/seed0", "mhc/seed1", "plain/seed1"], 1):
+        assert f"[{number}/4] {name}: finished after" in printed
+    log = (place(tmp_path, "plain/seed1") / "train.log").read_text()
+    assert f"threads {3 if jobs == 1 else 2}\n" in log, "several runs share the cores, one takes what it is given"
+    assert f"logs={tmp_path / 'logs'}" in log.splitlines()[0], "the command is the first line"
+    assert log.splitlines()[0].removeprefix("$ ") in printed, "and can be repeated by hand"
+    assert ("threads" in printed) is (jobs == 1), "the output of one run at a time streams through"
+    train_all(toy(tmp_path), fake)
+    assert "skipped (force=true runs them again): mhc/seed0, plain/seed0, mhc/seed1, plain/seed1" in (
+        " ".join(capfd.readouterr().out.split())
+    )
+    assert set(starts(tmp_path).values()) == {1}
+
+
+def test_force_moves_all_earlier_runs_away_and_trains_again(tmp_path: Path, fake: list[str]):
+    train_all(toy(tmp_path, "seeds=1"), fake)
+    train_all(toy(tmp_path, "seeds=1", "force=true"), fake)
+    assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
+    assert (tmp_path / "logs/.replaced/toy/plain/seed0-1/summary.json").is_file()
+
+
+def test_a_failing_arm_stops_no_other_and_is_named(tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]):
+    place(tmp_path, "mhc").mkdir(parents=True)
+    (place(tmp_path, "mhc") / "fails").touch()
+    with pytest.raises(SystemExit) as stopped:
+        train_all(toy(tmp_path), fake)
+    assert stopped.value.code == 1
+    printed = capfd.readouterr().out
+    assert "failed: mhc/seed0, mhc/seed1; to try again" in printed
+    assert printed.rindex("it broke, as told") > printed.index("sample standard deviation"), "last words come last"
+    assert [row["arm"] for row in read_csv(tmp_path)] == ["plain", "plain"]
+    (place(tmp_path, "mhc") / "fails").unlink()
+    train_all(toy(tmp_path), fake)
+    assert starts(tmp_path) == {"mhc/seed0": 2, "mhc/seed1": 2, "plain/seed0": 1, "plain/seed1": 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], number: signal.Signals
+):
+    place(tmp_path, "plain").mkdir(parents=True)
+    (place(tmp_path, "plain") / "waits").touch()
+    killer = threading.Thread(target=signal_when, args=(place(tmp_path, "plain/seed0") / "ready", os.getpid(), number))
+    killer.start()
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        train_all(toy(tmp_path), fake)
+    killer.join()
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert (place(tmp_path, "plain/seed0") / "saved").read_text() == str(int(number))
+    assert "stopped; to go on:" in capfd.readouterr().out
+    assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}, "nothing was started after the signal"
+    (place(tmp_path, "plain") / "waits").unlink()
+    train_all(toy(tmp_path), fake)
+    assert starts(tmp_path) == {"mhc/seed0": 1, "mhc/seed1": 1, "plain/seed0": 2, "plain/seed1": 1}
+
+
+def test_one_parent_at_a_time_works_on_an_experiment(tmp_path: Path, fake: list[str]):
+    with experiments.locked(place(tmp_path, "")), pytest.raises(ConfigError, match="another process is training in"):
+        train_all(toy(tmp_path), fake)
+
+
+def test_ranks_are_refused(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is set.*leave out torchrun"):
+        train_all(toy(tmp_path), fake)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
+    trains = "import gsm.runs.children as c, os, pathlib, sys, time; c.leave_with_parent(); "
+    trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    waits = "import gsm.runs.children as c, pathlib, sys; log = pathlib.Path(sys.argv[1]).with_name('log'); "
+    waits += (
+        f"c.work_off([lambda: c.Child([sys.executable, '-c', {trains!r}, sys.argv[1]], log, {{}}, False)], 1, print)"
+    )
+    ready = tmp_path / "ready"
+    parent = subprocess.Popen([sys.executable, "-c", waits, str(ready)])
+    until(lambda: ready.exists() and bool(ready.read_text()))
+    parent.kill()
+    parent.wait()
+    until(lambda: not running(int(ready.read_text())))
+
+
+def test_output_that_comes_last_is_seen_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    ends: list[tuple[int, int]] = []
+    command = [sys.executable, "-S", "-c", "print('gr\\u00f6\\u00dfer'); raise SystemExit(3)"]
+    start = lambda: Child(command, tmp_path / "log", {"PYTHONIOENCODING": "utf-8"}, follow=True)  # noqa: E731
+    assert work_off([start], 1, lambda number, child, code: ends.append((number, code))) is None
+    assert ends == [(0, 3)]
+    assert capfd.readouterr().out.splitlines()[-1] == "größer"
+
+
+# The table.
+
+
+def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:
+    run = folder / arm / f"seed{seed}"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text(json.dumps({"status": "finished", **summary}))
+
+
+def read_csv(folder: Path) -> list[dict[str, str]]:
+    with (place(folder, "") / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_holds_mean_and_sample_deviation(tmp_path: Path):
+    for seed, value in enumerate([1.0, 2.0, 4.0]):
+        write_run(tmp_path, "a", seed, loss=value, memory={"window": 1000 * value})
+    write_run(tmp_path, "b", 0, loss=3.0)
+    table = summarise(read_runs(tmp_path), ["loss", "memory.window", "nothing"], ["b", "a", "c"])
+    assert [row.arm for row in table.rows] == ["b", "a", "c"]
+    cell = table.rows[1].cells["loss"]
+    assert (cell.count, cell.mean) == (3, pytest.approx(7 / 3))
+    assert cell.spread == pytest.approx((sum((v - 7 / 3) ** 2 for v in (1, 2, 4)) / 2) ** 0.5)
+    assert table.text().splitlines() == [
+        "arm  runs              loss   memory.window  nothing",
+        "b       1            3.0000               -        -",
+        "a       3  2.3333 +- 1.5275  2,333 +- 1,528        -",
+        "c       0                 -               -        -",
+        "",
+        "loss  seed 0  seed 1  seed 2",
+        "b     3.0000       -       -",
+        "a     1.0000  2.0000  4.0000",
+        "c          -       -       -",
+    ]
+    assert table.empty_columns() == ["nothing"]
+    assert table.csv().splitlines()[-1] == "a,2,4.0,4000.0,"
+    assert json.loads(json.dumps(table.plain()))["arms"]["a"]["seeds"]["2"]["loss"] == 4.0
+
+
+def test_runs_that_say_nothing_useful_are_no_numbers(tmp_path: Path):
+    write_run(tmp_path, "a", 0, loss=float("nan"), name="x", flag=True)
+    write_run(tmp_path, "a", 1, loss=2.0, status="interrupted")
+    (tmp_path / "a/seed2").mkdir()
+    (tmp_path / "a/seed2/summary.json").write_text("{half of")
+    (tmp_path / "a/seedling").mkdir()
+    (tmp_path / "a/seedling/summary.json").write_text("{}")
+    runs = read_runs(tmp_path)
+    assert [(run.seed, run.finished) for run in runs] == [(0, True), (1, False)]
+    table = summarise(runs, ["loss", "name", "flag"])
+    assert [str(cell) for cell in table.rows[0].cells.values()] == ["-", "-", "-"]
+    assert read_runs(tmp_path / "nowhere") == []
+
+
+def test_a_wide_table_goes_on_below(tmp_path: Path):
+    columns = [f"a_rather_long_name_{number}" for number in range(9)]
+    for seed in range(15):
+        write_run(tmp_path, "arm", seed, **dict.fromkeys(columns, 1.5))
+    lines = summarise(read_runs(tmp_path), columns).text(100).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(any(column in line for line in lines) for column in columns)
+    assert any("seed 14" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0.0000"), (1.69812, "1.6981"), (74.3824, "74.382"), (2274304.0, "2,274,304"), (3e-5, "3e-05")],
+)
+def test_numbers_have_the_digits_that_matter(value: float | None, text: str):
+    assert shown(value) == text
+
+
+# All of it, as a user runs it.
+
+TINY = (
+    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
+    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3 trainer=cpu ngrams=false "
+    "sample=false"
+).split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
+    """Stopped while it trains, and given again; its third arm composes, but no such model can be built."""
+    directory = configs(tmp_path, TOY.replace("seeds:", '  lost: ["model.stages=[9]"]\nseeds:'))
+    (tmp_path / "text").mkdir()
+    text = tiny_text.write(tmp_path / "text")
+    given = ["experiment=toy", "jobs=2", *TINY, f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]
+    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=40", "callbacks.latest.minutes=1e-9"]
+    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def type_in(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    parent = type_in("arm=[mhc,plain]")
+    until((place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").is_file, seconds=300)
+    parent.terminate()
+    printed = output(parent)
+    assert parent.returncode == 128 + signal.SIGTERM, printed
+    assert "to go on:" in printed
+    assert read_runs(place(tmp_path, ""))[0].summary["status"] == "interrupted"
+
+    parent = type_in()
+    printed = output(parent)
+    assert parent.returncode == 1, printed
+    assert "failed: lost/seed0, lost/seed1" in printed
+    assert "error: model: stages [9] exceed" in printed
+    assert "Going on with the unfinished run" in (place(tmp_path, "mhc/seed0") / "train.log").read_text()
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [
+        *(("mhc", "0"), ("mhc", "1")),
+        *(("plain", "0"), ("plain", "1")),
+    ]
+    assert (place(tmp_path, "") / ".hydra/overrides.yaml").is_file()
+
+    parent = type_in("arm=[mhc,plain]", "table=[val_loss]")
+    printed = output(parent)
+    assert parent.returncode == 0
+    assert "started" not in printed
+    assert "val_loss" in printed
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """All of it, once the process has ended; one that does not end is ended."""
+    try:
+        return process.communicate(timeout=400)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
+def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def running(process: int) -> bool:
+    """Also false for one that has ended but that nobody has asked about."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def signal_when(file: Path, process: int, number: int) -> None:
+    until(file.exists)
+    os.kill(process, number)

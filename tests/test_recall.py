@@ -1,0 +1,158 @@
+"""Needles and multi-query recall: what a sequence holds, and that sequence number i is always the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from gsm.data.recall import MultiQueryRecall, Needle, Task
+from gsm.data.synthetic import Generated, SyntheticData
+
+NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
+RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
+TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL], ids=lambda task: type(task).__name__)
+
+
+def sequences(task: Task, length: int, count: int = 50):
+    return (task.draw(np.random.default_rng([3, i]), length) for i in range(count))
+
+
+def places(token_T: np.ndarray, task) -> dict[int, list[int]]:
+    """Where each key stands."""
+    found: dict[int, list[int]] = {}
+    for place, token in enumerate(token_T):
+        if token < task.keys:
+            found.setdefault(int(token), []).append(place)
+    return found
+
+
+@TASKS
+def test_every_key_is_told_once_and_asked_once_and_the_target_is_its_value(task):
+    for token_T, target_T in sequences(task, 64):
+        asked = np.flatnonzero(target_T != -100)
+        assert len(asked) == task.pairs
+        for key, (told, question) in places(token_T, task).items():
+            assert question in asked, f"key {key}"
+            assert token_T[told + 1] == token_T[question + 1] == target_T[question]
+            assert task.keys <= target_T[question] < task.keys + task.values
+
+
+@TASKS
+def test_only_pairs_and_filler_stand_in_a_sequence(task):
+    for token_T, _ in sequences(task, 64):
+        assert np.sum(token_T < task.keys) == np.sum((token_T >= task.keys) & (token_T < task.keys + task.values))
+        assert token_T.min() >= 0 and token_T.max() < task.vocabulary and len(token_T) == 64
+
+
+def test_the_gap_lies_between_every_needle_and_every_question():
+    for token_T, target_T in sequences(NEEDLE, 64):
+        first_question = np.flatnonzero(target_T != -100)[0]
+        last_value = max(told + 1 for told, _ in places(token_T, NEEDLE).values())
+        assert first_question - last_value > NEEDLE.gap
+
+
+def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_order():
+    parities, orders = set(), set()
+    for token_T, _ in sequences(NEEDLE, 64):
+        told = {key: at for key, (at, _) in places(token_T, NEEDLE).items()}
+        asked = {key: at for key, (_, at) in places(token_T, NEEDLE).items()}
+        parities |= {at % 2 for at in told.values()}
+        orders.add(sorted(told, key=told.__getitem__) == sorted(asked, key=asked.__getitem__))
+    assert parities == {0, 1} and False in orders
+
+
+def test_a_short_sequence_has_a_smaller_gap_and_one_that_is_too_short_is_refused():
+    (token_T, target_T), *_ = sequences(NEEDLE, 24)
+    assert len(token_T) == 24 and np.sum(target_T != -100) == 4
+    with pytest.raises(ValueError, match="cannot hold 4 needles"):
+        NEEDLE.draw(np.random.default_rng(0), 15)
+
+
+def test_near_questions_are_more_frequent_in_multi_query_recall():
+    distances = [q - 2 * RECALL.pairs for _, target_T in sequences(RECALL, 128) for q in np.flatnonzero(target_T >= 0)]
+    assert np.median(distances) < 30  # of 120
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(Needle, gap=-1), "gap must be 0 or more, got -1"),
+        (partial(Needle, gap=1, keys=3, pairs=4), "pairs 4 need as many different keys, and keys is 3"),
+        (partial(MultiQueryRecall, values=0), "values must be at least 1, got 0"),
+        (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1), "it takes 36"),
+        (
+            partial(SyntheticData, task=NEEDLE, vocabulary=20, context=64, batch_size=1),
+            "set size.vocabulary to at least 26",
+        ),
+        (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=0), "data.batch_size at least 1"),
+        (
+            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=8),
+            "shortest 8 must lie between 16",
+        ),
+        (
+            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=20, grow_from=0.9),
+            "must ascend between 0 and 1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def data(**options) -> SyntheticData:
+    return SyntheticData(task=NEEDLE, vocabulary=26, context=64, batch_size=3, **options)
+
+
+def trained(made: SyntheticData, done: int = 0, steps: int = 10, accumulated: int = 1, rank: int = 0, world: int = 1):
+    """The data as a trainer sees it that has finished so many batches."""
+    progress = SimpleNamespace(total=SimpleNamespace(processed=done))
+    made.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        max_steps=steps,
+        accumulate_grad_batches=accumulated,
+        distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    return list(made.train_dataloader())
+
+
+def test_training_goes_on_with_the_very_next_sequence():
+    whole = trained(data(shortest=24))
+    for done in (1, 4, 9):
+        rest = trained(data(shortest=24), done=done)
+        assert len(rest) == 10 - done
+        assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(rest, whole[done:], strict=True))
+
+
+def test_ranks_share_the_sequences_of_a_step_and_seeds_do_not():
+    ranks = [trained(data(), rank=rank, world=2, steps=2) for rank in (0, 1)]
+    alone = SyntheticData(task=NEEDLE, vocabulary=26, context=64, batch_size=6)
+    for step, batch in enumerate(trained(alone, steps=2)):
+        assert torch.equal(torch.cat([ranks[0][step]["tokens"], ranks[1][step]["tokens"]]), batch["tokens"])
+    other = trained(data(seed=1), steps=2)
+    assert not torch.equal(other[0]["tokens"], ranks[0][0]["tokens"])
+
+
+def test_lengths_grow_from_the_shortest_to_the_context_and_stay():
+    made = data(shortest=24, grow_from=0.2, grow_until=0.6)
+    lengths = [batch["tokens"].shape[1] for batch in trained(made, steps=20, accumulated=2)]
+    assert len(lengths) == 40 and lengths[:10] == [24] * 10 and lengths[24:] == [64] * 16
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3
+
+
+def test_validation_is_the_same_for_every_seed_and_not_among_the_training_sequences():
+    first, second = list(data(seed=0).validation()), list(data(seed=1).validation())
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first, second, strict=True))
+    assert len(first) == 64
+    batches = list(data(validation_sequences=7).val_dataloader())
+    assert torch.equal(torch.cat([batch["tokens"] for batch in batches])[6], first[6]["tokens"])
+
+
+def test_a_blank_sequence_asks_nothing():
+    batch = Generated(NEEDLE, 0, lambda _: 64).batch([2, -1])
+    assert (batch["targets"][0] >= 0).sum() == 4 and (batch["targets"][1] == -100).all()

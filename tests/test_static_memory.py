@@ -1,0 +1,237 @@
+"""A static memory: buffers that keep their place and their shape, which a captured graph can be replayed on.
+
+That it computes the same as a growing one is tested with the growing one, in test_three_ways and test_random_calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from small import GEOMETRY, MEMORIES, RATIO, M, assert_same, build, random_tokens
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from gsm.memory.memory import Memory, _tensors
+from gsm.memory.store import FixedWindow, Slab
+from gsm.mixers.sparse import SparseAttention
+from gsm.models import checks
+from gsm.models.base import LanguageModel
+from gsm_kernels import using
+
+SEPARATE = "gsm-retriever=separate_indexer"
+
+
+def places(memory: Memory) -> list[int]:
+    return [tensor.data_ptr() for _, tensor in _tensors(memory, "") if tensor.numel()]
+
+
+@contextmanager
+def without_values(case: str) -> Iterator[LanguageModel]:
+    """A model whose tensors have shapes alone: whoever asks for a value fails. The range of token ids, which is looked
+    at on a CPU alone, is not."""
+    model, moved = build(case), {}
+    with FakeTensorMode(), torch.no_grad(), using("reference"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "check_range", lambda *arguments: None)
+        for module in model.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    moved.setdefault(old, torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype)))
+                    module._parameters[name] = moved[old]
+        yield model
+
+
+def decode_step_without_values(case: str) -> None:
+    with without_values(case) as model:
+        memory = model.start(2, capacity=64)
+        out = model(torch.zeros(2, 1, dtype=torch.int64), memory=memory)
+        assert out.logits.shape == (2, 1, GEOMETRY.vocabulary) and out.memory is memory
+
+
+@pytest.mark.parametrize("case", MEMORIES)
+def test_a_decode_step_never_asks_the_device_for_a_value(case):
+    decode_step_without_values(case)
+
+
+@pytest.mark.parametrize("place", ["extend", "place", "look"])
+def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
+    owner = {"extend": FixedWindow, "place": Slab, "look": SparseAttention}[place]
+    right = getattr(owner, place)
+
+    def asks(self, *arguments):
+        result = right(self, *arguments)
+        seen = result.window_BEC if place == "look" else result[0]
+        seen.sum().item()
+        return result
+
+    monkeypatch.setattr(owner, place, asks)
+    with pytest.raises(DataDependentOutputException):
+        decode_step_without_values(SEPARATE)
+
+
+def test_a_growing_memory_does_ask_which_is_why_there_is_another():
+    with without_values(SEPARATE) as model:
+        with pytest.raises(DataDependentOutputException):
+            model(torch.zeros(2, 1, dtype=torch.int64), memory=model.start(2))
+
+
+@pytest.mark.parametrize("case", [SEPARATE, "gsm-encoder_reading=window_only", "baseline-pool"])
+@torch.no_grad()
+def test_a_call_changes_the_buffers_and_moves_none(case):
+    model, tokens = build(case), random_tokens(2, 30)
+    memory = model.start(2, capacity=30)
+    before, shapes = places(memory), [tensor.shape for _, tensor in _tensors(memory, "")]
+    for chunk in tokens.split([17, 1, 1, 5, 1, 1, 1, 3], dim=1):
+        out = model(chunk, memory=memory, rows=1)
+        assert out.memory is memory
+        assert places(memory) == before, "a buffer has moved"
+        assert [tensor.shape for _, tensor in _tensors(memory, "")] == shapes
+    assert memory.used == memory.capacity == 30
+
+
+@torch.no_grad()
+def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_position():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            shapes = [
+                tuple(one.shape) for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, torch.Tensor)
+            ]
+            calls.append((str(func), shapes))
+            return func(*args, **(kwargs or {}))
+
+    model, tokens = build(SEPARATE), random_tokens(1, 9)
+    memory, steps = model.start(capacity=9), []
+    for token in tokens.split(1, dim=1):
+        calls: list = []
+        with Listen():
+            model(token, memory=memory)
+        steps.append(calls)
+    for position, step in enumerate(steps):
+        assert step == steps[0], f"position {position} computes otherwise than position 0"
+
+
+@torch.no_grad()
+def test_a_full_memory_is_refused_before_anything_is_written():
+    model, tokens = build(SEPARATE), random_tokens(1, 20)
+    memory = model.start(capacity=12)
+    model(tokens[:, :10], memory=memory)
+    before = memory.clone()
+    message = r"memory is full: its capacity is 12 tokens, 10 are used, and 3 more were given; use start\(capacity=13\)"
+    with pytest.raises(ValueError, match=message):
+        model(tokens[:, 10:13], memory=memory)
+    for (kind, got), (_, want) in zip(_tensors(memory, ""), _tensors(before, ""), strict=True):
+        assert torch.equal(got, want), f"{kind} was written"
+    want = model(tokens[:, :12]).logits[:, -2:]
+    assert_same(model(tokens[:, 10:12], memory=memory).logits, want, "the two tokens that still fit")
+
+
+@torch.no_grad()
+def test_a_call_that_fails_on_the_way_changes_nothing_that_can_be_seen(monkeypatch):
+    model, tokens = build(SEPARATE), random_tokens(1, 20)
+    memory, full = model.start(capacity=20), model(tokens).logits
+    model(tokens[:, :10], memory=memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.decoder, "forward", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens[:, 3:8], memory=memory)
+    assert memory.used == 10
+    assert_same(model(tokens[:, 10:], memory=memory).logits, full[:, 10:], "the call after the one that failed")
+
+
+@pytest.mark.parametrize("case", [SEPARATE, "baseline-residual=mhc"])
+@torch.no_grad()
+def test_clones_and_expanded_memories_have_buffers_and_counts_of_their_own(case):
+    model, tokens = build(case), random_tokens(2, 30)
+    memory, full = model.start(2, capacity=30), model(tokens).logits
+    model(tokens[:, :20], memory=memory)
+    copy, twice = memory.clone(), memory.expand(2)
+    model(tokens[:, 3:9], memory=memory)
+    assert (memory.used, copy.used, twice.used) == (26, 20, 20)
+    assert not set(places(memory)) & (set(places(copy)) | set(places(twice)))
+    assert_same(model(tokens[:, 20:], memory=copy).logits, full[:, 20:], f"{case}: the clone")
+    again = model(tokens[:, 20:].repeat_interleave(2, 0), memory=twice).logits
+    assert_same(again, full[:, 20:].repeat_interleave(2, 0), f"{case}: each sequence twice")
+    assert twice.nbytes() == 2 * memory.nbytes()
+
+
+@torch.no_grad()
+def test_a_memory_takes_over_another_in_place():
+    model, tokens = build(SEPARATE), random_tokens(1, 30)
+    prefix, buffers = model.start(capacity=30), model.start(capacity=30)
+    model(tokens[:, :17], memory=prefix)
+    model(tokens[:, 4:29], memory=buffers)
+    before = places(buffers)
+    buffers.load(prefix)
+    assert places(buffers) == before and buffers.used == 17
+    assert_same(model(tokens[:, 17:], memory=buffers).logits, model(tokens).logits[:, 17:], "a loaded prefix")
+    for other in (model.start(2, capacity=30), model.start(capacity=31), model.start()):
+        with pytest.raises(ValueError, match="does not fit into one of the same model for batch 1 and capacity 30"):
+            buffers.load(other)
+    with pytest.raises(ValueError, match="a growing memory is never changed in place"):
+        model.start().load(prefix)
+
+
+@pytest.mark.parametrize("case", MEMORIES)
+def test_bytes_follow_from_the_capacity_alone_and_those_of_the_state_not_even_from_that(case):
+    model, sizes = build(case), {}
+    for capacity in (40, 41, 80):
+        with torch.no_grad():
+            memory = model.start(2, capacity)
+            empty = memory.breakdown()
+            model(random_tokens(2, 33), memory=memory, rows=1)
+        assert memory.breakdown() == empty, "a static memory has grown"
+        assert memory.nbytes() == sum(empty.values())
+        sizes[capacity] = empty
+    fixed = {
+        kind for kind in sizes[40] if kind in ("shared_state", "bookkeeping") or kind.endswith(("window", "pending"))
+    }
+    for kind in fixed:
+        assert sizes[40][kind] == sizes[80][kind], f"{kind} depends on the capacity"
+    if case.startswith("gsm"):
+        assert sizes[40]["shared_state"] == 2 * M * GEOMETRY.entry_dim * 8
+    ratio = 3 if case == "gsm-ratio=3" else RATIO
+    banks, slots = len(GEOMETRY.bank_layers), 40 // ratio + 1  # one slot to spare
+    assert sizes[40]["encoder_bank"] == 2 * banks * slots * GEOMETRY.entry_dim * 8
+
+
+@torch.no_grad()
+def test_the_dtype_of_a_memory_is_that_of_the_model():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build("gsm-writer=additive").to(dtype)
+        memory = model.start(capacity=8)
+        assert {t.dtype for _, t in _tensors(memory, "")} == {dtype, torch.int64}
+        model(random_tokens(1, 8), memory=memory)
+
+
+def test_gradients_and_a_static_memory_exclude_one_another():
+    model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
+    memory = model.start(capacity=10)
+    with pytest.raises(ValueError, match=r"written in place, which gradients do not survive; .* torch.no_grad\(\)"):
+        model(tokens, memory=memory)
+    assert memory.used == 0
+    with torch.inference_mode():
+        model(tokens, memory=memory)
+    assert memory.used == 5
+
+
+def test_a_store_that_does_not_keep_its_shape_is_refused_before_anything_is_written():
+    memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
+    after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
+    with pytest.raises(TypeError, match=r"a static memory keeps its shapes, but bookkeeping went from \[2\] to \[3\]"):
+        memory.advance(after, tokens=1)
+    assert memory.document_B.item() == -1 and memory.used == 0
+
+
+@torch.no_grad()
+def test_checking_a_memory_walks_it_only_once(monkeypatch):
+    model, calls = build("gsm-writer=additive"), []
+    memory = model.start()
+    right = Memory.layout
+    monkeypatch.setattr(Memory, "layout", lambda self: calls.append(1) or right(self))
+    for token in random_tokens(1, 5).split(1, dim=1):
+        memory = model(token, memory=memory).memory
+    assert not calls and memory.used == 5

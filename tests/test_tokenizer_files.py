@@ -1,0 +1,171 @@
+"""Tokenizers from a tokenizer.json: byte-level ones, SentencePiece-like ones, and ones that change the text."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_text
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from gsm.data.corpus import Corpus
+from gsm.data.module import TextData
+from gsm.data.packing import IGNORED
+from gsm.data.tokenizer import Tokenizer
+
+AWKWARD = ["", "plain", "naïve — 東京 🐍\r\n\t x", "a</s>b<|endoftext|>", "\x00\x7f", "    if a:\n        return  b"]
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Zwölf größere Boxkämpfer jagen Viktor. " * 9]
+
+
+def byte_level(end: str = "<|endoftext|>", prefix: bool = False) -> tokenizers.Tokenizer:
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(TEXTS, trainer)
+    bpe.add_tokens(["<think>", end])  # the end is not special in the file
+    return bpe
+
+
+def sentence_piece_like() -> tokenizers.Tokenizer:
+    """As Llama 2's: a sign for the blank, one blank put in front, bytes for what has no piece."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz.",
+    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "x"), ("▁", "f"), ("▁f", "ox")]
+    vocabulary = {piece: token for token, piece in enumerate([*pieces, *(left + right for left, right in merges)])}
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    blanks, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    bpe.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse(), strip])
+    bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return bpe
+
+
+def lower_case() -> tokenizers.Tokenizer:
+    bpe = byte_level()
+    bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace("x", "")])
+    return bpe
+
+
+def saved(bpe: tokenizers.Tokenizer, folder: Path) -> str:
+    bpe.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece_like])
+def test_any_text_survives_and_never_ends_itself(make: Any, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(saved(make(), tmp_path))
+    for text in AWKWARD:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+        stream = tokenizer.stream()
+        assert "".join([*(stream.push(token) for token in ids), stream.finish()]) == text
+    assert tokenizer.decode([tokenizer.end_of_text]) == "" and tokenizer.token_lengths_V[tokenizer.end_of_text] == 0
+    assert tokenizer.decode([tokenizer.vocabulary]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_what_byte_level_ids_stand_for_adds_up_to_the_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(saved(byte_level(), tmp_path))
+    assert tokenizer.exact
+    for text in [*AWKWARD, "a <think> b"]:
+        ids = tokenizer.encode(text)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+        assert tokenizer.token_lengths_V[ids].sum() == len(text.encode())
+
+
+def test_what_other_ids_stand_for_is_what_they_add_behind_another(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(saved(sentence_piece_like(), tmp_path))
+    assert not tokenizer.exact
+    spelled = [tokenizer.token_bytes(token) for token in tokenizer.encode("the fox ü")]
+    assert spelled == [b" the", b" fox", b" ", b"\xc3", b"\xbc"]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece_like])
+def test_a_tokenizer_of_a_file_travels_as_plain_strings(make: Any, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(saved(make(), tmp_path))
+    again = Tokenizer.from_state(json.loads(json.dumps(tokenizer.to_state())))
+    assert again.digest == tokenizer.digest
+    assert (again.kind, again.vocabulary, again.end_of_text) == ("file", tokenizer.vocabulary, tokenizer.end_of_text)
+    assert again.encode_batch(AWKWARD) == tokenizer.encode_batch(AWKWARD)
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"])
+def test_the_usual_ends_of_text_are_known(end: str, tmp_path: Path) -> None:
+    bpe = byte_level(end)
+    assert Tokenizer.from_file(saved(bpe, tmp_path)).end_of_text == bpe.token_to_id(end)
+
+
+def test_an_unusual_end_of_text_is_named(tmp_path: Path) -> None:
+    bpe = byte_level("[STOP]")
+    path = saved(bpe, tmp_path)
+    assert Tokenizer.from_file(path, "[STOP]").end_of_text == bpe.token_to_id("[STOP]")
+    with pytest.raises(ValueError, match=r"none of .*set data.end_of_text to .*<think>, \[STOP\]"):
+        Tokenizer.from_file(path)
+    with pytest.raises(ValueError, match=r"no token '\[END\]' to end a document with; set data.end_of_text"):
+        Tokenizer.from_file(path, "[END]")
+
+
+def test_a_folder_and_a_packed_file_are_found(tmp_path: Path) -> None:
+    expected = Tokenizer.from_file(saved(byte_level(), tmp_path)).digest
+    assert Tokenizer.from_file(str(tmp_path)).digest == expected
+    packed = tmp_path / "tokenizer.json.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "tokenizer.json").read_bytes()))
+    assert Tokenizer.from_file(str(packed)).digest == expected
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.json' does not exist; set data.tokenizer"):
+        Tokenizer.from_file(str(tmp_path / "nowhere.json"))
+    for text in ("{", "[]", '{"model_type": 1}'):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json' is not the tokenizer.json of a Hugging Face tokenizer"):
+            Tokenizer.from_file(str(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_text('{"model": {"type": "Unheard"}}')
+    with pytest.raises(ValueError, match="cannot be read by tokenizers"):
+        Tokenizer.from_file(str(tmp_path / "a.json"))
+
+
+def data_with(tokenizer: str, folder: Path, **chosen: Any) -> TextData:
+    (folder / "text").mkdir(exist_ok=True)
+    path = str(tiny_text.write(folder / "text"))
+    settings = {"vocabulary": 1000, "context": 32, "batch_size": 4, "cache_dir": str(folder / "cache"), **chosen}
+    return TextData(path=path, tokenizer=tokenizer, **settings)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece_like, lower_case, lambda: byte_level(prefix=True)])
+def test_bits_per_byte_count_the_bytes_of_the_text(make: Any, tmp_path: Path) -> None:
+    data = data_with(saved(make(), tmp_path), tmp_path)
+    size = sum(len(text.encode()) for text in data.corpus.documents("validation"))
+    ids = data.validation_set.ids[:]
+    assert data.token_bytes_V[ids].sum() == pytest.approx(size, rel=1e-12)
+    targets = np.concatenate([row["targets"].numpy() for row in data.validation()])
+    assert data.bytes_per_token == pytest.approx(data.token_bytes_V[targets[targets != IGNORED]].mean())
+    if make is byte_level:
+        assert data.token_bytes_V is data.tokenizer.token_lengths_V
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_with_the_number_to_set(tmp_path: Path) -> None:
+    path = saved(byte_level(), tmp_path)
+    with pytest.raises(
+        ValueError, match="302 ids and the model's vocabulary only 300: set size.vocabulary to at least"
+    ):
+        data_with(path, tmp_path, vocabulary=300)
+
+
+def test_documents_end_where_the_files_do(tmp_path: Path) -> None:
+    data = data_with(saved(sentence_piece_like(), tmp_path), tmp_path)
+    texts = list(Corpus(tmp_path / "text").documents("train"))
+    assert (data.train_set.ids[:] == data.tokenizer.end_of_text).sum() == len(texts)
