@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from gsm.paths import hide_root, variants
 
@@ -47,3 +50,39 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+# For tests of how runs end and go on, with `short_runs`.
+
+
+@pytest.fixture(scope="session")
+def processes() -> Any:
+    """Fresh processes that have their imports done already: to start one takes a tenth of a second."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gsm.runs.fit", "tensorboard.summary.writer.event_file_writer"])
+    return context
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text that a run goes through more than once."""
+    import tiny_text
+
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "text").mkdir()
+    for path in tiny_text.write(folder / "text").iterdir():
+        path.write_text(path.read_text()[:150])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def straight(home: Path, processes: Any) -> Path:
+    """The folder of a run that nothing happened to."""
+    from short_runs import arguments, no_death, run_here
+
+    log = home / "straight.log"
+    child = processes.Process(target=run_here, args=(arguments(home, "straight"), log, no_death))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, log.read_text()
+    return home / "logs/straight/gsm/seed0"

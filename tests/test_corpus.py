@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import tiny_text
 
-from gsm.data import shards
-from gsm.data.cache import cache_folder, find_or_make
-from gsm.data.corpus import Corpus, _fraction, standard_library
+from gsm import files
+from gsm.data import shards, tokens
+from gsm.data.cache import cache_folder
+from gsm.data.corpus import Corpus, standard_library
 from gsm.data.encode import encode_parcel
+from gsm.data.names import fraction
 from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_encode, find_or_train
@@ -48,7 +50,12 @@ def test_a_module_that_becomes_a_package_stays_in_its_split(tmp_path: Path) -> N
 
 
 def test_the_hash_is_the_same_on_every_machine() -> None:
-    assert _fraction("json/decoder.py") == pytest.approx(0.3414872287, abs=1e-9)
+    assert fraction("json/decoder.py") == pytest.approx(0.3414872287, abs=1e-9)
+
+
+def test_a_file_stays_in_its_split_when_it_is_packed() -> None:
+    """`x.txt` could be trained on and `x.txt.gz`, the same text, held out."""
+    assert {fraction(f"x.txt{packed}") for packed in ("", ".gz", ".xz", ".zst")} == {fraction("x.txt")}
 
 
 def test_both_splits_are_sorted_disjoint_and_never_empty(tmp_path: Path) -> None:
@@ -121,9 +128,12 @@ def test_a_damaged_cache_is_noticed_and_made_again(
 
 def test_a_damaged_tokenizer_file_is_made_again(text: Path, tmp_path: Path) -> None:
     first = find_or_train(Corpus(text), 300, tmp_path)
-    (file,) = (path for path in tmp_path.glob("tokenizer-*.json") if "note" not in path.name)
-    file.write_bytes(file.read_bytes()[:1000])
-    assert find_or_train(Corpus(text), 300, tmp_path).digest == first.digest
+    (file,) = tmp_path.glob("tokenizer-*.json")
+    sound = file.read_bytes()
+    for damaged in (sound[:1000], sound.replace(b'"digest": "', b'"digest": "0')):
+        file.write_bytes(damaged)
+        assert find_or_train(Corpus(text), 300, tmp_path).digest == first.digest
+        assert file.read_bytes() == sound
 
 
 def test_another_division_into_splits_is_another_cache_entry(text: Path, tmp_path: Path) -> None:
@@ -149,14 +159,44 @@ def test_two_processes_may_fill_one_cache_at_once(text: Path, tmp_path: Path) ->
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_a_file_whose_making_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    def fail(file: Any) -> dict[str, Any]:
+def test_what_another_process_finished_meanwhile_is_not_made_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B looked before A was done and asked for the lock after: it waited for nobody, and deleted A's shards."""
+    corpus, tokenizer = Corpus(text), find_or_train(Corpus(text), 300, tmp_path)
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path)
+
+    def late(look: Any) -> Any:
+        looks = iter([lambda _: None])
+        return lambda path: next(looks, look)(path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this was made already")
+
+    for maker in ("_encode", "_train"):
+        monkeypatch.setattr(tokens, maker, refuse)
+    monkeypatch.setattr(tokens, "read_index", late(tokens.read_index))
+    monkeypatch.setattr(tokens, "_read_tokenizer", late(tokens._read_tokenizer))
+    assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split
+    assert find_or_train(corpus, 300, tmp_path).digest == tokenizer.digest
+
+
+def test_what_a_killed_process_left_half_written_is_swept_away(text: Path, tmp_path: Path) -> None:
+    """Each kill left 128 MiB of a shard for ever."""
+    corpus, tokenizer = Corpus(text), Tokenizer.plain_bytes()
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path)
+    (left := split.path / ".00001.bin.999-abcdef.partial").write_bytes(b"half")
+    (split.path / "index.json").unlink()
+    assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split and not left.exists()
+
+
+def test_a_file_whose_making_fails_leaves_nothing_behind_and_the_old_one_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "thing.json"
+    files.write_json(path, {"of": "before"})
+    with pytest.raises(RuntimeError, match="went away"), files.replacing(path) as file:
         file.write(b"half")
         raise RuntimeError("the disk went away")
-
-    with pytest.raises(RuntimeError, match="went away"):
-        find_or_make(tmp_path / "thing", fail)
-    assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
+    assert [found.name for found in tmp_path.iterdir()] == ["thing.json"] and "before" in path.read_text()
 
 
 def test_the_cache_lies_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

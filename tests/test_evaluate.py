@@ -261,3 +261,21 @@ def test_other_text_than_the_run_had_is_said(
     script.evaluate(str(folder), output=str(output))
     (folder / "summary.json").write_text(json.dumps(summary))
     assert note in capsys.readouterr().out
+
+
+def test_other_data_is_that_of_the_checkpoints_size():
+    """Needles lay as far apart as windows of the default size reach, whatever the model's size was."""
+    saved = compose(["size=pico", "size.window=5", "data=recall", "size.vocabulary=128"])
+    want = compose(["size=pico", "size.window=5", "data=needle", "size.vocabulary=128"])["data"]
+    default = compose(["data=needle", "size.vocabulary=128"])["data"]
+    assert script._other(saved, "needle", "")["task"] == want["task"] != default["task"]
+
+
+def test_it_is_said_how_much_of_other_text_was_measured():
+    """Of a folder of one's own only what training would hold out was measured, and nothing said so."""
+    data = {"validation_files": 2, "files": 12, "validation_bytes": 34567}
+    result = {"split": "validation", "split_sequences": 120, "text": {"sequences": 10}, "data": data}
+    assert script._share(result).startswith(
+        "measured 10 of the 120 sequences of this split, which is 34,567 bytes of 2 of 12"
+    )
+    assert script._share({**result, "data": {"task": "Needle"}}) == ""

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_text
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gsm.paths import ROOT, variants
+from gsm.paths import variants
 from gsm.runs import experiment as experiments
 from gsm.runs.check import ConfigError
-from gsm.runs.children import Child, work_off
 from gsm.runs.compose import compose
 from gsm.runs.experiment import Experiment, train_all
-from gsm.runs.load import instantiate_model
-from gsm.runs.table import read_runs, shown, summarise
+from gsm.runs.load import CheckpointError, instantiate_model
+from gsm.runs.table import read_runs
 
 TOY = """# @package _global_
 # Does anything happen?
@@ -178,12 +175,13 @@ def test_arms_and_seeds_can_be_picked(
         ("seeds=[-1]", r"seeds is \[-1\]"),
         ("jobs=0", "jobs is 0, but has to be 1 or more"),
         ("folder=/tmp/x", "folder= is one run's"),
+        ("seed=3 seeds=2", "seed=3 and seeds=2 were both given: leave one of them out"),
         ("table=[]", r"table is \[\], but takes a list of keys"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_said(tmp_path: Path, given: str, said: str):
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        toy(tmp_path, given)
+        toy(tmp_path, *given.split())
 
 
 @pytest.mark.parametrize(
@@ -275,6 +273,47 @@ def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
     assert starts(tmp_path) == {"mhc/seed0": 1, "mhc/seed1": 1, "plain/seed0": 2, "plain/seed1": 1}
 
 
+def test_a_finished_run_with_a_broken_checkpoint_stops_no_other(
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The error of one checkpoint ended the parent before anything was trained."""
+    asked: list[str] = []
+
+    def is_finished(config: dict[str, Any]) -> bool:
+        asked.append(config["arm"])
+        if len(asked) == 1:
+            raise CheckpointError("last.ckpt is truncated")
+        return False
+
+    monkeypatch.setattr(experiments, "finished", is_finished)
+    train_all(toy(tmp_path, "seeds=1"), fake)
+    assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
+    assert "mhc/seed0 was finished, but cannot be used: last.ckpt is truncated" in capfd.readouterr().out
+
+
+def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
+):
+    """Files were added between two seeds, and the table put their means together."""
+    experiment = toy(tmp_path, "seeds=1")
+    train_all(experiment, fake)
+    for arm, corpus in (("mhc", "old"), ("plain", "new")):
+        file = place(tmp_path, f"{arm}/seed0/summary.json")
+        file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": {"corpus": corpus}}))
+    capfd.readouterr()
+    train_all(experiment, fake)
+    said = " ".join(capfd.readouterr().out.split())
+    assert "do not compare plain/seed0 with mhc/seed0: it differs in the data's corpus (old there, new here)" in said
+
+
+@pytest.mark.parametrize("flag", ["--config-name", "--config-path"])
+def test_another_configuration_than_train_is_refused(monkeypatch: pytest.MonkeyPatch, flag: str):
+    """The parent took it, its runs did not, and trained something else."""
+    monkeypatch.setattr(sys, "argv", ["train.py", flag, "mine", "experiment=toy"])
+    with pytest.raises(ConfigError, match=f"^{flag} mine was given, but an experiment composes"):
+        experiments._script()
+
+
 def test_one_parent_at_a_time_works_on_an_experiment(tmp_path: Path, fake: list[str]):
     with experiments.locked(place(tmp_path, "")), pytest.raises(ConfigError, match="another process is training in"):
         train_all(toy(tmp_path), fake)
@@ -286,161 +325,9 @@ def test_ranks_are_refused(tmp_path: Path, fake: list[str], monkeypatch: pytest.
         train_all(toy(tmp_path), fake)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
-    trains = "import gsm.runs.children as c, os, pathlib, sys, time; c.leave_with_parent(); "
-    trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    waits = "import gsm.runs.children as c, pathlib, sys; log = pathlib.Path(sys.argv[1]).with_name('log'); "
-    waits += (
-        f"c.work_off([lambda: c.Child([sys.executable, '-c', {trains!r}, sys.argv[1]], log, {{}}, False)], 1, print)"
-    )
-    ready = tmp_path / "ready"
-    parent = subprocess.Popen([sys.executable, "-c", waits, str(ready)])
-    until(lambda: ready.exists() and bool(ready.read_text()))
-    parent.kill()
-    parent.wait()
-    until(lambda: not running(int(ready.read_text())))
-
-
-def test_output_that_comes_last_is_seen_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    ends: list[tuple[int, int]] = []
-    command = [sys.executable, "-S", "-c", "print('gr\\u00f6\\u00dfer'); raise SystemExit(3)"]
-    start = lambda: Child(command, tmp_path / "log", {"PYTHONIOENCODING": "utf-8"}, follow=True)  # noqa: E731
-    assert work_off([start], 1, lambda number, child, code: ends.append((number, code))) is None
-    assert ends == [(0, 3)]
-    assert capfd.readouterr().out.splitlines()[-1] == "größer"
-
-
-# The table.
-
-
-def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:
-    run = folder / arm / f"seed{seed}"
-    run.mkdir(parents=True)
-    (run / "summary.json").write_text(json.dumps({"status": "finished", **summary}))
-
-
 def read_csv(folder: Path) -> list[dict[str, str]]:
     with (place(folder, "") / "results.csv").open() as file:
         return list(csv.DictReader(file))
-
-
-def test_the_table_holds_mean_and_sample_deviation(tmp_path: Path):
-    for seed, value in enumerate([1.0, 2.0, 4.0]):
-        write_run(tmp_path, "a", seed, loss=value, memory={"window": 1000 * value})
-    write_run(tmp_path, "b", 0, loss=3.0)
-    table = summarise(read_runs(tmp_path), ["loss", "memory.window", "nothing"], ["b", "a", "c"])
-    assert [row.arm for row in table.rows] == ["b", "a", "c"]
-    cell = table.rows[1].cells["loss"]
-    assert (cell.count, cell.mean) == (3, pytest.approx(7 / 3))
-    assert cell.spread == pytest.approx((sum((v - 7 / 3) ** 2 for v in (1, 2, 4)) / 2) ** 0.5)
-    assert table.text().splitlines() == [
-        "arm  runs              loss   memory.window  nothing",
-        "b       1            3.0000               -        -",
-        "a       3  2.3333 +- 1.5275  2,333 +- 1,528        -",
-        "c       0                 -               -        -",
-        "",
-        "loss  seed 0  seed 1  seed 2",
-        "b     3.0000       -       -",
-        "a     1.0000  2.0000  4.0000",
-        "c          -       -       -",
-    ]
-    assert table.empty_columns() == ["nothing"]
-    assert table.csv().splitlines()[-1] == "a,2,4.0,4000.0,"
-    assert json.loads(json.dumps(table.plain()))["arms"]["a"]["seeds"]["2"]["loss"] == 4.0
-
-
-def test_runs_that_say_nothing_useful_are_no_numbers(tmp_path: Path):
-    write_run(tmp_path, "a", 0, loss=float("nan"), name="x", flag=True)
-    write_run(tmp_path, "a", 1, loss=2.0, status="interrupted")
-    (tmp_path / "a/seed2").mkdir()
-    (tmp_path / "a/seed2/summary.json").write_text("{half of")
-    (tmp_path / "a/seedling").mkdir()
-    (tmp_path / "a/seedling/summary.json").write_text("{}")
-    runs = read_runs(tmp_path)
-    assert [(run.seed, run.finished) for run in runs] == [(0, True), (1, False)]
-    table = summarise(runs, ["loss", "name", "flag"])
-    assert [str(cell) for cell in table.rows[0].cells.values()] == ["-", "-", "-"]
-    assert read_runs(tmp_path / "nowhere") == []
-
-
-def test_a_wide_table_goes_on_below(tmp_path: Path):
-    columns = [f"a_rather_long_name_{number}" for number in range(9)]
-    for seed in range(15):
-        write_run(tmp_path, "arm", seed, **dict.fromkeys(columns, 1.5))
-    lines = summarise(read_runs(tmp_path), columns).text(100).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert all(any(column in line for line in lines) for column in columns)
-    assert any("seed 14" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0.0, "0.0000"), (1.69812, "1.6981"), (74.3824, "74.382"), (2274304.0, "2,274,304"), (3e-5, "3e-05")],
-)
-def test_numbers_have_the_digits_that_matter(value: float | None, text: str):
-    assert shown(value) == text
-
-
-# All of it, as a user runs it.
-
-TINY = (
-    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
-    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
-    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3 trainer=cpu ngrams=false "
-    "sample=false"
-).split()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
-    """Stopped while it trains, and given again; its third arm composes, but no such model can be built."""
-    directory = configs(tmp_path, TOY.replace("seeds:", '  lost: ["model.stages=[9]"]\nseeds:'))
-    (tmp_path / "text").mkdir()
-    text = tiny_text.write(tmp_path / "text")
-    given = ["experiment=toy", "jobs=2", *TINY, f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]
-    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=40", "callbacks.latest.minutes=1e-9"]
-    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def type_in(*more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-
-    parent = type_in("arm=[mhc,plain]")
-    until((place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").is_file, seconds=300)
-    parent.terminate()
-    printed = output(parent)
-    assert parent.returncode == 128 + signal.SIGTERM, printed
-    assert "to go on:" in printed
-    assert read_runs(place(tmp_path, ""))[0].summary["status"] == "interrupted"
-
-    parent = type_in()
-    printed = output(parent)
-    assert parent.returncode == 1, printed
-    assert "failed: lost/seed0, lost/seed1" in printed
-    assert "error: model: stages [9] exceed" in printed
-    assert "Going on with the unfinished run" in (place(tmp_path, "mhc/seed0") / "train.log").read_text()
-    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [
-        *(("mhc", "0"), ("mhc", "1")),
-        *(("plain", "0"), ("plain", "1")),
-    ]
-    assert (place(tmp_path, "") / ".hydra/overrides.yaml").is_file()
-
-    parent = type_in("arm=[mhc,plain]", "table=[val_loss]")
-    printed = output(parent)
-    assert parent.returncode == 0
-    assert "started" not in printed
-    assert "val_loss" in printed
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    """All of it, once the process has ended; one that does not end is ended."""
-    try:
-        return process.communicate(timeout=400)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
 
 
 def until(holds: Callable[[], bool], seconds: float = 30) -> None:
@@ -448,14 +335,6 @@ def until(holds: Callable[[], bool], seconds: float = 30) -> None:
     while not holds():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
-
-
-def running(process: int) -> bool:
-    """Also false for one that has ended but that nobody has asked about."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def signal_when(file: Path, process: int, number: int) -> None:

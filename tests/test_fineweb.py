@@ -113,6 +113,14 @@ def test_the_hub_is_asked_once_and_its_addresses_kept(
     assert first.description() == again.description() and first.description()["train_tokens"] == 600
     assert first.corpus.files["validation"] == [max(addresses)]
     assert asked == [("HuggingFaceFW/fineweb", "sample-10BT", None)]
+    chosen = FineWeb(files=["sample/10BT/000*", "sample/10BT/001*"], validation="sample/10BT/001*")
+    assert {split: [name[-17:-14] for name in names] for split, names in chosen.files.items()} == {
+        "train": ["000"],
+        "validation": ["001"],
+    }, "patterns are within the repository: a commit stood in their way"
+    with pytest.raises(ValueError, match=r"fits no file.*HuggingFaceFW/fineweb \(sample-10BT\) on the hub holds 3"):
+        _ = FineWeb(validation="nothing*").files
+    asked[1:] = []
     other = FineWeb(revision="v1")
     assert other.digest == first.corpus.digest and len(asked) == 2, "the same files are the same text"
 

@@ -15,7 +15,7 @@ from gsm.paths import ROOT
 
 FLOORS = {
     "gsm_kernels": 0,
-    **dict.fromkeys(["__version__", "paths", "shapes", "span", "observe", "memory"], 1),
+    **dict.fromkeys(["__version__", "paths", "files", "shapes", "signals", "span", "observe", "memory"], 1),
     "nn": 2,
     **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
     "models": 4,

@@ -156,3 +156,11 @@ def test_validation_is_the_same_for_every_seed_and_not_among_the_training_sequen
 def test_a_blank_sequence_asks_nothing():
     batch = Generated(NEEDLE, 0, lambda _: 64).batch([2, -1])
     assert (batch["targets"][0] >= 0).sum() == 4 and (batch["targets"][1] == -100).all()
+
+
+def test_the_fingerprint_tells_whatever_changes_the_sequences():
+    made = [data(), data(shortest=24), data(shortest=24, grow_until=0.4)]
+    made += [SyntheticData(task=task, vocabulary=26, context=72, batch_size=3) for task in (NEEDLE, RECALL)]
+    found = [one.fingerprint() for one in made]
+    assert data().fingerprint() == found[0] and len({tuple(one.items()) for one in found}) == len(made)
+    assert all(type(value) in (str, int) for one in found for value in one.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning
 import pytest
 import torch
-from small import GEOMETRY, K, build
+from small import GEOMETRY, K, W, build
 
 from gsm.callbacks.selection import DenseFirst, selecting
 from gsm.data.packing import IGNORED
@@ -83,7 +83,8 @@ def test_training_steps_follow_the_schedule_and_validation_has_the_models_own_k(
 @torch.no_grad()
 def test_no_road_to_the_needle_means_that_it_cannot_be_seen():
     """The gap of the needle task is what windows and state cannot bridge: without a bank, what was told is lost."""
-    gap = local_reach(GEOMETRY.encoder_layers, GEOMETRY.window, GEOMETRY.window + GEOMETRY.top_k)
+    layers = {"encoder_layers": GEOMETRY.encoder_layers, "decoder_layers": GEOMETRY.decoder_layers}
+    gap = local_reach(**layers, window=W, state_size=W + K)
     needle = Needle(keys=8, values=8, fillers=4, pairs=2, gap=gap)
     data = SyntheticData(task=needle, vocabulary=GEOMETRY.vocabulary, context=48, batch_size=4)
     batch = data.validation_set.batch([0, 1, 2, 3])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import tiny_text
 import torch
 
-from gsm.data import encode, shards, tokens
+from gsm.data import encode, reading, shards, tokens
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
 from gsm.data.reading import Piece
@@ -100,7 +103,7 @@ def test_the_number_of_processes_does_not_show(
 
 def test_a_process_that_ends_before_its_time_is_a_sentence(corpus: Corpus, tokenizer: Tokenizer) -> None:
     pieces = (Piece(text, last=True) for text in corpus.documents("train"))
-    with pytest.raises(RuntimeError, match="ended before its time.*set data.prepare_workers=1"):
+    with pytest.raises(ChildProcessError, match="ended before its time.*set data.prepare_workers=1"):
         with encode._processes(tokenizer, 1) as pool:
             pool.submit(os._exit, 1).result()
     assert next(encode.encode_pieces(pieces, tokenizer, 1)).ids.size
@@ -119,7 +122,7 @@ def test_an_interrupted_encoding_goes_on_with_the_shards_it_has(
         encoded.extend(texts)
         return kept(self, texts)
 
-    def stop(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
+    def stop(pieces: Iterator[Piece], count: int, _: None) -> Iterator[Piece]:
         for number, piece in enumerate(pieces):
             if number == after:
                 raise KeyboardInterrupt
@@ -127,7 +130,7 @@ def test_an_interrupted_encoding_goes_on_with_the_shards_it_has(
                 yield piece
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokens, "skip", stop)
+        patch.setattr(tokens, "islice", stop)
         find_or_encode(corpus, "train", tokenizer, tmp_path)
     assert not list(tmp_path.glob("*/*/*.partial")) and not list(tmp_path.glob("*/*/index.json"))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/*.bin")}
@@ -177,7 +180,8 @@ def test_a_cache_that_is_only_read_is_enough_when_it_is_complete(
     first = TextData(**data, cache_dir=str(tmp_path))
     first.prepare_data()
     monkeypatch.setattr("gsm.data.cache.fcntl.flock", refuse)
-    monkeypatch.setattr("gsm.data.cache.replacing", refuse)
+    monkeypatch.setattr("gsm.files.replacing", refuse)
+    monkeypatch.setattr("gsm.data.shards.replacing", refuse)
     again = TextData(**data, cache_dir=str(tmp_path))
     assert torch.equal(again.train_set[3]["tokens"], first.train_set[3]["tokens"])
 
@@ -199,5 +203,58 @@ def test_a_tokenizer_learns_from_all_of_a_small_text_and_from_slices_of_a_large_
     few = sample(iter(texts), 500)
     assert sum(map(len, few)) <= 500 and len({part[0] for part in few}) >= 12
     assert {part[0] for part in few} & set("QRST"), "from the end too"
-    monkeypatch.setattr(tokens, "PASSED_OVER", 900)
-    assert not {part[0] for part in sample(iter(texts), 500)} & set("QRST")
+    assert not {part[0] for part in sample(iter(texts), 500, passed_over=900)} & set("QRST")
+
+
+def test_a_tokenizer_reads_hardly_more_than_will_be_trained_on(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a thousand tokens of a streamed data set, a billion characters were fetched to learn a tokenizer from."""
+    for name in ("SAMPLE", "SLICE"):
+        monkeypatch.setattr(tokens, name, 1000)
+    read: list[int] = []
+    pieces = corpus.pieces
+    monkeypatch.setattr(corpus, "pieces", lambda split: (p for p in pieces(split) if not read.append(len(p.text))))
+    with caplog.at_level("INFO"):
+        find_or_train(corpus, 300, tmp_path, tokens=1000)
+    assert 8000 <= sum(read) < 13_000 and "later ones are not read" in caplog.text
+
+
+def test_a_tokenizer_never_holds_a_large_file_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 50 GB was joined into one string before the first slice was taken."""
+    monkeypatch.setattr(reading, "WHOLE", 2000)
+    (tmp_path / "long.txt").write_text("A line of a long text, and then another.\n" * 2000)
+    longest: list[int] = []
+    train = Tokenizer.train
+    monkeypatch.setattr(
+        Tokenizer, "train", lambda texts, size: longest.append(max(map(len, texts))) or train(texts, size)
+    )
+    find_or_train(Corpus(tmp_path / "long.txt"), 300, tmp_path / "cache")
+    assert longest and longest[0] < 2100
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc whether processes live")
+def test_workers_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """After SIGKILL of a run its workers waited for the next parcel for ever."""
+    code = (
+        "import os, signal\nfrom gsm.data import encode\nfrom gsm.data.tokenizer import Tokenizer\n"
+        "if __name__ == '__main__':\n"
+        "    with encode._processes(Tokenizer.plain_bytes(), 1) as pool:\n"
+        "        print(pool.submit(os.getpid).result(), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "script.py").write_text(code)
+    ran = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60)
+    worker, deadline = Path("/proc", ran.stdout.strip()), time.monotonic() + 20
+    assert ran.returncode == -9 and worker.name.isdigit()
+    while alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(worker)
+
+
+def alive(process: Path) -> bool:
+    """Whether it runs; one that ended and that nobody has asked about yet is a zombie."""
+    try:
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

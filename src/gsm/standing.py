@@ -21,10 +21,13 @@ class Standing:
     Attributes:
         step: optimiser steps that are done.
         batches: batches that are done; with accumulated gradients several make a step.
-        random: states of the random number generators, of ``random_states``.
+        random: states of the random number generators, of ``random_states``; of several ranks, those of the one that
+            leads, which all ranks get when they go on.
         means: what the means of the logging interval have added up so far: float [2], the sum and its weight.
         validation_due: the step is to be validated before training goes on.
         logged: metrics of this step that loggers were given already.
+        world: ranks that share the data. What they have consumed is batches x world x batch size, so that another
+            number of them would stand at another place.
     """
 
     step: int
@@ -33,6 +36,7 @@ class Standing:
     means: Mapping[str, Tensor]
     validation_due: bool = False
     logged: Mapping[str, float] | None = None
+    world: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """As plain containers and tensors on the CPU."""

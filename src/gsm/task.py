@@ -42,6 +42,8 @@ class LanguageModeling(lightning.LightningModule):
         *,
         config: Mapping[str, Any] | None = None,
         tokenizer: Mapping[str, Any] | None = None,
+        fingerprint: Mapping[str, str | int] | None = None,
+        origin: str | None = None,
         token_bytes_V: Tensor | None = None,
         measures_accuracy: bool = False,
         compile: bool = False,
@@ -52,6 +54,8 @@ class LanguageModeling(lightning.LightningModule):
             optimizer: settings of the optimiser.
             config: the composed configuration as plain containers; travels in the checkpoint's ``hyper_parameters``.
             tokenizer: the tokenizer's state as plain containers; travels in the checkpoint under ``tokenizer``.
+            fingerprint: what the data is known by; travels in the checkpoint under ``fingerprint``.
+            origin: the checkpoint of another run that this one began with; travels in the checkpoint under ``origin``.
             token_bytes_V: bytes that each token stands for; without it no bits per byte are logged.
             measures_accuracy: whether validation also counts how often the likeliest token is the target.
             compile: run the model through ``torch.compile`` (seconds to minutes for the first steps).
@@ -60,6 +64,7 @@ class LanguageModeling(lightning.LightningModule):
         self.model = model
         self.optimizer = optimizer
         self.tokenizer = dict(tokenizer) if tokenizer else None
+        self.fingerprint, self.origin = dict(fingerprint) if fingerprint else None, origin
         self.save_hyperparameters({"config": dict(config or {})}, logger=False)
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
         self.val_loss = WeightedMean()
@@ -180,7 +185,10 @@ class LanguageModeling(lightning.LightningModule):
             self._write(dict(self._resumed.logged), self._resumed.step)
 
     def on_train_start(self) -> None:
-        """Goes on where the checkpoint stands: with the same random numbers, and with a validation that is due."""
+        """Goes on where the checkpoint stands: with the same random numbers, and with a validation that is due.
+
+        Of several ranks, all get the random numbers of the one that leads, since it alone writes the checkpoint.
+        """
         standing, self._resumed = self._resumed, None
         if standing is None:
             return self._stand()
@@ -196,7 +204,7 @@ class LanguageModeling(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the tokenizer, so that a checkpoint is all that it takes to generate text, and where training stands."""
-        checkpoint["tokenizer"] = self.tokenizer
+        checkpoint |= {"tokenizer": self.tokenizer, "fingerprint": self.fingerprint, "origin": self.origin}
         if self._standing is None:
             return
         standing, loops = self._standing, checkpoint["loops"]
@@ -266,7 +274,8 @@ class LanguageModeling(lightning.LightningModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
         means = {name: torch.stack([m.total, m.weight]) for name, m in self._train.items() if m.update_called}
         done = progress.processed  # pyright: ignore[reportAttributeAccessIssue]
-        self._standing = Standing(self.global_step, done, random_states(self.device), means)
+        world = self.trainer.world_size
+        self._standing = Standing(self.global_step, done, random_states(self.device), means, world=world)
         self._is_validated = False
 
     @property

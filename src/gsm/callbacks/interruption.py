@@ -13,9 +13,9 @@ import lightning
 
 from gsm.callbacks.latest import Latest
 from gsm.callbacks.throughput import callbacks
+from gsm.signals import SIGNALS
 from gsm.task import LanguageModeling
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is Slurm's warning before the time is up
 SAME = 0.5  # seconds: a signal to a process and to its group arrives twice
 
 

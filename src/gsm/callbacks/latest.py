@@ -23,24 +23,32 @@ class Latest(Checkpoint):
     Args:
         path: of the file.
         minutes: how much training an interruption may cost.
+        share: of the time, how much saving may take: what takes long is done less often than ``minutes`` say.
+
+    Attributes:
+        saved: the step of the last save of this process, None before it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], minutes: float = 2.0) -> None:
+    def __init__(self, path: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
         if minutes <= 0:
             raise ValueError(f"callbacks.latest.minutes is {minutes}, but has to be above 0")
-        self.path, self.minutes = Path(path), minutes
-        self._saved = 0.0
-        self._step = -1
+        if share <= 0:
+            raise ValueError(f"callbacks.latest.share is {share}, but has to be above 0")
+        self.path, self.minutes, self.share = Path(path), minutes, share
+        self.saved: int | None = None
+        self._since = 0.0
+        self._took = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Starts counting minutes."""
-        self._saved = time.monotonic()
+        self._since = time.monotonic()
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: LanguageModeling, batch: Any, batch_idx: int
     ) -> None:
         """Saves when it is time to, before the first batch of a step."""
-        late = trainer.strategy.broadcast(time.monotonic() - self._saved > self.minutes * 60)  # ranks save together
+        wait = max(self.minutes * 60, self._took / self.share)
+        late = trainer.strategy.broadcast(time.monotonic() - self._since > wait)  # ranks save together
         if late and pl_module.is_between_steps():
             self.save(trainer, pl_module)
 
@@ -56,7 +64,7 @@ class Latest(Checkpoint):
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Saves the last step where no validation followed it."""
-        if self._step != trainer.global_step:
+        if self.saved != trainer.global_step:
             self.save(trainer, pl_module)
 
     def save(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
@@ -64,7 +72,9 @@ class Latest(Checkpoint):
         pl_module.stop_if_broken()
         if trainer.global_step == 0:
             return
+        start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()
         trainer.save_checkpoint(self.path, weights_only=False)
-        self._saved, self._step = time.monotonic(), trainer.global_step
+        self._since, self.saved = time.monotonic(), trainer.global_step
+        self._took = self._since - start

@@ -6,15 +6,17 @@ Lines are appended, so that an interrupted run loses nothing and a resumed one g
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from gsm.callbacks.files import replacing
+from gsm.files import replacing
 
 HEADER = "step,name,value\n"
+LINE = re.compile(r"(\d+),[^,\n]+,[^,\n]+\n")
 
 
 class MetricsFile(Logger):
@@ -35,7 +37,7 @@ class MetricsFile(Logger):
 
     @property
     def version(self) -> str:
-        """None: the run's folder is the version."""
+        """Empty: the run's folder is the version."""
         return ""
 
     @rank_zero_only
@@ -51,11 +53,12 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Drops the lines of ``step`` and after it, and one that a killed process left half written."""
+        """Drops the lines of ``step`` and after it, and what a killed process or a disk has garbled."""
         if not self.path.is_file():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines[1:] if line.endswith("\n") and int(line.partition(",")[0]) < step]
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        found = ((LINE.fullmatch(line), line) for line in lines[1:])
+        kept = [line for match, line in found if match and int(match[1]) < step]
         with replacing(self.path) as file:
             file.write("".join([HEADER, *kept]).encode())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import subprocess
@@ -16,8 +15,8 @@ import lightning
 import torch
 
 from gsm import __version__
-from gsm.callbacks.files import replacing
 from gsm.callbacks.throughput import Throughput, callbacks, peak_memory_bytes
+from gsm.files import write_json
 from gsm.paths import ROOT
 
 
@@ -25,6 +24,7 @@ class Summary(lightning.Callback):
     """Writes the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
 
     ``finished`` is for the run to say (``add``), when its conclusions are drawn too: what is cut off before goes on.
+    One that has ended before its last step, because a callback told it to, is ``stopped``.
 
     Args:
         path: of the file.
@@ -40,7 +40,7 @@ class Summary(lightning.Callback):
         self.add(trainer, status="running", reason=None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Writes what was measured; later findings come through ``add``."""
+        """Writes what training has measured; conclusions come through ``add``, which writes the file once more."""
         self.add(trainer)
 
     def on_exception(
@@ -75,12 +75,6 @@ def measured(trainer: lightning.Trainer) -> dict[str, Any]:
         "train_seconds": throughput.seconds if throughput else None,
         "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
     }
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file as a whole or not at all. Raises OSError."""
-    with replacing(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def number(value: torch.Tensor | float | None) -> float | None:

@@ -1,7 +1,7 @@
 """Files that are made once and found again: where they lie, how they are written, how damage is noticed.
 
-A file is written beside its place and moved there in one step, so that a reader never sees half of it. A note next to
-it holds its checksum. Processes that want the same thing at once wait for the one that makes it.
+A file is written beside its place and moved there in one step (`gsm.files`), so that a reader never sees half of it.
+What is kept with it tells damage. Processes that want the same thing at once wait for the one that makes it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import hashlib
 import json
 import logging
 import os
-import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gsm import files
 from gsm.paths import ROOT
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,6 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
     return folder
 
 
-def find_or_make(path: Path, make: Callable[[BinaryIO], dict[str, Any]]) -> dict[str, Any]:
-    """Leaves a sound file at `path`, made by `make(file)` if there is none, and returns what `make` noted about it.
-
-    `make` writes into the open file and returns a note that JSON can hold.
-    """
-    note = _read_note(path)
-    if note is not None:
-        return note
-    with locked(path) as waited:
-        note = _read_note(path) if waited else None
-        return _make(path, make) if note is None else note
-
-
 def file_digest(path: Path, notes: Path | None) -> str:
     """SHA-256 of a file's contents, in hexadecimal.
 
@@ -75,9 +62,9 @@ def file_digest(path: Path, notes: Path | None) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Holds the lock that belongs to `path`; gives whether another process had it before.
+    """Holds the lock that belongs to `path`, after whoever has it; what others made meanwhile has to be looked for.
 
-    Where locks do not exist, as on some network file systems, nothing is held, and work may be done twice.
+    Gives whether it is held: where locks do not exist, as on some network file systems, work may be done twice.
 
     Raises:
         OSError: the folder cannot be written.
@@ -91,14 +78,15 @@ def locked(path: Path) -> Iterator[bool]:
 
 def _take_lock(file: BinaryIO, path: Path) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.info("Waiting for another process, which makes %s.", path)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("Waiting for another process, which makes %s.", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         log.debug("No lock for %s: %s", path, error)
-    return False
+        return False
+    return True
 
 
 @contextmanager
@@ -111,18 +99,6 @@ def writable(folder: Path) -> Iterator[None]:
             f"the cache folder {str(folder)!r} cannot be written ({error.strerror or error}); "
             "set data.cache_dir or GSM_CACHE to a folder that can be, on a disk with room"
         ) from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`, moved into its place when it is complete and removed when it is not."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with partial.open("xb") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> int:
@@ -144,34 +120,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a small file in one step."""
-    with writable(path.parent), replacing(path) as file:
-        file.write(json.dumps(value, indent=1).encode())
-
-
-def _make(path: Path, make: Callable[[BinaryIO], dict[str, Any]]) -> dict[str, Any]:
-    with replacing(path) as file:
-        note = make(file)
-        file.flush()
-        entry = {"note": note, "checksum": checksum(Path(file.name))}
-    write_json(_note_path(path), entry)
-    return note
-
-
-def _read_note(path: Path) -> dict[str, Any] | None:
-    """What was noted about a sound file; None if there is no file or it is damaged, which is logged."""
-    if not (path.exists() and _note_path(path).exists()):
-        return None
-    try:
-        entry = json.loads(_note_path(path).read_text())
-        if entry["checksum"] == checksum(path):
-            return entry["note"]
-        damage = "its checksum has changed"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        damage = f"its note cannot be read: {error!r}"
-    log.warning("The cached file %s is damaged (%s) and is made again.", path, damage)
-    return None
-
-
-def _note_path(path: Path) -> Path:
-    return path.with_name(path.name + ".note.json")
+    """Writes a small file in one step; a refusal names the folder and how to choose another. Raises OSError."""
+    with writable(path.parent):
+        files.write_json(path, value)

@@ -10,6 +10,7 @@ import fnmatch
 import glob
 import hashlib
 import json
+import logging
 import os
 import platform
 import sysconfig
@@ -19,7 +20,10 @@ from itertools import islice
 from pathlib import Path
 
 from gsm.data.cache import file_digest
+from gsm.data.names import SURE, fits, fraction, hashed, patterns, role
 from gsm.data.reading import SUFFIXES, Moved, Piece, holds_many, read_pieces
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
 SMALL = 1 << 26  # bytes: a corpus up to this size is read whole for its digest, at every start
@@ -38,18 +42,24 @@ class Corpus:
     A file of JSON lines or parquet holds many documents, any other is one. Empty files and documents are left out. What
     is held out for validation is, in this order:
 
-    * the files that `validation` names;
+    * the files that `validation` names, wherever they lie;
+    * where the names of files of text (not of code) say what they are for, in a word of their own as in
+      `train-00.jsonl`, `books_validation.txt` or `test/a.txt`: those of validation (or valid, val, dev). Those of test
+      (or eval) are then left out of both splits, which is logged; without any of validation, the rest is divided as
+      below. There has to be one of train, valid or validation, for other words alone may mean something else;
     * with two files or more, those whose SHA-256 of the module path (`json.decoder`; `json` for `json/__init__.py`, so
       that a module which grows into a package stays where it is) falls into the lowest `validation_share` of all
       hashes: the same on every machine, and unmoved by files that come or go. If none does, the one with the lowest;
     * with one file of many documents, those documents whose text's SHA-256 does;
     * with one text, its end: the last `validation_share`, from the next line on.
 
+    No file is in both splits, nor twice in one, whatever links and other ways lead to it.
+
     Args:
         root: the folder, or the file.
         name: what runs call this corpus.
         files: patterns (as in a shell; `*` crosses folders) of the files to take, relative to `root`; None: all.
-        validation: patterns of the files to hold out, relative to `root` or absolute; None: as above.
+        validation: patterns of the files (or folders) to hold out, relative to `root` or absolute; None: as above.
         text_field: where the text stands in a line of JSON, or the name of the column in parquet.
         suffixes: which files are text.
         excluded: patterns of file and folder names that are left out, at every depth.
@@ -75,7 +85,7 @@ class Corpus:
         notes: Path | None = None,
     ) -> None:
         self.root, self.name, self.suffixes, self.excluded = Path(root), name, suffixes, excluded
-        self.taken, self.held_out = _patterns(files), _patterns(validation)
+        self.taken, self.held_out = patterns(files), patterns(validation)
         self.text_field, self.validation_share, self.notes = text_field, validation_share, notes
         if not self.root.exists():
             raise FileNotFoundError(
@@ -101,30 +111,53 @@ class Corpus:
 
     def size(self, split: str) -> int | None:
         """Bytes of the files that `pieces` reads, as they lie on the disk; None where nobody knows."""
-        return sum(self._path(name).stat().st_size for name in self.files[split])
+        return sum(self._bytes(name) for name in self.files[split])
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
         """The sorted names of each split; where the only file is divided inside, both name it."""
         names = self._take()
-        if self.held_out is not None:
-            return self._as_told(names)
-        if len(names) == 1:
-            return {split: names for split in SPLITS}
+        divided = self._as_told(names) if self.held_out is not None else self._divide(names)
+        if divided["train"] != divided["validation"]:
+            train, held_out = (sum(self._bytes(name) for name in divided[split]) for split in SPLITS)
+            if held_out > train:
+                log.warning("More is held out (%d bytes) than trained on (%d): set data.validation.", held_out, train)
+        return divided
+
+    def _divide(self, names: list[str]) -> dict[str, list[str]]:
+        """The splits where nobody said which files to hold out."""
         if not names:
             raise ValueError(
-                f"corpus path {str(self.root)!r} holds 0 files with text{self._wanted()} and needs at least 2, one for "
+                f"corpus path {self._place} holds 0 files with text{self._wanted()} and needs at least 2, one for "
                 "training and one for validation, or one that can be divided; give data.path another folder"
             )
-        held_out = {name for name in names if _fraction(name) < self.validation_share} or {min(names, key=_fraction)}
+        names, held_out = self._by_role(names)
+        if held_out:
+            return {"train": names, "validation": held_out}
+        return self._hold_out(names) if len(names) > 1 else {split: names for split in SPLITS}
+
+    def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
+        """The splits of several files that look alike."""
+        held_out = {name for name in names if fraction(name) < self.validation_share} or {min(names, key=fraction)}
         return {"train": [n for n in names if n not in held_out], "validation": [n for n in names if n in held_out]}
+
+    def _by_role(self, names: list[str]) -> tuple[list[str], list[str]]:
+        """What to train on (or to divide), and what to hold out, as far as names tell."""
+        roles = {name: role(self._local(name)) for name in names}
+        rest = [name for name in names if roles[name][0] == "train"]
+        if not (rest and any(word in SURE for _, word in roles.values())):
+            return names, []
+        left_out = [name for name in names if roles[name][0] == "test"]
+        if left_out:
+            log.info("Left out of both splits, as their names say test: %s.", ", ".join(left_out))
+        return rest, [name for name in names if roles[name][0] == "validation"]
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the names and contents of all files and the split of each, in hexadecimal."""
         total = hashlib.sha256()
         pairs = [(split, name) for split, names in self.files.items() for name in names]
-        small = sum(self._path(name).stat().st_size for _, name in pairs) <= SMALL
+        small = sum(self._bytes(name) for _, name in pairs) <= SMALL
         for split, name in pairs:
             raw = self._path(name).read_bytes() if small else file_digest(self._path(name), self.notes).encode()
             known = self._known_as(name)
@@ -151,38 +184,71 @@ class Corpus:
     def _path(self, name: str) -> Path:
         return self.root if self.root.is_file() and name == self.root.name else self.root / name
 
+    def _bytes(self, name: str) -> int:
+        return self._path(name).stat().st_size
+
     def _known_as(self, name: str) -> str:
         """The name that enters the digest: not where a file outside `root` happens to lie."""
         return Path(name).name if os.path.isabs(name) else name
 
+    def _local(self, name: str) -> str:
+        """What patterns are compared with."""
+        return name
+
+    @property
+    def _place(self) -> str:
+        """Where the files are, for sentences."""
+        return repr(str(self.root))
+
     # What is taken and what is held out
 
     def _take(self) -> list[str]:
-        names = sorted([self.root.name] if self.root.is_file() else self._walk())
-        return names if self.taken is None else [name for name in names if _fits(name, self.taken)]
+        names = sorted(self._everything)
+        return names if self.taken is None else [name for name in names if fits(self._local(name), self.taken)]
+
+    @cached_property
+    def _everything(self) -> list[str]:
+        """The names of all files of text, each once: of several ways to one file the one without links."""
+        names = [self.root.name] if self.root.is_file() else list(self._walk())
+        names.sort(key=lambda name: (self._path(name).is_symlink(), name))
+        return list({self._identity(name): name for name in reversed(names)}.values())
+
+    def _identity(self, name: str) -> str:
+        return os.path.realpath(self._path(name))
 
     def _as_told(self, names: list[str]) -> dict[str, list[str]]:
-        patterns = self.held_out or []
-        held_out = {name for name in self._walk() if _fits(name, patterns)} if self.root.is_dir() else set()
-        outside = [Path(found) for pattern in patterns if os.path.isabs(pattern) for found in glob.glob(pattern)]
-        held_out |= {path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
-                     for path in outside}  # fmt: skip
-        train = [name for name in names if name not in held_out]
+        wanted = self.held_out or []
+        known = {self._identity(name): name for name in self._everything}
+        held_out = {} if self.root.is_file() else {i: n for i, n in known.items() if fits(self._local(n), wanted)}
+        for path in self._elsewhere(wanted):
+            real = os.path.realpath(path)
+            held_out.setdefault(real, known.get(real, str(path)))
+        train = [name for name in names if self._identity(name) not in held_out]
         if not held_out or not train:
             lacks = "data.validation fits no file" if not held_out else "nothing is left to train on"
             raise ValueError(
-                f"{lacks}: data.validation is {patterns}, data.files {self.taken}, and {str(self.root)!r} holds "
+                f"{lacks}: data.validation is {wanted}, data.files {self.taken}, and {self._place} holds "
                 f"{len(names)} of the wanted files with text{self._wanted()}; patterns are relative to data.path"
             )
-        return {"train": train, "validation": sorted(held_out)}
+        return {"train": train, "validation": sorted(held_out.values())}
+
+    def _elsewhere(self, wanted: Sequence[str]) -> Iterator[Path]:
+        """The files that absolute patterns name, and those of text below the folders they name."""
+        for pattern in filter(os.path.isabs, wanted):
+            for found in [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)):
+                yield from self._below(Path(found)) if os.path.isdir(found) else [Path(os.path.abspath(found))]
 
     def _walk(self) -> Iterator[str]:
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if not self._is_excluded(name)]
-            for name in files:
+        return (path.relative_to(self.root).as_posix() for path in self._below(self.root))
+
+    def _below(self, root: Path) -> Iterator[Path]:
+        for folder, folders, files in os.walk(root):
+            folders[:] = sorted(name for name in folders if not self._is_excluded(name))
+            for name in sorted(files):
                 path = Path(folder, name)
-                if name.endswith(self.suffixes) and not self._is_excluded(name) and path.stat().st_size:
-                    yield path.relative_to(self.root).as_posix()
+                wanted = name.endswith(self.suffixes) and not self._is_excluded(name)
+                if wanted and path.is_file() and path.stat().st_size:
+                    yield path
 
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.excluded)
@@ -202,12 +268,12 @@ class Corpus:
     def _by_document(self, split: str, moved: Moved | None) -> Iterator[Piece]:
         (name,) = self.files[split]
         below = self._threshold
-        return (piece for piece in self._read(name, moved) if (_hashed(piece.text) < below) == (split == "validation"))
+        return (piece for piece in self._read(name, moved) if (hashed(piece.text) < below) == (split == "validation"))
 
     @cached_property
     def _threshold(self) -> float:
         """Hashes below this one are held out."""
-        hashes = sorted({_hashed(piece.text) for piece in islice(self._read(self.files["train"][0]), LOOKED_AT)})
+        hashes = sorted({hashed(piece.text) for piece in islice(self._read(self.files["train"][0]), LOOKED_AT)})
         if len(hashes) < 2:
             raise ValueError(
                 f"{self._path(self.files['train'][0])} holds fewer than 2 documents that differ, and one has to be "
@@ -259,21 +325,3 @@ def standard_library(root: str | os.PathLike[str] | None = None) -> Corpus:
     """
     folder = sysconfig.get_path("stdlib") if root is None else root
     return Corpus(folder, name="standard_library", suffixes=(".py",), excluded=NOT_CORE)
-
-
-def _patterns(given: str | Sequence[str] | None) -> list[str] | None:
-    return [given] if isinstance(given, str) else given if given is None else list(given)
-
-
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a file's name fits a pattern, or lies in a folder whose name does."""
-    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p.rstrip('/')}/*") for p in patterns)
-
-
-def _fraction(name: str) -> float:
-    """The hash of a file's module path as a number in [0, 1)."""
-    return _hashed(name.rpartition(".")[0].replace("/", ".").removesuffix(".__init__"))
-
-
-def _hashed(text: str) -> float:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 import numpy as np
 from tqdm import tqdm
@@ -41,7 +41,7 @@ def encode_pieces(pieces: Iterator[Piece], tokenizer: Tokenizer, workers: int = 
         workers: processes; 1 encodes here.
 
     Raises:
-        RuntimeError: a process ended before its time.
+        ChildProcessError: a process ended before its time.
     """
     if workers == 1:
         yield from (encode_parcel(parcel, tokenizer) for parcel in _parcels(pieces))
@@ -136,21 +136,25 @@ def _processes(tokenizer: Tokenizer, workers: int) -> Iterator[ProcessPoolExecut
         try:
             yield pool
         except BrokenProcessPool as error:
-            raise RuntimeError(
+            raise ChildProcessError(
                 "a process that encodes text ended before its time (out of memory, or a script without "
                 'if __name__ == "__main__"); set data.prepare_workers=1 to encode in the main process'
             ) from error
 
 
 def _become_worker(state: dict[str, str | None]) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     _worker[:] = [Tokenizer.from_state(state)]
 
 
+def _end_with_parent() -> None:
+    """A worker waits for its next parcel; one whose parent was killed would do so for ever, with all its memory."""
+    parent = parent_process()
+    assert parent is not None  # only workers call this
+    parent.join()
+    os._exit(1)
+
+
 def _encode_there(parcel: list[Piece]) -> Encoded:
     return encode_parcel(parcel, _worker[0])
-
-
-def skip(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
-    """All pieces but the first `count`."""
-    return islice(pieces, count, None)

@@ -41,7 +41,7 @@ def text_data(
         subset: which configuration of it.
         revision: commit, tag or branch of it; None: the newest when its files are first listed, and the same from then
             on for as long as the cache is kept.
-        files: patterns of the files to take; None: all.
+        files: patterns of the files to take, relative to `path` or within the repository; None: all.
         validation: patterns of the files to hold out; None: the last of their names.
         text_field: the column with the text.
         chosen: the other arguments of `TextData`.
@@ -55,7 +55,10 @@ def text_data(
 
 
 class FineWeb(Corpus):
-    """The parquet files of a data set; the last of their names is held out, or the documents of one by their hash.
+    """The parquet files of a data set; on the hub `files` has their addresses with the commit.
+
+    The last of their names is held out (unless they say train, validation or test, see `Corpus`), or the documents of
+    one by their hash.
 
     Args:
         root: a folder of parquet files (or one); None: the hub.
@@ -83,13 +86,8 @@ class FineWeb(Corpus):
         self.repository, self.subset, self.revision, self.remote = repository, subset, revision, root is None
         super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **settings)
 
-    @cached_property
-    def files(self) -> dict[str, list[str]]:
-        """The sorted names of each split; on the hub, their addresses with the commit."""
-        names = self._take()
-        if self.held_out is None and len(names) > 1:
-            return {"train": names[:-1], "validation": names[-1:]}
-        return super().files
+    def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
+        return {"train": names[:-1], "validation": names[-1:]}
 
     @cached_property
     def digest(self) -> str:
@@ -104,6 +102,20 @@ class FineWeb(Corpus):
 
     def _walk(self) -> Iterator[str]:
         return iter(self._listed) if self.remote else super()._walk()
+
+    def _bytes(self, name: str) -> int:
+        return 0 if name.startswith(REMOTE) else super()._bytes(name)
+
+    def _identity(self, name: str) -> str:
+        return name if name.startswith(REMOTE) else super()._identity(name)
+
+    def _local(self, name: str) -> str:
+        """On the hub, the part of an address after its commit."""
+        return name.partition("@")[2].partition("/")[2] if name.startswith(REMOTE) else name
+
+    @property
+    def _place(self) -> str:
+        return f"{self.repository} ({self.subset}) on the hub" if self.remote else super()._place
 
     @cached_property
     def _listed(self) -> list[str]:

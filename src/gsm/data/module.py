@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 from torch import Tensor
 
@@ -15,11 +14,12 @@ from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
 from gsm.data.packing import IGNORED, Sequences, TrainingOrder, training_batches, validation_batches, validation_indices
+from gsm.data.place import Placed
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 
 
-class TextData(lightning.LightningDataModule):
+class TextData(Placed):
     """Packed text. Batches are dicts of int64 [B,T]: `tokens`, `targets` (shifted, -100 ignored) and `documents`.
 
     The order of training is a function of `seed` and of how many batches the trainer has finished, so that a run
@@ -93,10 +93,11 @@ class TextData(lightning.LightningDataModule):
         self.validation_sequences, self.num_workers, self.cache_dir = validation_sequences, num_workers, cache_dir
         self.limits = {"train": max_tokens, "validation": max_validation_tokens}
         self.prepare_workers = prepare_workers
+        self._splits: dict[str, Split] = {}
 
     def prepare_data(self) -> None:
         """Trains the tokenizer and encodes the text, unless the cache has them (seconds, the first time)."""
-        _ = self._splits
+        _ = [self.split(name) for name in SPLITS]
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the cached ids; makes them where `prepare_data` ran on another machine."""
@@ -107,7 +108,21 @@ class TextData(lightning.LightningDataModule):
         """The tokenizer of this text (its `vocabulary` may be smaller than the model's)."""
         if isinstance(self._chosen, Tokenizer):
             return self._chosen
-        return find_or_train(self.corpus, self.vocabulary, cache_folder(self.cache_dir))
+        folder = cache_folder(self.cache_dir)
+        return find_or_train(self.corpus, self.vocabulary, folder, tokens=self.limits["train"])
+
+    def split(self, name: str) -> Split:
+        """The cached ids of one split ("train" or "validation"); only what is asked for is encoded."""
+        if name not in self._splits:
+            self._splits[name] = find_or_encode(
+                self.corpus,
+                name,
+                self.tokenizer,
+                cache_folder(self.cache_dir),
+                limit=self.limits[name],
+                workers=self.prepare_workers,
+            )
+        return self._splits[name]
 
     @cached_property
     def train_set(self) -> Sequences:
@@ -131,27 +146,28 @@ class TextData(lightning.LightningDataModule):
         Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
         """
         targets = np.concatenate([sequence["targets"].numpy() for sequence in self.validation()])
-        return float(self.token_bytes_V[targets[targets != IGNORED]].mean())
+        return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
 
-    @cached_property
+    @property
     def token_bytes_V(self) -> np.ndarray:
-        """[V]: bytes of the text for each id, int64, so that their sum over the validation split is the text's length.
+        """`bytes_of_tokens` of the validation split."""
+        return self.bytes_of_tokens("validation")
 
-        They are the tokenizer's `token_lengths_V`, unless it does not spell text exactly: then float64, these lengths
-        scaled by one factor, (bytes of the validation text) / (bytes its tokens spell).
+    def bytes_of_tokens(self, split: str) -> np.ndarray:
+        """[V]: bytes of the text for each id, int64, so that their sum over a split is the length of its text.
+
+        They are the tokenizer's `token_lengths_V`, unless it does not spell text exactly: then float32, these lengths
+        scaled by one factor for each split, (bytes of its text) / (bytes its tokens spell).
         """
-        lengths_V, split = self.tokenizer.token_lengths_V, self._splits["validation"]
-        return (
-            lengths_V
-            if self.tokenizer.exact and split.bytes == split.spelled
-            else lengths_V * (split.bytes / max(1, split.spelled))
-        )
+        lengths_V, made = self.tokenizer.token_lengths_V, self.split(split)
+        if self.tokenizer.exact and made.bytes == made.spelled:
+            return lengths_V
+        return (lengths_V * (made.bytes / max(1, made.spelled))).astype(np.float32)
 
     def train_dataloader(self) -> Batches:
         """One pass over the data, from where the trainer stands; its length is a whole number of optimizer steps."""
-        accumulated = self.trainer.accumulate_grad_batches if self.trainer else 1
-        a_step = self.batch_size * self._world * accumulated
-        length = max(1, len(self.train_set) // a_step) * accumulated
+        a_step = self.batch_size * self._world * self._accumulated
+        length = max(1, len(self.train_set) // a_step) * self._accumulated
         return self._loader(self.train_set, partial(self._training_plan, length), length)
 
     def val_dataloader(self) -> Batches:
@@ -184,59 +200,48 @@ class TextData(lightning.LightningDataModule):
             "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         }
 
-    def description(self) -> dict[str, str | int | float]:
-        """What a run's summary says of its data; never compare runs whose `digest` differs."""
-        sizes = {f"{name}_bytes": split.bytes for name, split in self._splits.items()}
-        sizes |= {f"{name}_tokens": split.tokens for name, split in self._splits.items()}
+    def description(self, splits: Sequence[str] = SPLITS) -> dict[str, str | int | float]:
+        """What a run's summary says of its data; never compare runs whose `digest` differs.
+
+        Of `splits`: the text of others is neither encoded nor counted.
+        """
+        made = {name: self.split(name) for name in splits}
         return {
             **self.corpus.description(),
-            "bytes": sum(split.bytes for split in self._splits.values()),
-            "tokens": sum(split.tokens for split in self._splits.values()),
-            **sizes,
+            "bytes": sum(split.bytes for split in made.values()),
+            "tokens": sum(split.tokens for split in made.values()),
+            **{f"{name}_bytes": split.bytes for name, split in made.items()},
+            **{f"{name}_tokens": split.tokens for name, split in made.items()},
             "tokenizer": self.tokenizer.kind,
             "tokenizer_vocabulary": self.tokenizer.vocabulary,
-            "bytes_per_token": self.bytes_per_token,
+            **({"bytes_per_token": self.bytes_per_token} if "validation" in made else {}),
         }
 
-    @cached_property
-    def _splits(self) -> dict[str, Split]:
-        folder = cache_folder(self.cache_dir)
-        encode = partial(find_or_encode, self.corpus, tokenizer=self.tokenizer, folder=folder)
-        return {split: encode(split, limit=self.limits[split], workers=self.prepare_workers) for split in SPLITS}
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes the ids that training sees, but for the run's seed and batches; the corpus covers the division."""
+        limits = {"max_tokens": self.limits["train"], "max_validation_tokens": self.limits["validation"]}
+        return {
+            "corpus": self.corpus.digest,
+            "tokenizer": self.tokenizer.digest,
+            "context": self.context,
+            **{name: limit or "all" for name, limit in limits.items()},
+        }
 
     def _open(self, split: str) -> Sequences:
-        return Sequences(self._splits[split], self.context, self.tokenizer.end_of_text)
+        return Sequences(self.split(split), self.context, self.tokenizer.end_of_text)
 
     def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=on_gpu)
+        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=self._on_gpu)
 
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
-        # Batches that are finished, not batches that were fetched: a checkpoint may be written in between.
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
-        done = progress.processed if progress else 0  # pyright: ignore[reportAttributeAccessIssue]
         return training_batches(
             self.order,
-            start=done * self._world * self.batch_size,
+            start=self._finished * self._world * self.batch_size,
             batches=length,
             batch_size=self.batch_size,
             rank=self._rank,
             world=self._world,
         )
-
-    @property
-    def _rank(self) -> int:
-        return self._shares["rank"]
-
-    @property
-    def _world(self) -> int:
-        return self._shares["num_replicas"]
-
-    @property
-    def _shares(self) -> dict[str, int]:
-        """Among how many the data is divided, and which of them this process is; tensor-parallel ranks share theirs."""
-        shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return dict(shares or {"num_replicas": 1, "rank": 0})
 
 
 def _require(field: str, value: int | None, least: int) -> None:

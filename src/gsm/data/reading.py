@@ -6,6 +6,7 @@ What a file is follows from its name. JSON lines and parquet hold many documents
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import lzma
 import sys
@@ -18,6 +19,7 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
+ZSTD_INPUT = 1 << 14  # bytes at a time: what they unpack to is held in memory
 WHOLE = 1 << 24  # characters: a longer text file is read, and encoded, in pieces of about this size
 
 Moved = Callable[[int], None]
@@ -32,13 +34,13 @@ class Piece(NamedTuple):
 
 def holds_many(name: str) -> bool:
     """Whether a file of this name holds many documents."""
-    return _unpacked(name).endswith((".jsonl", ".parquet"))
+    return without_packing(name).endswith((".jsonl", ".parquet"))
 
 
 def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
     """The documents of one file in their order, those without any text left out.
 
-    Bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell.
+    Bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell; null is no text.
 
     Args:
         path: the file.
@@ -50,7 +52,7 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
     moved = moved or (lambda count: None)
-    kind = _unpacked(path.name)
+    kind = without_packing(path.name)
     if kind.endswith(".parquet"):
         yield from _parquet(path, field, moved)
     else:
@@ -94,7 +96,7 @@ def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
             continue
         where = f"{path}, line {number},"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8", errors="replace").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
         except ValueError as error:
             raise ValueError(
                 f"{where} is not JSON ({error}); each line has to be an object with its text in field {field!r}"
@@ -102,7 +104,7 @@ def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
         if not isinstance(row, dict) or field not in row:
             has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.40}"
             raise ValueError(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
-        if text := sound_text(row[field], where, field):
+        if row[field] is not None and (text := sound_text(row[field], where, field)):
             yield Piece(text, last=True)
 
 
@@ -160,13 +162,10 @@ def _unpacking(raw: Any, path: Path) -> Any:
     if path.suffix == ".xz":
         return lzma.LZMAFile(raw)
     if path.suffix == ".zst":
-        import io
-
         zstd = _zstd(path)
         if hasattr(zstd, "ZstdFile"):
             return zstd.ZstdFile(raw)  # the standard library's, from Python 3.14
-        frames: Any = zstd.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(frames, 1 << 20)
+        return io.BufferedReader(_Frames(raw, zstd.ZstdDecompressor().decompressobj), 1 << 20)
     return raw
 
 
@@ -213,5 +212,37 @@ class _Counted:
         return raw
 
 
-def _unpacked(name: str) -> str:
+class _Frames(io.RawIOBase):
+    """The contents of zstd frames, one behind the other.
+
+    The package's own reader takes a file that was cut within a frame for one that ends there.
+    """
+
+    def __init__(self, file: Any, begin: Callable[[], Any]) -> None:
+        super().__init__()
+        self._file, self._begin = file, begin
+        self._frame: Any = None  # the one that is being read
+        self._raw, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ready:
+            self._raw = self._raw or self._file.read(ZSTD_INPUT)
+            if not self._raw:
+                if self._frame is not None:
+                    raise EOFError("its last frame has no end")
+                return 0
+            self._frame = self._frame or self._begin()
+            self._ready = memoryview(self._frame.decompress(self._raw))
+            self._raw = self._frame.unused_data
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def without_packing(name: str) -> str:
+    """A file's name without the ending that says how it is packed."""
     return name.removesuffix(".gz").removesuffix(".xz").removesuffix(".zst")

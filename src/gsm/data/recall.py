@@ -107,7 +107,7 @@ class Needle(Alphabet):
 
     Attributes:
         gap: more than so many positions lie between any needle and any question. A sequence too short for that (while
-            lengths still grow) has the largest gap that leaves a little freedom to the places of the needles.
+            lengths still grow) begins with the needles, one behind the other, and has the gap that is left.
     """
 
     gap: int
@@ -128,9 +128,8 @@ class Needle(Alphabet):
 
     def draw(self, random: np.random.Generator, length: int) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
-        room = length - 2 * self.pairs - self.gap  # what needles may stand in
-        room = max(room, min(2 * self.pairs + 4, length - 2 * self.pairs))
-        if room < 2 * self.pairs:
+        room = max(length - 2 * self.pairs - self.gap, 2 * self.pairs)  # what needles may stand in
+        if length < 4 * self.pairs:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gsm.data.cache import checksum, read_json, replacing, writable, write_json
+from gsm.data.cache import checksum, read_json, writable, write_json
+from gsm.files import replacing
 
 log = logging.getLogger(__name__)
 SHARD = 1 << 26  # ids: 128 MiB of uint16

@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor
 
 from gsm.data.loader import Batches
-from gsm.data.packing import validation_batches
+from gsm.data.packing import IGNORED, validation_batches
+from gsm.data.place import Placed
 from gsm.data.recall import Task
 
-HELD_OUT = (
-    2**32 - 1
-)  # stands for the seed in validation: the same sequences for every seed of a run, and never trained on
+# Stands for the seed in validation: the same sequences for every seed of a run, and never trained on.
+HELD_OUT = 2**32 - 1
 
 
 class Generated:
@@ -48,11 +47,11 @@ class Generated:
         length = self.length(int(indices[0]))
         drawn = [self.task.draw(np.random.default_rng([self.seed, max(int(i), 0)]), length) for i in indices]
         token_BT, target_BT = (torch.from_numpy(np.stack(rows)) for rows in zip(*drawn, strict=True))
-        target_BT[torch.as_tensor(np.asarray(indices)) < 0] = -100
+        target_BT[torch.as_tensor(np.asarray(indices)) < 0] = IGNORED
         return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
 
 
-class SyntheticData(lightning.LightningDataModule):
+class SyntheticData(Placed):
     """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
 
     Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
@@ -128,8 +127,8 @@ class SyntheticData(lightning.LightningDataModule):
             self.validation_sequences,
             limit=None,
             batch_size=self.batch_size,
-            rank=self._shares["rank"],
-            world=self._shares["num_replicas"],
+            rank=self._rank,
+            world=self._world,
         )
         return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
 
@@ -143,8 +142,8 @@ class SyntheticData(lightning.LightningDataModule):
         asked = self.validation_sequences * self.task.answers
         return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {asked:,} held-out questions"}
 
-    def description(self) -> dict[str, Any]:
-        """What a run's summary says of its data."""
+    def description(self, splits: Sequence[str] = ()) -> dict[str, Any]:
+        """What a run's summary says of its data, whichever splits it uses."""
         return {
             "task": type(self.task).__name__,
             **{name: value for name, value in vars(self.task).items()},
@@ -152,30 +151,21 @@ class SyntheticData(lightning.LightningDataModule):
             "validation_answers": self.validation_sequences * self.task.answers,
         }
 
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes the sequences that training sees, but for the run's seed and batches."""
+        lengths = {name: getattr(self, name) for name in ("context", "shortest", "grow_from", "grow_until")}
+        facts = {"task": type(self.task).__name__, **vars(self.task), **lengths}
+        return {name: value if isinstance(value, str | int) else str(value) for name, value in facts.items()}
+
     def _plan(self, total: int) -> Iterator[np.ndarray]:
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
-        done = progress.processed if progress else 0  # pyright: ignore[reportAttributeAccessIssue]
-        for batch in range(done, total):
-            first = (batch * self._shares["num_replicas"] + self._shares["rank"]) * self.batch_size
+        for batch in range(self._finished, total):
+            first = (batch * self._world + self._rank) * self.batch_size
             yield np.arange(first, first + self.batch_size)
 
     def _length_of(self, index: int) -> int:
-        step = index // (self.batch_size * self._shares["num_replicas"] * self._accumulated)
+        step = index // (self.batch_size * self._world * self._accumulated)
         return self.length(step / self._steps)
 
     @property
     def _steps(self) -> int:
         return max(1, self.trainer.max_steps) if self.trainer else 1
-
-    @property
-    def _accumulated(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer else 1
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-    @property
-    def _shares(self) -> dict[str, int]:
-        shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return dict(shares or {"num_replicas": 1, "rank": 0})

@@ -10,23 +10,26 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from gsm import files
 from gsm.data import shards
-from gsm.data.cache import find_or_make, locked
+from gsm.data.cache import locked, read_json, write_json
 from gsm.data.corpus import Corpus
-from gsm.data.encode import Bar, cores, encode_pieces, id_type, skip
+from gsm.data.encode import Bar, cores, encode_pieces, id_type
 from gsm.data.shards import ShardedIds, ShardWriter, read_index
 from gsm.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of every key: raise it when the meaning of a cached file changes
 SAMPLE = 20_000_000  # characters: a tokenizer is trained on at most so many
-PASSED_OVER = 50 * SAMPLE  # characters: how much of a large corpus is looked through for the sample
+PASSED_OVER = 50 * SAMPLE  # characters: how much of a large corpus is looked through for the sample, at most
+CHARACTERS = 8  # so many for each token that will be trained on, where that is less: more than a token has, not by much
 SLICE = 1 << 16  # characters: a sample consists of slices of this size
 FEW = 1 << 25  # bytes: less text than this is encoded before other processes have started
 
@@ -59,21 +62,53 @@ class Split:
         return ShardedIds(self.path, self.tokens, self.shard, self.dtype)
 
 
-def find_or_train(corpus: Corpus, vocabulary: int, folder: Path) -> Tokenizer:
-    """The BPE of at most `vocabulary` ids that belongs to the corpus's train split, or to a sample of a large one."""
-    path = folder / f"tokenizer-{_key(corpus, vocabulary)}.json"
+def find_or_train(corpus: Corpus, vocabulary: int, folder: Path, tokens: int | None = None) -> Tokenizer:
+    """The BPE of at most `vocabulary` ids that belongs to the corpus's train split, or to a sample of a large one.
 
-    def make(file: BinaryIO) -> dict[str, Any]:
-        started = time.perf_counter()
-        log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
-        texts = sample(corpus.documents("train"))
-        tokenizer = Tokenizer.train(texts, vocabulary)
-        log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
-        file.write(json.dumps(tokenizer.to_state()).encode())
-        return {"vocabulary": tokenizer.vocabulary}
+    With `tokens`, how many will be trained on, hardly more text than they need is looked through for the sample.
+    """
+    most = min(PASSED_OVER, max(SAMPLE, CHARACTERS * tokens)) if tokens else PASSED_OVER
+    parts = [vocabulary] if most == PASSED_OVER else [vocabulary, f"first {most}"]
+    path = folder / f"tokenizer-{_key(corpus, *parts)}.json"
+    known = _read_tokenizer(path)
+    if known is None:
+        with locked(path) as held:
+            if held:
+                files.sweep(folder, name=path.name)
+            known = _read_tokenizer(path) or _train(corpus, vocabulary, path, most)
+    return known
 
-    find_or_make(path, make)
-    return Tokenizer.from_state(json.loads(path.read_text()))
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a sound file; else None, with a warning if there is a damaged one."""
+    if not path.exists():
+        return None
+    known = read_json(path) or {}
+    try:
+        tokenizer = Tokenizer.from_state(known["state"])
+        if tokenizer.digest == known["digest"]:
+            return tokenizer
+        damage = "its digest has changed"
+    except (KeyError, TypeError, ValueError) as error:
+        damage = repr(error)
+    log.warning("The cached file %s is damaged (%s) and is made again.", path, damage)
+    return None
+
+
+def _train(corpus: Corpus, vocabulary: int, path: Path, most: int) -> Tokenizer:
+    started = time.perf_counter()
+    log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
+    with closing(_texts(corpus)) as texts:
+        tokenizer = Tokenizer.train(sample(texts, passed_over=most), vocabulary)
+    write_json(path, {"state": tokenizer.to_state(), "digest": tokenizer.digest})
+    log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
+    return tokenizer
+
+
+def _texts(corpus: Corpus) -> Generator[str, None, None]:
+    """The train split in pieces: a file that holds one text may be larger than memory."""
+    for piece in corpus.pieces("train"):
+        yield piece.text
 
 
 def find_or_encode(
@@ -103,15 +138,20 @@ def find_or_encode(
     path = folder / f"tokens-{_key(corpus, *parts)}" / split
     index = read_index(path)
     if index is None:
-        with locked(path) as waited:
-            index = read_index(path) if waited else None
-            index = index or _encode(corpus, split, tokenizer, path, limit, workers)
+        with locked(path) as held:
+            if held:
+                files.sweep(path)  # what a process that was killed left half written
+            # Another process may have finished between the two looks, and then waited for nobody.
+            index = read_index(path) or _encode(corpus, split, tokenizer, path, limit, workers)
     known = {name: index[name] for name in ("tokens", "bytes", "spelled", "shard", "dtype")}
     return Split(split, path, **known)
 
 
-def sample(texts: Iterator[str], most: int | None = None) -> list[str]:
-    """All texts if they have at most `most` characters together, else as many in slices from all over them."""
+def sample(texts: Iterator[str], most: int | None = None, passed_over: int | None = None) -> list[str]:
+    """All texts if they have at most `most` characters together, else as many in slices from all over them.
+
+    Of all that comes after the first `passed_over` characters nothing is read.
+    """
     most = SAMPLE if most is None else most
     taken: list[str] = []
     size = 0
@@ -119,17 +159,15 @@ def sample(texts: Iterator[str], most: int | None = None) -> list[str]:
         taken.append(text)
         size += len(text)
         if size > most:
-            break
-    if size <= most:
-        return taken
-    return _thinned(taken, texts, most)
+            return _thinned(chain(taken, texts), most, PASSED_OVER if passed_over is None else passed_over)
+    return taken
 
 
-def _thinned(taken: list[str], rest: Iterator[str], most: int) -> list[str]:
+def _thinned(texts: Iterator[str], most: int, passed_over: int) -> list[str]:
     """Every n-th slice, n the smallest power of two at which they have at most `most` characters."""
     kept: list[str] = []
     stride, number, size, passed = 1, 0, 0, 0
-    for part in _slices(taken, rest):
+    for part in (text[at : at + SLICE] for text in texts for at in range(0, len(text), SLICE)):
         passed += len(part)
         if number % stride == 0:
             kept.append(part)
@@ -138,18 +176,11 @@ def _thinned(taken: list[str], rest: Iterator[str], most: int) -> list[str]:
         if size > most and len(kept) > 1:
             kept, stride = kept[::2], 2 * stride
             size = sum(map(len, kept))
-        if passed > PASSED_OVER:
-            break
-    log.info("The tokenizer learns from %d of %d characters, in slices spread over them.", size, passed)
+        if passed >= passed_over:
+            log.info("The tokenizer learns from %d of the first %d characters; later ones are not read.", size, passed)
+            return kept
+    log.info("The tokenizer learns from %d of all %d characters, in slices spread over them.", size, passed)
     return kept
-
-
-def _slices(taken: list[str], rest: Iterator[str]) -> Iterator[str]:
-    while taken:
-        text = taken.pop(0)
-        yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
-    for text in rest:
-        yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
 
 
 def _encode(
@@ -165,7 +196,7 @@ def _encode(
     workers = workers or (1 if little else cores())
     log.info("Encoding the %s split of %s, once.", split, corpus.name)
     try:
-        pieces = skip(corpus.pieces(split, bar.moved), writer.done.pieces)
+        pieces = islice(corpus.pieces(split, bar.moved), writer.done.pieces, None)
         with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
             for encoded in parcels:
                 writer.write(encoded)

@@ -46,7 +46,7 @@ def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | Non
     """Tokens [B, T] and documents of what a user may give as a prompt: a tensor [B, T] or [T], a sequence of ids, or a
     sequence of prompts, which may differ in length. Documents are None where nothing had to be filled up. Raises
     ValueError as ``left_pad`` does."""
-    if isinstance(prompt, Tensor) or (len(prompt) and isinstance(prompt[0], int)):
+    if isinstance(prompt, Tensor) or (len(prompt) and torch.as_tensor(prompt[0]).ndim == 0):
         return torch.atleast_2d(torch.as_tensor(prompt, device=device)), None
     tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]
     return tokens, documents if len({len(row) for row in prompt}) > 1 else None  # pyright: ignore[reportArgumentType]

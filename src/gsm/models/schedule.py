@@ -55,6 +55,10 @@ def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: i
     return Rows([new] * encoder_layers, 0, decoder)
 
 
-def local_reach(encoder_layers: int, window: int, state_size: int) -> int:
-    """Positions back that GSM can see without a bank: the windows of its encoder one after another, then the state."""
-    return encoder_layers * (window - 1) + state_size
+def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int) -> int:
+    """Positions back that nothing but a bank reaches beyond, in GSM and in the baseline alike.
+
+    GSM's windows carry something through the encoder one after another, and then the state once more; the baseline's
+    windows carry it through all layers.
+    """
+    return max(encoder_layers * (window - 1) + state_size, (encoder_layers + decoder_layers) * (window - 1))

@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,11 @@ def unknown(
     return ConfigError(
         f"unknown {kind} '{name}'{found}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}"
     )
+
+
+def few(items: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from gsm.signals import SIGNALS
+
 PARENT = "GSM_PARENT"
 PDEATHSIG = 1  # of Linux' prctl
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last one is Slurm's warning before the time is up
 PAUSE = 0.1  # seconds between two looks
 
 
@@ -127,7 +128,7 @@ def _signals() -> Iterator[list[int]]:
     def remember(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {number: signal.signal(number, remember) for number in FORWARDED}
+    before = {number: signal.signal(number, remember) for number in SIGNALS}
     try:
         yield arrived
     finally:

@@ -32,6 +32,8 @@ REMEDIES = {
     **dict.fromkeys([errno.ENOTDIR, errno.EEXIST, errno.EISDIR], PLACE),
     errno.EIO: "the disk seems to be broken; choose another one with logs=",
 }
+OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
+FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
 def prepare(arguments: Sequence[str] | None = None) -> None:
@@ -40,8 +42,8 @@ def prepare(arguments: Sequence[str] | None = None) -> None:
     Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
     """
     register_resolvers()
-    if not os.environ.get("HYDRA_FULL_ERROR"):
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, instead of printing a traceback of its own
+    if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
+        os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
         sys.excepthook = _say
         threading.excepthook = _say_in_thread
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
@@ -92,13 +94,19 @@ def _read(given: Sequence[str], taken: Mapping[str, inspect.Parameter], script: 
     return values
 
 
-def again() -> str:
-    """What to type to run this process once more, so that it goes on where it was; for Python, what to do there."""
+def again(saved: bool = False) -> str:
+    """What to type to run this process once more, so that it goes on where it was; for Python, what to do there.
+
+    Args:
+        saved: a checkpoint lies in the run's own folder, so that the one it began with is not needed any more.
+    """
     if not HydraConfig.initialized():
         return "the same call of train"
     interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
     interpreter = sys.executable if interpreter.startswith("..") else interpreter
-    return shlex.join([interpreter, script, *(word for word in sys.argv[1:] if word != "resume=never")])
+    words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
+    words = [word for word in words if not (saved and word.startswith("resume="))]
+    return shlex.join([interpreter, script, *words])
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
-    * ``${local_reach:size,state_size}``: how far back windows and shared state carry anything;
+    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank;
     * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
@@ -124,7 +124,12 @@ def register_resolvers() -> None:
 
 
 def _local_reach(size: DictConfig, state_size: int | None) -> int:
-    return local_reach(size.encoder_layers, size.window, state_size or size.window + size.top_k)
+    return local_reach(
+        encoder_layers=size.encoder_layers,
+        decoder_layers=size.decoder_layers,
+        window=size.window,
+        state_size=state_size or size.window + size.top_k,
+    )
 
 
 def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from gsm.callbacks.progress import clock
-from gsm.callbacks.summary import commit, versions, write_json
+from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
 from gsm.data.tokenizer import Tokenizer
 from gsm.eval import losses, show
+from gsm.files import write_json
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import best_precision
-from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals
+from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals, usable
 from gsm_kernels import explain
 
 SPLITS = ("validation", "train")
@@ -40,12 +41,13 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
 
-    Without further arguments a model meets exactly what its run validated on.
+    Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
+    in: trainer.precision of its run, and what auto stands for on the device at hand.
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
-        path: other text: a folder or a file of your own
+        path: other text: a folder or a file of your own, divided as for training; the part that split says is measured
         split: validation; or train, which the model has seen
         context: tokens of a sequence; 0: as in training. A longer one is allowed
         sequences: how many, spread evenly over the split; 0: as many as the run validated on
@@ -67,7 +69,10 @@ def evaluate(
         result = measure(file, device=device, data=data, path=path, position=position, note=note, **wanted)
         if not output:
             _write(_home(file) / "evaluation.json", result)
-        print(f"{_title(result)}\n{'' if data or path else _caution(file, result)}\n{show.one(result)}\n", flush=True)
+        print(
+            f"{_title(result)}\n{_share(result) if data or path else _caution(file, result)}\n{show.one(result)}\n",
+            flush=True,
+        )
         results.append(result)
     if len(results) > 1:
         print(
@@ -91,15 +96,18 @@ def measure(
     note: str = "",
 ) -> dict[str, Any]:
     """What is known of one checkpoint and what was measured, as plain containers; arguments as in ``evaluate``."""
-    saved = read_checkpoint(file)
+    saved = read_checkpoint(file, mmap=True)
     config = saved["hyper_parameters"]["config"]
-    text = open_data(saved, data, path, context=context, batch_size=batch_size, sequences=sequences)
+    text = open_data(saved, data, path, split=split, context=context, batch_size=batch_size, sequences=sequences)
     rows, count = _sequences(text, split, sequences)
     model, start = load_model(file, device), time.perf_counter()
     precision = _precision(config, device)
     with _autocast(precision, device), refusals(str(file)):
         shown = progress(rows, count, note)
-        options = {"batch_size": text.batch_size, "token_bytes_V": getattr(text, "token_bytes_V", None)}
+        options = {
+            "batch_size": text.batch_size,
+            "token_bytes_V": text.bytes_of_tokens(split) if text.tokenizer else None,
+        }
         measured = losses.evaluate(model, shown, place=position, **options)  # pyright: ignore[reportArgumentType]
     return {
         "checkpoint": str(file),
@@ -108,7 +116,8 @@ def measure(
         "split": split,
         "context": text.context,
         "text": measured.facts(),
-        "data": text.description(),
+        "data": text.description([split]),
+        "split_sequences": len(getattr(text, f"{split}_set")) if text.tokenizer else text.validation_sequences,
         **{"device": _device_name(device), "precision": precision, "kernels": explain()},
         "seconds": round(time.perf_counter() - start, 3),
         **{"versions": versions(), "commit": commit()},
@@ -132,13 +141,18 @@ def open_data(
     data: str = "",
     path: str = "",
     *,
+    split: str = "validation",
     context: int = 0,
     batch_size: int = 0,
     sequences: int = 0,
 ) -> Any:
-    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer. Raises ConfigError."""
-    own = saved["hyper_parameters"]["config"]["data"]
-    node = dict(own) if not (data or path) else _other(own, data or "folder", path)
+    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer. Raises ConfigError.
+
+    Only ``split`` is prepared: the other may take hours, or lie on the hub.
+    """
+    config = saved["hyper_parameters"]["config"]
+    own = config["data"]
+    node = dict(own) if not (data or path) else _other(config, data or "folder", path)
     node["context"] = context or own["context"]
     node["batch_size"] = batch_size or own["batch_size"]
     if sequences:
@@ -153,8 +167,7 @@ def open_data(
     make = instantiate({**{k: v for k, v in node.items() if k != "tokenizer"}, "_partial_": True}, "data")
     with refusals("data"):
         made = make(tokenizer=Tokenizer.from_state(saved["tokenizer"])) if "tokenizer" in node else make()
-        made.prepare_data()
-        made.setup()
+        _ = getattr(made, f"{split}_set", None)
     return made
 
 
@@ -175,22 +188,16 @@ def progress(sequences: Iterable[Any], count: int, note: str = "", patience: flo
         sys.stderr.write(f"\r{'':<78}\r")
 
 
-def usable(device: str) -> str:
-    """The device's name, once PyTorch has used it. Raises ConfigError."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
-        raise ConfigError(
-            f"device is '{device}', but PyTorch cannot use it ({reason}); say cpu, cuda or auto"
-        ) from error
-    return device
-
-
-def _other(own: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
-    """The configuration of other text, with what the model fixes taken from its own."""
-    composed = compose([f"data={data}", *(["data.path=."] if path else [])])["data"]
+def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
+    """The configuration of other data, as of the checkpoint's size, with what the model fixes taken from its own."""
+    own, state = config["data"], config["model"].get("state_size")
+    size = [
+        f"size.{name}={'null' if value is None else value}"
+        for name, value in config["size"].items()
+        if name != "_target_"
+    ]
+    size += [f"model.state_size={state}"] if state else []
+    composed = compose([*size, f"data={data}", *(["data.path=."] if path else [])])["data"]
     kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
     return {**composed, **kept, **({"path": path} if path else {})}
 
@@ -248,6 +255,17 @@ def _title(result: Mapping[str, Any]) -> str:
     return (
         f"{run}, step {result['step']}: {result['split']} of {of}\n"
         f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets"
+    )
+
+
+def _share(result: Mapping[str, Any]) -> str:
+    """A line on how much of other text was measured: what training would hold out is only a part of it."""
+    data, split = result["data"], result["split"]
+    if f"{split}_files" not in data:
+        return ""
+    return (
+        f"measured {result['text']['sequences']:,} of the {result['split_sequences']:,} sequences of this split, which "
+        f"is {data[f'{split}_bytes']:,} bytes of {data[f'{split}_files']:,} of {data['files']:,} files\n"
     )
 
 

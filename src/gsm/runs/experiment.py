@@ -7,8 +7,8 @@ not finished yet, and puts their summaries together. So it can be stopped and gi
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -20,22 +20,21 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from gsm.callbacks.progress import clock
-from gsm.runs.check import ConfigError, unknown
+from gsm.runs import report
+from gsm.runs.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
+from gsm.runs.check import ConfigError, few
 from gsm.runs.children import Child, work_off
 from gsm.runs.command_line import again
 from gsm.runs.compose import compose, job_directories
-from gsm.runs.folder import finished, locked, prepare
-from gsm.runs.table import COLUMNS, WIDTH, RunSummary, Table, read_runs, shown, summarise
+from gsm.runs.fit import train
+from gsm.runs.folder import finished, locked, prepare, unlike
+from gsm.runs.load import CheckpointError
+from gsm.runs.table import WIDTH, RunSummary, Table, read_runs, shown, summarise
 
-OWN = ("arm", "arms", "seed", "seeds", "jobs", "force", "table")  # the parent's keys; a child gets its own
-NOT_FOR_ARMS = {*OWN, "name", "logs", "folder", "experiment", "resume"}
-NAME = re.compile(r"[A-Za-z_][\w.+-]*")
-WORDS = {"null", "true", "false", "nan", "inf"}  # what Hydra takes for values rather than names
+NOT_OF_DATA = ("seed", "cache_dir", "num_workers", "prepare_workers")  # keys of data that do not change its content
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,21 @@ class Experiment:
     """
 
     def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), directories: Sequence[Path] = ()) -> None:
-        keys = {_key(line) for line in given}
+        keys = {key(line) for line in given}
         if "folder" in keys:
             raise ConfigError("folder= is one run's, but this experiment has several: choose logs= or name= instead")
         if config["jobs"] < 1:
             raise ConfigError(f"jobs is {config['jobs']}, but has to be 1 or more: how many runs train at a time")
         self.config, self.given, self.directories = config, given, directories
-        self.arms = _arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
-        self.chosen = _chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
-        one_seed = config["seeds"] is None or "seed" in keys and "seeds" not in keys
-        self.seeds = [config["seed"]] if one_seed else _seeds(config["seeds"])
-        self.columns = _columns(config["table"])
+        self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
+        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
+        if {"seed", "seeds"} <= keys:
+            raise ConfigError(
+                f"seed={config['seed']} and seeds={config['seeds']} were both given: leave one of them out"
+            )
+        one_seed = config["seeds"] is None or "seed" in keys
+        self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
+        self.columns = read_columns(config["table"])
         self._jobs: dict[tuple[str, int], Job] = {}  # to compose one takes a third of a second
 
     @property
@@ -111,8 +114,8 @@ class Experiment:
         return self._jobs[arm, seed]
 
     def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
-        mine = [line for line in self.given if _key(line) == "experiment"]
-        theirs = [line for line in self.given if _key(line) not in (*OWN, "experiment")]
+        mine = [line for line in self.given if key(line) == "experiment"]
+        theirs = [line for line in self.given if key(line) not in (*OWN, "experiment")]
         return (*mine, "arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", *self.arms[arm], *theirs)
 
     def table(self) -> Table:
@@ -121,14 +124,27 @@ class Experiment:
         return summarise(runs, self.columns, self.arms)
 
     def _is_ours(self, run: RunSummary) -> bool:
-        return run.finished and finished(self.job(run.arm, run.seed).config)
+        return run.finished and _is_finished(self.job(run.arm, run.seed))
+
+    def other_data(self, table: Table) -> list[str]:
+        """Sentences about runs that say they trained on the same data, but whose data had another content."""
+        first: dict[str, RunSummary] = {}
+        found = []
+        for run in table.runs:
+            configured = {**self.job(run.arm, run.seed).config.get("data", {}), **dict.fromkeys(NOT_OF_DATA)}
+            known = first.setdefault(json.dumps(configured, sort_keys=True, default=str), run)
+            changes = unlike(known.summary.get("fingerprint") or {}, run.summary.get("fingerprint") or {})
+            if changes and known.summary.get("fingerprint") and run.summary.get("fingerprint"):
+                found.append(
+                    f"do not compare {run.arm}/seed{run.seed} with {known.arm}/seed{known.seed}: it differs in "
+                    f"{few(changes)}; force=true trains them again"
+                )
+        return found
 
 
 def run(config: Mapping[str, Any]) -> None:
     """What ``train.py`` does inside of Hydra: one run, or, where the configuration has arms or seeds, all of those."""
     if config["arms"] is None and config["seeds"] is None:
-        from gsm.runs.fit import train  # a parent that only waits does not need it
-
         train(config)
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -152,11 +168,11 @@ def train_all(experiment: Experiment, script: Sequence[str]) -> Table:
     with locked(experiment.folder):
         if experiment.config["force"]:
             _set_aside(jobs)
-        waiting = [job for job in jobs if not finished(job.config)]
+        waiting = [job for job in jobs if not _is_finished(job)]
         print(_header(experiment, jobs, waiting), flush=True)
-        failed, stopped = _Watch(waiting, script, experiment).train()
+        failed, stopped = _Runs(waiting, script, experiment).train()
         if stopped is not None:
-            print(f"\nstopped; to go on:\n  {_going_on()}", flush=True)
+            print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
         table = experiment.table()
         table.write(experiment.folder)
@@ -167,7 +183,7 @@ def train_all(experiment: Experiment, script: Sequence[str]) -> Table:
     return table
 
 
-class _Watch:
+class _Runs:
     """Starts the runs, and tells how they end."""
 
     def __init__(self, jobs: Sequence[Job], script: Sequence[str], experiment: Experiment) -> None:
@@ -185,7 +201,7 @@ class _Watch:
         job = self.jobs[number]
         command = [*self.script, *job.overrides]
         log = job.folder / "train.log"
-        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: started, output in {_near(log)}", flush=True)
+        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: started, output in {report.shown(log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(command), "    "), flush=True)
         return Child(command, log, self._environment(), follow=self.at_once == 1)
@@ -212,63 +228,15 @@ class _Watch:
         return {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}
 
 
-def _arms(arms: Any) -> dict[str, list[str]]:
-    """The arms of a configuration, checked. Raises ConfigError."""
-    if not isinstance(arms, Mapping) or not arms:
-        raise ConfigError(
-            f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
-        )
-    for name, overrides in arms.items():
-        if not NAME.fullmatch(str(name)) or str(name) in WORDS:
-            raise ConfigError(
-                f"arms has the name '{name}', but a name begins with a letter and has no spaces or slashes"
-            )
-        if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
-            raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
-        for line in overrides:
-            try:
-                key = _key(line)
-            except HydraException as error:
-                raise ConfigError(f"arms.{name}: cannot read '{line}': write key=value or group=option") from error
-            if key in NOT_FOR_ARMS:
-                raise ConfigError(f"arms.{name} sets {key}, which is the experiment's: leave {line} out")
-    return {str(name): list(overrides) for name, overrides in arms.items()}
-
-
-def _chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
-    """The arms that ``arm=`` picks. Raises ConfigError for one that there is not."""
-    names = [str(name) for name in (wanted if isinstance(wanted, list) else [wanted])]
-    for name in names:
-        if name not in arms:
-            raise unknown("arm", name, arms, "the experiment")
-    return list(dict.fromkeys(names))
-
-
-def _seeds(seeds: Any) -> list[int]:
-    """``[0, 2]``, or 3 for the first three. Raises ConfigError."""
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
-        return list(range(seeds))
-    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
-        raise ConfigError(f"seeds is {seeds!r}, but takes a list such as [0,1,2], or how many: seeds=3")
-    return list(dict.fromkeys(seeds))
-
-
-def _columns(table: Any) -> list[str]:
-    """The keys that the table shows. Raises ConfigError."""
-    if table is None:
-        return list(COLUMNS)
-    if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
-        raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
-    return table
-
-
-def _key(line: str) -> str:
-    return OverridesParser.create().parse_override(line).key_or_group
-
-
 def _script() -> list[str]:
     """What trains one run: this script, with the flags that say where yaml files are, and Hydra's own overrides."""
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
+    for flag, value in (("--config-name", parsed.config_name), ("--config-path", parsed.config_path)):
+        if value:
+            raise ConfigError(
+                f"{flag} {value} was given, but an experiment composes its runs from configs/train.yaml: leave it out, "
+                "and add yaml files of your own with --config-dir"
+            )
     folder = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
     own = [line for line in HydraConfig.get().overrides.hydra if not line.startswith(("hydra.run.", "hydra.mode="))]
     return [sys.executable, sys.argv[0], *folder, *own]
@@ -289,23 +257,19 @@ def _set_aside(jobs: Sequence[Job]) -> None:
             prepare({**job.config, "resume": "never"})
 
 
-def _going_on() -> str:
-    words = shlex.split(again())
-    return shlex.join(
-        [word for word in words if word.lower() not in ("force=true", "force=1", "force=yes", "force=on")]
-    )
-
-
-def _near(path: Path) -> str:
-    """A path as one would type it here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+def _is_finished(job: Job) -> bool:
+    """One whose checkpoint is broken is not, and says so: the run itself then tells what can be done."""
+    try:
+        return finished(job.config)
+    except CheckpointError as error:
+        print(f"{job.name} was finished, but cannot be used: {error}", flush=True)
+        return False
 
 
 def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job]) -> str:
     lines = [
         f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
-        f"seeds {', '.join(map(str, experiment.seeds))}; in {_near(experiment.folder)}"
+        f"seeds {', '.join(map(str, experiment.seeds))}; in {report.shown(experiment.folder)}"
     ]
     done = [job.name for job in jobs if job not in waiting]
     if done:
@@ -315,7 +279,9 @@ def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job])
 
 def _conclusion(experiment: Experiment, table: Table) -> str:
     lines = ["", table.text(), "", "mean +- sample standard deviation over the seeds; also in"]
-    lines[-1] += f" {_near(experiment.folder / 'results.md')}, .csv and .json"
+    lines[-1] += f" {report.shown(experiment.folder / 'results.md')}, .csv and .json"
+    for sentence in experiment.other_data(table):
+        lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)
@@ -326,5 +292,5 @@ def _complaints(failed: Mapping[str, Child]) -> str:
     """Who has failed, with their last words."""
     lines = []
     for name, child in failed.items():
-        lines += ["", f"{name} failed; the end of {_near(child.log)}:", *(f"  {line}" for line in child.tail())]
-    return "\n".join([*lines, "", f"failed: {', '.join(failed)}; to try again:\n  {_going_on()}"])
+        lines += ["", f"{name} failed; the end of {report.shown(child.log)}:", *(f"  {line}" for line in child.tail())]
+    return "\n".join([*lines, "", f"failed: {', '.join(failed)}; to try again:\n  {again()}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import warnings
@@ -14,24 +15,29 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from gsm.callbacks.files import WholeFiles
 from gsm.callbacks.hyperparameters import Hyperparameters
 from gsm.callbacks.interruption import Interrupted, Interruption
+from gsm.callbacks.latest import Latest
 from gsm.callbacks.metrics_file import MetricsFile
 from gsm.callbacks.summary import Summary
 from gsm.callbacks.tensorboard import TensorBoard
+from gsm.callbacks.throughput import callbacks
 from gsm.data.module import TextData
 from gsm.data.synthetic import SyntheticData
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report
+from gsm.runs.check import ConfigError
 from gsm.runs.command_line import again
 from gsm.runs.folder import Start, locked, prepare
-from gsm.runs.load import instantiate, instantiate_model, refusals
+from gsm.runs.load import CheckpointError, instantiate, instantiate_model, refusals
 from gsm.task import LanguageModeling
 from gsm_kernels import explain
 
+OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
@@ -55,64 +61,98 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values, or another process trains in the same folder.
+        ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
+            or of another number of ranks, or another process trains in the same folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted it, with 128 + the signal's number; the same call then goes on.
     """
     leads = getattr(rank_zero_only, "rank", 0) == 0
     with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
-        start = prepare(config, leads)
-        run = assemble(config, start)
+        data = functools.cache(functools.partial(open_data, config))
+        start = prepare(config, leads, lambda: data().fingerprint())
+        run = assemble(config, start, data())
         if leads:
             print(report.header(run, start.sentence), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
 
-def assemble(config: Mapping[str, Any], start: Start | None = None) -> Run:
+def open_data(config: Mapping[str, Any]) -> TextData | SyntheticData:
+    """The data of a run, ready to be read. Raises ConfigError where it is missing, damaged or too little."""
+    data = instantiate(config["data"], "data")
+    with refusals("data"):
+        data.prepare_data()
+        data.setup()
+    return data
+
+
+def assemble(
+    config: Mapping[str, Any], start: Start | None = None, data: TextData | SyntheticData | None = None
+) -> Run:
     """Builds all parts, the loggers as of where the run starts.
 
     The weights follow from the seed alone, whatever else has drawn random numbers before.
     """
     _quiet()
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
-    data = instantiate(config["data"], "data")
-    with refusals("data"):
-        data.prepare_data()
+    data = data or open_data(config)
     model = instantiate_model(config, config["seed"])
     task = LanguageModeling(
         model,
         instantiate(config["optimizer"], "optimizer"),
         config=config,
         tokenizer=data.tokenizer.to_state() if data.tokenizer else None,
-        token_bytes_V=torch.from_numpy(data.token_bytes_V) if data.tokenizer else None,
+        fingerprint=data.fingerprint(),
+        origin=start.origin if start else None,
+        token_bytes_V=torch.from_numpy(data.token_bytes_V) if isinstance(data, TextData) else None,
         measures_accuracy=data.measures_accuracy,
         compile=config["compile"],
     )
     summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
     trainer = _trainer(config, model, summary)
     if start and start.checkpoint:
+        _refuse_other_world(start, trainer.world_size)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):
                 logger.rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
 
 
+def _refuse_other_world(start: Start, world: int) -> None:
+    if start.world not in (None, world):
+        raise CheckpointError(
+            f"{start.checkpoint} was trained by {start.world} ranks, but here are {world}, whose place in the data "
+            f"would be another: make them {start.world} with trainer.devices and trainer.num_nodes, or resume=never"
+        )
+
+
 def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
     """Lightning's Trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
-    callbacks = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    callbacks += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    settings = _settings(config)
+    parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
+    parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    plugins = [*(settings.pop("plugins", None) or []), WholeFiles()]
+    make = instantiate({**settings, "_partial_": True}, "trainer")
+    with refusals("trainer"):
+        return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Trainer is made with. Raises ConfigError for an end of the run that is not a number of steps."""
     settings = dict(config["trainer"])
+    for name in OTHER_ENDS:
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"trainer.{name} is {settings[name]}, but a run ends after trainer.max_steps, since its learning rate "
+                f"is a function of their number: leave {name} out"
+            )
     if settings["max_steps"] > 0:
         settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
     if settings.get("precision") == "auto":
         settings["precision"] = best_precision(settings.get("accelerator"))
-    plugins = [*(settings.pop("plugins", None) or []), WholeFiles()]
-    make = instantiate({**settings, "_partial_": True}, "trainer")
-    with refusals("trainer"):
-        return make(callbacks=callbacks, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+    return settings
 
 
 def best_precision(accelerator: str | None = None) -> str:
@@ -130,24 +170,35 @@ def _fit(run: Run, start: Start) -> None:
     except SystemExit as stop:
         if run.trainer.is_global_zero:
             print(_farewell(run), flush=True)
-        code = stop.code if isinstance(stop, Interrupted) else 128 + signal.SIGINT  # Lightning's own has another code
-        raise SystemExit(code) from stop
+        raise SystemExit(_code(stop)) from stop
+
+
+def _code(stop: SystemExit) -> int:
+    """What a shell shows for the signal; one that came before training began, Lightning has handled in its own way."""
+    if isinstance(stop, Interrupted):
+        return 128 + stop.signal
+    return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
 
 
 def _farewell(run: Run) -> str:
     """The last words of a run that was interrupted: what is left of it, and what to type to go on."""
     step = run.trainer.global_step
-    if not (Path(run.config["folder"]) / "checkpoints" / "last.ckpt").is_file():
+    steps = [c.saved for c in callbacks(run.trainer) if isinstance(c, Latest) and c.saved is not None]
+    if not steps and step == 0:
         return "\ninterrupted before a step was done; nothing was saved"
-    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, and saved; to go on:\n  {again()}"
+    if not steps:
+        return f"\ninterrupted at step {step} of {run.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
+    saved = "and saved" if max(steps) == step else f"saved at step {max(steps)}"
+    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, {saved}; to go on:\n  {again(saved=True)}"
 
 
 def _conclude(run: Run) -> dict[str, Any]:
     """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
+    status = "finished" if run.trainer.global_step >= run.trainer.max_steps else "stopped"
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
         found = {"device": report.device(run), **_memory(run), **_ngrams(run)}
-        facts = run.summary.add(run.trainer, status="finished", **found)
+        facts = run.summary.add(run.trainer, status=status, **found)
         sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
     print(report.conclusion(run, facts, sample), flush=True)
     return facts
@@ -164,6 +215,7 @@ def _facts(config: Mapping[str, Any], data: TextData | SyntheticData, model: Lan
         "choices": config["choices"],
         "parameters": model.parameter_report().total,
         "data": data.description(),
+        "fingerprint": data.fingerprint(),
         "kernels": explain(),
     }
 

@@ -11,7 +11,7 @@ import torch
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError
-from gsm.runs.load import load_model, load_tokenizer
+from gsm.runs.load import load_model, load_tokenizer, usable
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
     """
     _check(prompt, max_new_tokens, temperature, top_p)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = usable(device)
     start = _read(prompt_file) if prompt_file else prompt
     tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
     generator = torch.Generator(device).manual_seed(seed)

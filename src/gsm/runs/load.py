@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException
 
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
-from gsm.runs.check import ConfigError, check
+from gsm.runs.check import ConfigError, check, few
 from gsm.runs.compose import compose
 
 
@@ -63,21 +63,29 @@ def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
     }
     wrong = sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
     if wrong:
-        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {_few(wrong)}")
+        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
     model.load_state_dict(weights)
     return model.to(device).eval()
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises as ``load_model`` does."""
-    state = read_checkpoint(path).get("tokenizer")
+    state = read_checkpoint(path, mmap=True).get("tokenizer")
     if not state:
         raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
     return Tokenizer.from_state(state)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file."""
+def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[str, Any]:
+    """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file.
+
+    Args:
+        path: of the file, or the folder of a run.
+        mmap: leave tensors on the disk until they are looked at: for a look at the configuration alone.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as ``load_model`` does.
+    """
     path = Path(path)
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
     if not path.is_file():
@@ -86,7 +94,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else "")
         )
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
@@ -96,6 +104,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
         )
     return dict(checkpoint)
+
+
+def usable(device: str) -> str:
+    """The device's name, once PyTorch has used it; ``auto``: a GPU if there is one. Raises ConfigError."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
+        raise ConfigError(
+            f"device is '{device}', but PyTorch cannot use it ({reason}); say cpu, cuda or auto"
+        ) from error
+    return device
 
 
 def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
@@ -135,7 +156,3 @@ def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
         for name, shape in shapes.items()
         if weights[name].shape != shape
     ]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

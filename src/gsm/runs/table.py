@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gsm.callbacks.files import replacing
+from gsm.files import replacing
 
 COLUMNS = ("bits_per_byte", "val_loss")
 WIDTH = 100

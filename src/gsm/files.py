@@ -1,0 +1,62 @@
+"""Files that are there as a whole or not at all, whenever the process or the machine stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PARTIAL = ".{}.partial"  # what a file is called while it is written; `{}` is its name and a part that no other has
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write bytes to, which takes the place of `path` once all of them are on the disk.
+
+    Several processes may do so at once: the last one to finish wins, and no reader sees a mixture.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`, and what was there before is untouched.
+    """
+    path = Path(path)
+    partial = path.with_name(PARTIAL.format(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # before the name: after a power cut it must not stand for an empty file
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()  # moved away by now, unless something went wrong; a full disk needs the room
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Writes a file as a whole or not at all. Raises OSError."""
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def sweep(*folders: Path, name: str = "*") -> None:
+    """Removes what a process that was killed while it wrote has left in these folders (of one file, with its name)."""
+    for folder in folders:
+        for partial in folder.glob(PARTIAL.format(name if name == "*" else f"{name}.*")):
+            partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new name last; some network file systems cannot, and then need not be asked."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Runs of a second or two in processes of their own, for tests of how runs end and go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gsm.runs import command_line
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
+
+TINY = (
+    "model/residual=plain size.vocabulary=257 size.context=32 "
+    "size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
+    "data=folder data.tokenizer=bytes data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
+    "trainer.accumulate_grad_batches=2 trainer.val_check_interval=15 trainer.log_every_n_steps=3 "
+    "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
+    "ngrams=false sample=false"
+).split()
+UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
+
+
+def count_calls(until: int) -> Callable[[], bool]:
+    """A function that is true the `until`-th time it is called."""
+    left = [until]
+
+    def called() -> bool:
+        left[0] -= 1
+        return left[0] == 0
+
+    return called
+
+
+def run_here(arguments: list[str], log: Path, death: Callable[[], None]) -> None:
+    """In a child process: one run, with what it prints in a file."""
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = log.open("a", encoding="utf-8")
+    death()
+    with command_line.errors_as_sentences():
+        train(compose(arguments))
+
+
+def arguments(home: Path, name: str, *more: str) -> list[str]:
+    places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
+    return [*TINY, *places, f"name={name}", *more]
+
+
+def no_death() -> None:
+    pass
+
+
+def lines(folder: Path) -> list[str]:
+    text = (folder / "metrics.csv").read_text().splitlines()
+    return [line for line in text if line.split(",")[1] not in UNSTEADY]

@@ -1,0 +1,74 @@
+"""An experiment as a user runs it: all of it, with real runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_text
+from test_experiment import TOY, configs, place, read_csv, until
+
+from gsm.paths import ROOT
+from gsm.runs.table import read_runs
+
+TINY = (
+    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
+    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3 trainer=cpu ngrams=false "
+    "sample=false"
+).split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
+    """Stopped while it trains, and given again; its third arm composes, but no such model can be built."""
+    directory = configs(tmp_path, TOY.replace("seeds:", '  lost: ["model.stages=[9]"]\nseeds:'))
+    (tmp_path / "text").mkdir()
+    text = tiny_text.write(tmp_path / "text")
+    given = ["experiment=toy", "jobs=2", *TINY, f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]
+    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=40", "callbacks.latest.minutes=1e-9"]
+    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def type_in(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    parent = type_in("arm=[mhc,plain]")
+    until((place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").is_file, seconds=300)
+    parent.terminate()
+    printed = output(parent)
+    assert parent.returncode == 128 + signal.SIGTERM, printed
+    assert "to go on:" in printed
+    assert read_runs(place(tmp_path, ""))[0].summary["status"] == "interrupted"
+
+    parent = type_in()
+    printed = output(parent)
+    assert parent.returncode == 1, printed
+    assert "failed: lost/seed0, lost/seed1" in printed
+    assert "error: model: stages [9] exceed" in printed
+    assert "Going on with the unfinished run" in (place(tmp_path, "mhc/seed0") / "train.log").read_text()
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [
+        *(("mhc", "0"), ("mhc", "1")),
+        *(("plain", "0"), ("plain", "1")),
+    ]
+    assert (place(tmp_path, "") / ".hydra/overrides.yaml").is_file()
+
+    parent = type_in("arm=[mhc,plain]", "table=[val_loss]")
+    printed = output(parent)
+    assert parent.returncode == 0
+    assert "started" not in printed
+    assert "val_loss" in printed
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """All of it, once the process has ended; one that does not end is ended."""
+    try:
+        return process.communicate(timeout=400)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise

@@ -1,0 +1,237 @@
+"""What is held out for validation: as told, as files are named, by hash, or the end of a text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import lzma
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsm.data import reading
+from gsm.data.corpus import Corpus
+from gsm.data.module import TextData
+
+STORIES = [f"Story {number}: größer, 東京.\n\nIt ends.\n" for number in range(40)]
+
+
+def pack(path: Path, raw: bytes) -> Path:
+    """Writes `raw` as the ending of `path` says."""
+    if path.suffix == ".zst":
+        raw = pytest.importorskip("zstandard").ZstdCompressor().compress(raw)
+    path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(raw))
+    return path
+
+
+def json_lines(texts: list[Any], field: str = "text") -> bytes:
+    return "".join(json.dumps({field: text, "id": 1}) + "\n" for text in texts).encode()
+
+
+def shelves(folder: Path) -> Path:
+    for number in range(3):
+        pack(folder / f"books-train-{number}.jsonl.xz", json_lines(STORIES[10 * number : 10 * number + 10]))
+    pack(folder / "books-validation.jsonl.xz", json_lines(STORIES[30:]))
+    pack(folder / "web.jsonl.gz", json_lines(["a web page"]))
+    return folder
+
+
+def test_files_to_take_and_to_hold_out_may_be_named(tmp_path: Path) -> None:
+    corpus = Corpus(shelves(tmp_path), files="books-train-*", validation="books-validation*")
+    assert list(corpus.documents("train")) == STORIES[:30]
+    assert list(corpus.documents("validation")) == STORIES[30:]
+    everything = Corpus(tmp_path, validation=["web.*", "*-2.*"])
+    assert everything.files["validation"] == ["books-train-2.jsonl.xz", "web.jsonl.gz"]
+    assert len(everything.files["train"]) == 3
+
+
+def test_what_is_held_out_may_lie_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    pack(tmp_path / "here" / "a.txt", b"train")
+    held_out = pack(tmp_path / "there" / "b.txt", b"validation")
+    for root in (tmp_path / "here", tmp_path / "here" / "a.txt"):
+        corpus = Corpus(root, validation=str(held_out))
+        assert [list(corpus.documents(split)) for split in ("train", "validation")] == [["train"], ["validation"]]
+    before = corpus.digest
+    (moved := tmp_path / "moved").mkdir()
+    assert Corpus(root, validation=str(held_out.rename(moved / "b.txt"))).digest == before
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ({"validation": "nothing*"}, r"data.validation fits no file: data.validation is \['nothing\*'\]"),
+        ({"validation": "*"}, "nothing is left to train on"),
+        ({"files": "nothing*"}, r"holds 0 files with text that fit nothing\*"),
+    ],
+)
+def test_a_pattern_that_leaves_nothing_is_named(chosen: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        _ = Corpus(shelves(tmp_path), **chosen).files
+
+
+def test_several_files_are_divided_by_file_and_one_by_document(tmp_path: Path) -> None:
+    corpus = Corpus(shelves(tmp_path))
+    assert not set(corpus.documents("train")) & set(corpus.documents("validation"))
+    assert len(corpus.files["train"]) == 4 and len(corpus.files["validation"]) == 1
+    pack(one := tmp_path / "all.jsonl", json_lines(STORIES))
+    parts = {split: list(Corpus(one, validation_share=0.2).documents(split)) for split in ("train", "validation")}
+    assert sorted(parts["train"] + parts["validation"]) == sorted(STORIES)
+    assert 2 <= len(parts["validation"]) <= 16
+    pack(one, json_lines(STORIES[::-1]))
+    assert set(Corpus(one, validation_share=0.2).documents("validation")) == set(parts["validation"])
+
+
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_one_file_of_documents_always_gives_both_splits(share: float, tmp_path: Path) -> None:
+    corpus = Corpus(pack(tmp_path / "all.jsonl", json_lines(STORIES)), validation_share=share)
+    counts = [len(list(corpus.documents(split))) for split in ("train", "validation")]
+    assert sum(counts) == 40 and min(counts) == 1
+    lone = Corpus(pack(tmp_path / "lone.jsonl", json_lines(["a", "a"])))
+    with pytest.raises(ValueError, match="fewer than 2 documents that differ"):
+        list(lone.documents("train"))
+
+
+def test_of_a_single_text_the_end_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = "".join(STORIES)
+    corpus = Corpus(pack(tmp_path / "all.txt.xz", whole.encode()))
+    (train,), (validation,) = (list(corpus.documents(split)) for split in ("train", "validation"))
+    assert train + validation == whole and train.endswith("\n") and 10 < len(validation) < 0.06 * len(whole)
+    monkeypatch.setattr(reading, "WHOLE", 100)
+    again = Corpus(tmp_path / "all.txt.xz")
+    assert [list(again.documents(split)) for split in ("train", "validation")] == [[train], [validation]]
+    with pytest.raises(ValueError, match="has 1 characters, too few to hold some out"):
+        list(Corpus(pack(tmp_path / "short.txt", b"x")).documents("train"))
+
+
+# As files are named
+
+
+def written(folder: Path, *names: str) -> Path:
+    """Files that say where they lie, which is enough to tell them apart."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"This is {name}.\n" * 5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "validation"),
+    [
+        ("train.jsonl validation.jsonl test.jsonl", "train.jsonl", "validation.jsonl"),
+        ("train-00.txt train-01.txt val.txt eval.txt", "train-00.txt train-01.txt", "val.txt"),
+        ("Train_a.md more.md Dev_a.md", "Train_a.md more.md", "Dev_a.md"),
+        ("a.txt b.txt books.validation.txt", "a.txt b.txt", "books.validation.txt"),
+        ("train/a.txt valid/a.txt test/a.txt", "train/a.txt", "valid/a.txt"),
+        ("train.txt test.txt", "train.txt", "train.txt"),
+    ],
+)
+def test_files_whose_names_say_so_are_held_out(
+    names: str, train: str, validation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder with these three was trained on validation and test, and the train file held out."""
+    with caplog.at_level(logging.INFO):
+        files = Corpus(written(tmp_path, *names.split())).files
+    assert files == {"train": sorted(train.split()), "validation": validation.split()}
+    left_out = set(names.split()) - {*files["train"], *files["validation"]}
+    assert all(name in caplog.text for name in left_out) and bool(left_out) == ("Left out" in caplog.text)
+
+
+@pytest.mark.parametrize("names", ["test.txt notes.txt dev.txt", "train.py val.py test.py", "constrained.txt a.txt"])
+def test_names_that_may_mean_something_else_are_divided_by_hash(names: str, tmp_path: Path) -> None:
+    files = Corpus(written(tmp_path, *names.split())).files
+    assert sorted(files["train"] + files["validation"]) == sorted(names.split())
+
+
+def test_more_text_held_out_than_trained_on_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path, "a.txt", "b.txt")
+    _ = Corpus(tmp_path, validation="b.txt").files
+    assert "More is held out" not in caplog.text
+    (tmp_path / "b.txt").write_text("b" * 1000)
+    _ = Corpus(tmp_path, validation="b.txt").files
+    assert "More is held out (1000 bytes) than trained on" in caplog.text
+
+
+# Never in both
+
+
+@pytest.mark.parametrize("way", ["absolute", "up and down", "link", "linked folder", "link inside"])
+def test_a_file_is_never_in_both_splits_whatever_leads_to_it(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `data.path=texts data.validation=/abs/texts/b.txt` b.txt was trained on as well."""
+    monkeypatch.chdir(written(tmp_path, "texts/a.txt", "texts/b.txt").resolve())
+    held_out = {
+        "absolute": tmp_path / "texts/b.txt",
+        "up and down": tmp_path / "texts/../texts/b.txt",
+        "link": tmp_path / "other.txt",
+        "linked folder": tmp_path / "linked/b.txt",
+        "link inside": tmp_path / "texts/b.txt",
+    }[way]
+    os.symlink(tmp_path / "texts/b.txt", tmp_path / ("texts/c.txt" if way == "link inside" else "other.txt"))
+    os.symlink(tmp_path / "texts", tmp_path / "linked")
+    for root in ("texts", "linked"):
+        assert Corpus(root, validation=str(held_out)).files == {"train": ["a.txt"], "validation": ["b.txt"]}
+
+
+def test_of_several_links_to_a_file_one_is_taken(tmp_path: Path) -> None:
+    written(tmp_path, "b.txt", "c.txt")
+    for number in range(20):
+        os.symlink("b.txt", tmp_path / f"a{number}.txt")
+    os.symlink("nowhere", tmp_path / "broken.txt")
+    files = Corpus(tmp_path).files
+    assert sorted(files["train"] + files["validation"]) == ["b.txt", "c.txt"]
+
+
+def test_a_file_cannot_be_trained_on_and_held_out(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.txt") / "a.txt"
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        _ = Corpus(path, validation=str(path)).files
+
+
+def test_a_folder_may_be_held_out(tmp_path: Path) -> None:
+    """It ended in an IsADirectoryError."""
+    written(tmp_path, "here/a.txt", "there/b.txt", "there/deeper/c.md", "there/d.bin", "here/sub/e.txt")
+    files = Corpus(tmp_path / "here", validation=[str(tmp_path / "there"), str(tmp_path / "here/sub")]).files
+    assert files["train"] == ["a.txt"]
+    assert files["validation"] == [str(tmp_path / "there/b.txt"), str(tmp_path / "there/deeper/c.md"), "sub/e.txt"]
+
+
+# What a split costs, and what tells it from others
+
+
+def data(folder: Path, **chosen: Any) -> TextData:
+    given = {"vocabulary": 257, "context": 8, "batch_size": 2, "tokenizer": "bytes", "path": str(folder / "text")}
+    return TextData(**{**given, "cache_dir": str(folder / "cache"), **chosen})
+
+
+def test_measuring_one_split_does_not_read_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To evaluate 256 held-out sequences, a billion tokens of the train split were encoded first."""
+    written(tmp_path, "text/train.txt", "text/validation.txt")
+    read: list[str] = []
+    pieces = Corpus.pieces
+    monkeypatch.setattr(Corpus, "pieces", lambda self, split, moved: read.append(split) or pieces(self, split, moved))
+    for split in ("validation", "train"):
+        made = data(tmp_path, cache_dir=str(tmp_path / split))
+        assert len(getattr(made, f"{split}_set")) and made.bytes_of_tokens(split).shape == (257,)
+        described = made.description([split])
+        assert described["tokens"] == described[f"{split}_tokens"]
+        assert read == [split]
+        read.clear()
+
+
+def test_the_fingerprint_tells_whatever_changes_the_ids(tmp_path: Path) -> None:
+    written(tmp_path, "text/a.txt", "text/b.txt", "text/c.txt")
+    first = data(tmp_path).fingerprint()
+    assert data(tmp_path, batch_size=3, cache_dir=str(tmp_path / "other")).fingerprint() == first
+    changes = [{"context": 9}, {"max_tokens": 20}, {"max_validation_tokens": 20}, {"tokenizer": "bpe"}]
+    changes += [{"validation": "a.txt"}, {"validation": "b.txt"}, {"files": ["a.txt", "b.txt"]}]
+    found = [first, *(data(tmp_path, **change).fingerprint() for change in changes)]
+    written(tmp_path, "text/d.txt")
+    found.append(data(tmp_path).fingerprint())
+    assert len({json.dumps(one) for one in found}) == len(found) == len(changes) + 2
+    assert all(type(value) in (str, int) for one in found for value in one.values())

@@ -1,0 +1,292 @@
+"""Where a run starts, decided from what lies in its folder; the checkpoints here hold no weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_text
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from short_runs import TINY
+
+from gsm.callbacks.interruption import Interrupted
+from gsm.callbacks.latest import Latest
+from gsm.callbacks.metrics_file import MetricsFile
+from gsm.runs import command_line, fit
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.folder import Start, differences, finished, prepare
+from gsm.runs.generate import generate
+from gsm.runs.load import CheckpointError
+
+TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
+SELECTION = {"_target_": "gsm.callbacks.selection.DenseFirst", "until": 0.5, "shrink": 0.25}
+
+
+@lru_cache
+def composed() -> dict[str, Any]:
+    return compose([*TINY, "data.path=/texts", "logs=/logs"])
+
+
+def config(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The configuration of a run in this folder; `data__seed=1` changes a key below another."""
+    made = copy.deepcopy(composed()) | {"folder": str(folder), "logs": str(folder.parent / "logs")}
+    for name, value in changes.items():
+        node, *rest = name.split("__")
+        if rest:
+            made[node][rest[0]] = value
+        else:
+            made[node] = value
+    return made
+
+
+def leave(folder: Path, status: str = "interrupted", name: str = "last", **saved: Any) -> Path:
+    """What a run leaves that was ended at step 7."""
+    path = folder / f"checkpoints/{name}.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {"state_dict": {}, "global_step": 7, "standing": {"world": 1}, "fingerprint": TEXT, "origin": None}
+    torch.save({**known, "hyper_parameters": {"config": config(folder)}, **saved}, path)
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    return path
+
+
+def same_text() -> dict[str, str | int]:
+    return dict(TEXT)
+
+
+def other_text() -> dict[str, str | int]:
+    return {**TEXT, "corpus": "c" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"callbacks__selection": SELECTION}, True),  # it trains, though it stands among what only watches
+        ({"callbacks__mine": {"_target_": "mine.Noise"}}, True),
+        ({"callbacks__selection": None}, False),
+        ({"callbacks__progress": None}, False),
+        ({"callbacks__latest": {"minutes": 30}}, False),
+        ({"data__prepare_workers": 3}, False),
+        ({"data__cache_dir": "/elsewhere"}, False),
+        ({"trainer__val_check_interval": 3}, False),
+        ({"trainer__limit_val_batches": 3}, False),
+        ({"trainer__enable_checkpointing": True}, False),
+        ({"trainer__max_steps": 31}, True),
+        ({"seed": 3}, True),
+    ],
+    ids=str,
+)
+def test_what_trains_differently_counts_and_what_only_watches_does_not(
+    tmp_path: Path, changes: dict[str, Any], counts: bool
+):
+    assert bool(differences(config(tmp_path), config(tmp_path, **changes))) is counts
+
+
+def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
+    """A folder of texts that had grown since, and a tokenizer that was made anew, went unnoticed."""
+    folder = tmp_path / "run"
+    last = leave(folder)
+    assert prepare(config(folder), fingerprint=same_text).checkpoint == last
+    with pytest.raises(CheckpointError, match=r"data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\).*resume=never"):
+        prepare(config(folder), fingerprint=other_text)
+    with pytest.raises(CheckpointError, match=r"it differs in the data's corpus \(a{12}"):
+        prepare(config(tmp_path / "other", resume=str(last)), fingerprint=other_text)
+    assert last.is_file(), "nothing was moved"
+    leave(folder, fingerprint=None)
+    assert prepare(config(folder), fingerprint=other_text).checkpoint == last, "an older checkpoint does not say"
+
+
+def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(tmp_path: Path):
+    """A misspelt value moved days of training aside, and the run began at step 0."""
+    last = leave(tmp_path / "run")
+    changed = config(tmp_path / "run", data__batch_size=2)
+
+    def never() -> dict[str, str | int]:
+        raise AssertionError("the data need not be made to see that")
+
+    with pytest.raises(
+        CheckpointError, match=r"at step 7, differs in data.batch_size \(4 there, 2 here\).*resume=never"
+    ):
+        prepare(changed, fingerprint=never)
+    assert last.is_file()
+    assert prepare({**changed, "resume": "never"}).sentence.startswith("An earlier run in this folder was moved to")
+    assert not last.exists()
+
+
+def test_force_starts_a_single_run_over(tmp_path: Path):
+    """It was heard by experiments alone."""
+    leave(tmp_path / "run")
+    assert prepare(config(tmp_path / "run", force=True)).checkpoint is None
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):
+    leave(tmp_path / "run", "finished")
+    sentence = prepare(config(tmp_path / "run", seed=4)).sentence
+    assert "it is finished and its configuration differs in seed (0 there, 4 here)" in sentence
+
+
+def test_a_run_that_began_with_a_path_is_not_undone_by_the_same_command(tmp_path: Path):
+    """Given again after an interruption, it began at the path once more and threw away what was trained."""
+    origin = leave(tmp_path / "pretrained", "finished")
+    given = config(tmp_path / "run", resume=str(tmp_path / "pretrained"))
+    start = prepare(given, fingerprint=same_text)
+    assert (start.checkpoint, start.origin) == (origin, str(origin))
+    last = leave(tmp_path / "run", origin=start.origin)
+    again = prepare(given, fingerprint=same_text)
+    assert (again.checkpoint, again.origin) == (last, str(origin))
+    assert "which began with" in again.sentence
+    without = prepare({**given, "resume": "auto"}, fingerprint=same_text)
+    assert (without.checkpoint, without.origin) == (last, str(origin)), "and the origin is not forgotten"
+    another = leave(tmp_path / "another", "finished")
+    assert prepare({**given, "resume": str(another)}, fingerprint=same_text).checkpoint == another
+    assert not last.exists(), "that is another run"
+
+
+def test_a_path_inside_of_the_folder_goes_on_from_there_once(tmp_path: Path):
+    leave(tmp_path / "run")
+    best = leave(tmp_path / "run", name="best", global_step=5)
+    given = config(tmp_path / "run", resume=str(best))
+    assert prepare(given).checkpoint == best
+    last = leave(tmp_path / "run", origin=str(best))
+    assert prepare(given).checkpoint == last
+
+
+def test_what_to_type_names_no_path_once_the_run_has_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command_line.HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "resume=old run", "force=True", "resume=never"])
+    assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'resume=old run'"
+    assert command_line.again(saved=True).split(" ", 1)[1] == "train.py seed=1"
+
+
+def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path):
+    origin = leave(tmp_path / "old", hyper_parameters={"config": config(tmp_path, callbacks__selection=SELECTION)})
+    longer = config(tmp_path / "run", resume=str(origin), trainer__max_steps=40, callbacks__selection=SELECTION)
+    assert prepare(longer).sentence.endswith("new length: the learning rate, callbacks.selection.")
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path):
+    """Its place in the data is batches x ranks x batch size, so that some text was trained on twice, or never."""
+    start = prepare(config(tmp_path / "run", resume=str(leave(tmp_path / "old", standing={"world": 4}))))
+    with pytest.raises(CheckpointError, match="was trained by 4 ranks, but here are 2"):
+        fit._refuse_other_world(start, 2)
+    fit._refuse_other_world(start, 4)
+    fit._refuse_other_world(Start(start.checkpoint), 2)
+
+
+def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
+    """`folder=.` moved everything that lay in the working folder."""
+    (tmp_path / "thesis.tex").write_text("x")
+    (tmp_path / "events.out.tfevents.1").write_text("x")
+    for resume in ("auto", "never"):
+        with pytest.raises(ConfigError, match=r"holds thesis\.tex, but no run .* choose an empty folder="):
+            prepare(config(tmp_path, resume=resume))
+    assert (tmp_path / "thesis.tex").is_file()
+    (tmp_path / "thesis.tex").unlink()
+    assert "was moved to" in prepare(config(tmp_path, logs=str(tmp_path.with_name("aside")))).sentence
+
+
+def test_a_run_that_was_measured_otherwise_is_trained_again_for_a_table(tmp_path: Path):
+    leave(tmp_path, "finished")
+    assert finished(config(tmp_path))
+    assert finished(config(tmp_path, trainer__val_check_interval=7))
+    assert not finished(config(tmp_path, trainer__limit_val_batches=1))
+    assert not finished(config(tmp_path, seed=1))
+
+
+@pytest.mark.parametrize("name", ["max_epochs", "max_time", "min_steps", "min_epochs"])
+def test_a_run_ends_after_its_steps_and_nothing_else(tmp_path: Path, name: str):
+    """One that max_epochs had ended early was called finished, with a learning rate that had not come down."""
+    with pytest.raises(ConfigError, match=f"trainer.{name} is 2, but a run ends after trainer.max_steps"):
+        fit._settings(config(tmp_path, **{f"trainer__{name}": 2}))
+
+
+def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    tiny_text.write(tmp_path / "text")
+    data = {**composed()["data"], "path": str(tmp_path / "text"), "cache_dir": str(tmp_path), "context": 1_000_000}
+    with pytest.raises(ConfigError, match="^data: "):
+        fit.open_data({"data": data})
+
+
+def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyPatch):
+    """They inherited HYDRA_FULL_ERROR, which the parent sets for itself, and took it for the user's."""
+    for name in ("HYDRA_FULL_ERROR", command_line.OURS):
+        monkeypatch.delenv(name, raising=False)
+    hooks: Callable[[], Any] = lambda: sys.excepthook  # noqa: E731
+    monkeypatch.setattr("threading.excepthook", None)
+    for number, wanted in enumerate([True, True]):  # the parent, and a child, which inherits its environment
+        monkeypatch.setattr(sys, "excepthook", None)
+        command_line.prepare(["--help"])
+        assert (hooks() is command_line._say) is wanted, number
+    monkeypatch.setattr(sys, "excepthook", None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.delenv(command_line.OURS)
+    command_line.prepare(["--help"])
+    assert hooks() is None, "the user wants tracebacks"
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a checkpoint of minutes and minutes=2, half of the time went into saving."""
+    now, saves = [0.0], []
+    monkeypatch.setattr("gsm.callbacks.latest.time.monotonic", lambda: now[0])
+
+    def save(path: Path, weights_only: bool) -> None:
+        now[0] += 60.0
+        saves.append(now[0])
+
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer: Any = SimpleNamespace(global_step=1, loggers=[], save_checkpoint=save, strategy=strategy)
+    task: Any = SimpleNamespace(stop_if_broken=lambda: None, is_between_steps=lambda: True)
+    latest = Latest(tmp_path / "last.ckpt", minutes=2)
+    latest.on_train_start(trainer, task)
+    while now[0] < 3000:
+        now[0] += 10.0
+        latest.on_train_batch_start(trainer, task, None, 0)
+    assert saves == [190.0, 1460.0, 2730.0], "once after two minutes, then a minute in every twenty-one"
+
+
+def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
+    """Lightning has its own handlers until then, and a SIGTERM was reported as Ctrl-C."""
+    assert fit._code(SIGTERMException()) == 128 + signal.SIGTERM
+    assert fit._code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
+    assert fit._code(SystemExit(1)) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [(None, "step 9 of 30; nothing was saved"), (9, "9 of 30, and saved;"), (6, "30, saved at step 6;")],
+)
+def test_the_farewell_says_saved_only_of_what_this_run_has_saved(tmp_path: Path, saved: int | None, said: str):
+    """A checkpoint of an earlier part lay there, and the last words claimed it."""
+    latest = Latest(leave(tmp_path))
+    latest.saved = saved
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(global_step=9, max_steps=30, callbacks=[latest]))
+    assert said in fit._farewell(run)
+
+
+def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
+    """A disk that had lost power left zeros in the middle, and the run could not go on: int() refused them."""
+    file = MetricsFile(tmp_path / "metrics.csv")
+    file.path.write_bytes(
+        b"step,name,value\n1,train/loss,1\n\0\0\0\n\xff,x,1\n2,train/loss,0.5\n2,val/loss\n3,a,1\n1,val/lo"
+    )
+    file.rewind(3)
+    assert file.path.read_text() == "step,name,value\n1,train/loss,1\n2,train/loss,0.5\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_generate_says_that_there_is_no_gpu(tmp_path: Path):
+    with pytest.raises(ConfigError, match="^device is 'cuda', but PyTorch cannot use it"):
+        generate(str(leave(tmp_path)), device="cuda")
