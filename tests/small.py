@@ -89,12 +89,11 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         options["stages"] = []
     elif slot == "pool":
         options["candidate_pool"] = True
-    elif slot:
+    elif slot and choice != "residual=mhc":
         options[slot] = variant(slot, name)
     if slot == "encoder_reading":  # with one that selects nothing, the stages have to
         options.setdefault("retriever", variant("retriever", "separate_indexer"))
-    if name == "mhc" or slot != "residual":
-        options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
+    options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = (GSM if family == "gsm" else Baseline)(geometry, **options).double()

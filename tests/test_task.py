@@ -236,7 +236,9 @@ def test_a_step_that_is_not_finite_stops_the_run_and_leaves_its_batch(tmp_path: 
     batches = [a_batch(seed=i) for i in range(8)]
     for number, batch in enumerate(batches):
         batch["tokens"][0, 0] = 7 if number == 5 else 8
-    trainer = make_trainer(tmp_path, 4, [Throughput(), Latest(tmp_path / "last.ckpt", 1e-9)], accumulate_grad_batches=2)
+    trainer = make_trainer(
+        tmp_path, 4, [Throughput(), Latest(tmp_path / "last.ckpt", 1e-9, 1e9)], accumulate_grad_batches=2
+    )
     first = 20 if what == "loss" else 16
     with pytest.raises(FloatingPointError, match=f"the {what} of step 2 is not finite, on places {first} to 23 of"):
         fit(trainer, make_task(Breaking(what)), batches)
