@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gsm.models.base import LanguageModel
+from gsm.models.checks import IGNORED
 from gsm.optimizer import AdamW
 from gsm.standing import Standing, random_states, restore_random_states
 from gsm.watch import Broken, Watch, refuse
-
-IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
 
 
 class LanguageModeling(lightning.LightningModule):
