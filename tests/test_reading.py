@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packed import STORIES, json_lines, pack
 
 from gsm.data import reading
 from gsm.data.corpus import Corpus
 from gsm.data.reading import Piece, read_pieces
-
-STORIES = [f"Story {number}: größer, 東京.\n\nIt ends.\n" for number in range(40)]
-
-
-def pack(path: Path, raw: bytes) -> Path:
-    """Writes `raw` as the ending of `path` says."""
-    if path.suffix == ".zst":
-        raw = pytest.importorskip("zstandard").ZstdCompressor().compress(raw)
-    path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(raw))
-    return path
-
-
-def json_lines(texts: list[Any], field: str = "text") -> bytes:
-    return "".join(json.dumps({field: text, "id": 1}) + "\n" for text in texts).encode()
 
 
 def parquet(path: Path, texts: list[Any], field: str = "text") -> Path:
