@@ -11,6 +11,8 @@ import torch
 
 from gsm.data.recall import MultiQueryRecall, Needle, Task
 from gsm.data.synthetic import Generated, SyntheticData
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
@@ -164,3 +166,11 @@ def test_the_fingerprint_tells_whatever_changes_the_sequences():
     found = [one.fingerprint() for one in made]
     assert data().fingerprint() == found[0] and len({tuple(one.items()) for one in found}) == len(made)
     assert all(type(value) in (str, int) for one in found for value in one.values())
+
+
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_a_run_trains_on_a_task_and_measures_how_often_it_answers(task, tmp_path):
+    """Once every such run ended before its first step, and each part was tested alone."""
+    small = "size=pico size.vocabulary=128 model/residual=plain data.batch_size=2 data.validation_sequences=2"
+    facts = train(compose([f"data={task}", *small.split(), "trainer=cpu", "trainer.max_steps=2", f"logs={tmp_path}"]))
+    assert facts["status"] == "finished" and 0 <= facts["accuracy"] <= 1

@@ -83,7 +83,7 @@ def open_data(config: Mapping[str, Any]) -> TextData | SyntheticData:
     data = instantiate(config["data"], "data")
     with refusals("data"):
         data.prepare_data()
-        data.setup()
+        data.setup("fit")
     return data
 
 
