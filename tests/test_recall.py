@@ -67,9 +67,15 @@ def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_orde
     assert parities == {0, 1} and False in orders
 
 
-def test_a_short_sequence_has_a_smaller_gap_and_one_that_is_too_short_is_refused():
-    (token_T, target_T), *_ = sequences(NEEDLE, 24)
-    assert len(token_T) == 24 and np.sum(target_T != -100) == 4
+def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_room():
+    for length in (16, 24, 32, 39, 48, 64):
+        for token_T, target_T in sequences(NEEDLE, length):
+            told = [at for at, _ in places(token_T, NEEDLE).values()]
+            assert len(token_T) == length and np.sum(target_T != -100) == 4
+            gap = min(NEEDLE.gap, length // 2)
+            packed = max(told) == 2 * NEEDLE.pairs - 2  # one behind the other, from the beginning
+            assert packed or min(length - 2 * NEEDLE.pairs - at - 2 for at in told) >= gap, (length, sorted(told))
+            assert not packed or length <= 32, "with so much room they spread"
     with pytest.raises(ValueError, match="cannot hold 4 needles"):
         NEEDLE.draw(np.random.default_rng(0), 15)
 
@@ -145,6 +151,7 @@ def test_lengths_grow_from_the_shortest_to_the_context_and_stay():
     lengths = [batch["tokens"].shape[1] for batch in trained(made, steps=20, accumulated=2)]
     assert len(lengths) == 40 and lengths[:10] == [24] * 10 and lengths[24:] == [64] * 16
     assert lengths == sorted(lengths) and len(set(lengths)) > 3
+    assert made.length(0.4) == 24 * (64 / 24) ** 0.5 // 8 * 8, "half-way in time it has grown by half of the factor"
 
 
 def test_validation_is_the_same_for_every_seed_and_not_among_the_training_sequences():

@@ -106,8 +106,8 @@ class Needle(Alphabet):
     """Needles at random places, at any parity, then filler, then all the questions.
 
     Attributes:
-        gap: more than so many positions lie between any needle and any question. A sequence too short for that (while
-            lengths still grow) begins with the needles, one behind the other, and has the gap that is left.
+        gap: more than so many positions lie between any needle and any question; in a sequence shorter than two gaps
+            (while lengths still grow) half of the sequence, or what is left when the needles stand one behind the other.
     """
 
     gap: int
@@ -119,7 +119,7 @@ class Needle(Alphabet):
 
     def check(self, length: int) -> None:
         """Raises ValueError if a sequence cannot hold needles, questions and the whole gap."""
-        least = 4 * self.pairs + self.gap
+        least = max(4 * self.pairs + self.gap, 2 * self.gap)
         if length < least:
             raise ValueError(
                 f"context {length} is too short for {self.pairs} needles, as many questions and a gap of {self.gap}: "
@@ -128,7 +128,8 @@ class Needle(Alphabet):
 
     def draw(self, random: np.random.Generator, length: int) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
-        room = max(length - 2 * self.pairs - self.gap, 2 * self.pairs)  # what needles may stand in
+        gap = min(self.gap, length // 2)
+        room = max(length - 2 * self.pairs - gap, 2 * self.pairs)  # what needles may stand in
         if length < 4 * self.pairs:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)

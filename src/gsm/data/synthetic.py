@@ -64,7 +64,7 @@ class SyntheticData(Placed):
         seed: of the training sequences.
         validation_sequences: how many sequences validation takes.
         shortest: T at the beginning; None: `context` throughout.
-        grow_from, grow_until: between these fractions of all steps T grows evenly, in multiples of 8.
+        grow_from, grow_until: between these fractions of all steps T grows in multiples of 8, by the same factor in the same time.
 
     Raises:
         ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.
@@ -113,7 +113,7 @@ class SyntheticData(Placed):
         if self.shortest is None or progress >= self.grow_until:
             return self.context
         grown = max(0.0, progress - self.grow_from) / max(self.grow_until - self.grow_from, 1e-9)
-        return self.shortest + int((self.context - self.shortest) * grown) // 8 * 8
+        return max(self.shortest, int(self.shortest * (self.context / self.shortest) ** grown) // 8 * 8)
 
     def train_dataloader(self) -> Batches:
         """All batches that are left; their number follows from the trainer's steps."""
