@@ -20,6 +20,7 @@ from gsm.models.geometry import Geometry
 from gsm.models.gsm import GSM
 from gsm.nn.residual import HyperConnection
 from gsm.paths import ROOT, variants
+from gsm.writers.base import StateWriter
 
 GEOMETRY = Geometry(
     vocabulary=23,
@@ -56,16 +57,21 @@ def variant(group: str, name: str):
 
 
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
-    slots = ("encoder_reading", "retriever", "writer", "residual")
+    """All models: GSM with every variant of every slot, the baseline likewise and with its pool."""
+    slots = ("encoder_reading", "retriever", "writer", "residual", "feed_forward")
     gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [
         *gsm,
         "gsm-stages=none",
         "gsm-ratio=3",
-        *(f"baseline-residual={name}" for name in variants("model/residual")),
+        *(f"baseline-{slot}={name}" for slot in ("residual", "feed_forward") for name in variants(f"model/{slot}")),
         "baseline-pool",
     ]
+
+
+def writes_its_own_way(name: str) -> bool:
+    """Whether a writer does more than ``fuse``, and so may keep something else."""
+    return variant("writer", name).func.write is not StateWriter.write
 
 
 # The cases whose memories differ in what they hold: the others share one of these.
@@ -74,6 +80,7 @@ MEMORIES = (
     "gsm-retriever=separate_indexer",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",
+    *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),
     "baseline-pool",
 )
 
@@ -91,6 +98,9 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         options["candidate_pool"] = True
     elif slot and choice != "residual=mhc":
         options[slot] = variant(slot, name)
+    if slot == "writer":  # M has to be a multiple of the entries that it writes for a position
+        count = options[slot].keywords.get("slots", 1)
+        options.setdefault("state_size", -(-M // count) * count)
     if slot == "encoder_reading":  # with one that selects nothing, the stages have to
         options.setdefault("retriever", variant("retriever", "separate_indexer"))
     options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
@@ -115,6 +125,14 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_()
+
+
+def reads(writer: StateWriter) -> tuple[bool, bool]:
+    """Whether what a writer writes depends on the encoder's output, and on what stages retrieve."""
+    encoded, increment = torch.randn(2, 1, 1, GEOMETRY.dim, dtype=torch.float64).requires_grad_()
+    z = writer.fuse(encoded, (increment,))
+    gradients = torch.autograd.grad(z.sum(), (encoded, increment), allow_unused=True)
+    return gradients[0] is not None, gradients[1] is not None
 
 
 def random_tokens(batch: int, length: int, seed: int = 1) -> Tensor:

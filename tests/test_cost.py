@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, M, build, cases, random_tokens
+from small import GEOMETRY, M, build, cases, random_tokens, reads
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,6 +18,7 @@ import gsm.models.base as base
 import gsm.nn.norm as norm
 import gsm.nn.reader as reader
 import gsm.nn.residual as residual
+import gsm_kernels
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.cost import Parts, cost, paper_cache, paper_decode
@@ -26,7 +27,7 @@ from gsm.models.gsm import GSM
 from gsm.nn.feed_forward import SwiGLU
 from gsm.observe import record
 from gsm.runs.load import build_model
-from gsm_kernels import IndexerLoss
+from gsm_kernels import Impl, IndexerLoss
 from gsm_kernels.index_top_k.reference import slots_visible
 
 CORES = ("attention", "index scores", "teacher")  # the rest are products with weights, and hyper-connections
@@ -37,6 +38,7 @@ POOL = replace(GEOMETRY, candidate_blocks=2)
 
 # These are built like another case, and only their yaml differs.
 SAME = {"gsm-encoder_reading=topk", "gsm-retriever=shared_topk", "gsm-writer=additive"}
+SAME |= {f"{model}-feed_forward=dense" for model in ("gsm", "baseline")}
 CASES = [case for case in cases() if case not in SAME]
 
 
@@ -78,8 +80,10 @@ def without_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     def kl(*arguments, dense, pool_BRN):
         return IndexerLoss(torch.stack([x.sum() for x in arguments[-3:]]).sum(), None)
 
-    for name, stub in {"attend": attend, "attend_band": attend, "index_top_k": nothing, "indexer_kl": kl}.items():
+    for name, stub in {"index_top_k": nothing, "indexer_kl": kl}.items():
         monkeypatch.setattr(reader, name, stub)
+    for op in (gsm_kernels.attend, gsm_kernels.attend_band):  # the operations themselves, wherever they are called
+        monkeypatch.setattr(op, "impls", (Impl("reference", attend),))
     monkeypatch.setattr(sparse, "candidate_pool", nothing)
     monkeypatch.setattr(residual, "mhc_boundary", naive_boundary)
     # These two have backward passes of their own, with sums written as products, and products in place, unseen.
@@ -107,12 +111,12 @@ def counted(model: LanguageModel, tokens: int, rows: int, before: int) -> dict[s
 
 def part_of(path: list[str]) -> str | None:
     """The part that a layer of weights belongs to, by its place in the model."""
-    place = {"aggregation": "stages", "writer": "state"}.get(path[1], path[1]) if len(path) > 1 else ""
-    if path[1:] == ["head"]:
-        return "head"
+    place = {"aggregation": "stages"}.get(path[1], path[1]) if len(path) > 1 else ""
+    if place in ("head", "writer"):  # the whole of each, whatever it consists of
+        return {"head": "head", "writer": "state/writer"}[place] if len(path) == 2 else None
     owners = {
-        "query": "projections", "output": "projections", "window": "entries", "entry": "writer",
-        "compressor": "compressors", "indexer": "indexers", "feed_forward": "feed-forward",
+        "query": "projections", "output": "projections", "window": "entries", "compressor": "compressors",
+        "indexer": "indexers", "feed_forward": "feed-forward",
     }  # fmt: skip
     owner = path[-2] if len(path) > 2 else ""
     return f"{place}/{owners[owner]}" if owner in owners and path[-1] != "norm" else None
@@ -160,9 +164,11 @@ def test_training_makes_every_product_three_times(case: str, without_cores: None
         out = model.train()(tokens, targets=tokens)
         (out.loss + sum(out.losses.values())).backward()
     want = sum(linear(cost(model).training_flops(33)).values())
-    if case == "gsm-writer=encoder_only":  # the stages run, and nobody wants their gradient, nor by-products of it
-        unused = [part for part in linear(cost(model).forward_flops(33)) if part.startswith("stages/")]
-        want -= 2 * sum(cost(model).forward_flops(33)[part] for part in unused)
+    # What a writer does not read runs, and nobody wants its gradient: rows of the encoder's last layer, or the stages.
+    layers, (encoder, stages) = cost(model).layers, reads(model.writer) if isinstance(model, GSM) else (True, True)
+    unread = [layers[GEOMETRY.encoder_layers - 1]] * (not encoder)
+    unread += [layer for layer in layers if layer.place == "stages" and not stages]
+    want -= 2 * 33 * 2 * sum(number for layer in unread for number in layer.per_row.values())
     assert counter.get_total_flops() == want
 
 
@@ -184,13 +190,13 @@ def test_attention_and_search_cost_what_the_rows_see(case: str, monkeypatch: pyt
         searched.clear()
         with record("*/weights") as seen:
             model(ids[:, before:], memory=memory, rows=rows)
-        places = {"encoder": "encoder", "stage": "stages", "decoder": "decoder"}
-        entries = dict.fromkeys(places.values(), 0)
+        places = {"encoder": "encoder", "stage": "stages", "state": "state", "decoder": "decoder"}
+        entries = dict.fromkeys(places.values(), 0)  # as often as there are heads that see them
         for name, weights_BRHE in seen.items():
-            entries[places[name.partition("/")[0]]] += int((weights_BRHE[:, :, 0, :-1] > 0).sum())
+            entries[places[name.partition("/")[0]]] += int((weights_BRHE[..., :-1] > 0).sum())
         parts = cost(model).forward_flops(tokens, rows, before)
         for place, number in entries.items():
-            want = number * 4 * GEOMETRY.heads * GEOMETRY.entry_dim
+            want = number * 4 * GEOMETRY.entry_dim
             assert parts[f"{place}/attention"] == want, f"{place}, {tokens} tokens, {rows} rows, {before} before"
         scores = sum(flops for part, flops in parts.items() if part.endswith("index scores"))
         assert scores == sum(searched) * 2 * GEOMETRY.index_heads * (GEOMETRY.index_dim + 1)

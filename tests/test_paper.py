@@ -19,6 +19,9 @@ from gsm.models import geometry as production_geometry
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.nn.residual import HyperConnection, Plain
+from gsm.writers.additive import Additive
+from gsm.writers.delta import Delta
+from gsm.writers.multi_slot import MultiSlot
 
 TINY = {"gsm": tiny_gsm, "baseline": tiny_baseline}
 # W = 4, M = 7, K * m = 6, m = 2: one less, as many, one more, and well beyond all of them.
@@ -47,7 +50,12 @@ def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
     mhc = functools.partial(HyperConnection, streams=geometry.streams, sinkhorn_rounds=geometry.sinkhorn_rounds)
     residual = mhc if geometry.residual == "mhc" else Plain
     if geometry.model == "gsm":
-        model = GSM(numbers, state_size=geometry.state_size, residual=residual)
+        writer = {
+            "additive": Additive,
+            "multi_slot": functools.partial(MultiSlot, slots=geometry.slots),
+            "delta": functools.partial(Delta, bias=0.0),
+        }[geometry.writer]
+        model = GSM(numbers, state_size=geometry.state_size, writer=writer, residual=residual)
     else:
         model = Baseline(numbers, candidate_pool=geometry.pool_blocks is not None, residual=residual)
     model.double().eval().load_state_dict({**weights, "head.weight": weights["embedding.weight"]}, strict=True)
@@ -126,6 +134,22 @@ def test_the_baseline_chooses_from_its_candidate_pool(pool_blocks):
 
 def test_gsm_without_stages_computes_the_equations():
     assert_same_logits(tiny_gsm(stage_layers=()), some_tokens(13), [0] * 13)
+
+
+@pytest.mark.parametrize("lengths", [[1], [24], *PACKINGS.values()], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"writer": "multi_slot", "slots": 2, "state_size": 6},
+        {"writer": "multi_slot", "slots": 3, "state_size": 3},
+        {"writer": "delta"},
+        {"writer": "delta", "state_size": 2},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_writers_that_write_otherwise_compute_their_equations(changes, lengths):
+    documents = packed(lengths)
+    assert_same_logits(tiny_gsm(residual="plain", **changes), some_tokens(len(documents)), documents)
 
 
 # ---- the transcription alone

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, M, assert_same, build, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, assert_same, build, random_tokens
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gsm.memory.memory import Memory, _tensors
@@ -19,6 +19,7 @@ from gsm.memory.store import FixedWindow, Slab
 from gsm.mixers.sparse import SparseAttention
 from gsm.models import checks
 from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
 from gsm_kernels import using
 
 SEPARATE = "gsm-retriever=separate_indexer"
@@ -191,8 +192,11 @@ def test_bytes_follow_from_the_capacity_alone_and_those_of_the_state_not_even_fr
     }
     for kind in fixed:
         assert sizes[40][kind] == sizes[80][kind], f"{kind} depends on the capacity"
-    if case.startswith("gsm"):
-        assert sizes[40]["shared_state"] == 2 * M * GEOMETRY.entry_dim * 8
+    if isinstance(model, GSM):
+        entries = (
+            model.state_size + model.writer.reach
+        )  # what is written and, where there is a reach, what it is made from
+        assert sizes[40]["shared_state"] == 2 * entries * GEOMETRY.entry_dim * 8
     ratio = 3 if case == "gsm-ratio=3" else RATIO
     banks, slots = len(GEOMETRY.bank_layers), 40 // ratio + 1  # one slot to spare
     assert sizes[40]["encoder_bank"] == 2 * banks * slots * GEOMETRY.entry_dim * 8

@@ -22,7 +22,7 @@ Delta r^(s)_t   increment of a stage                                            
 r^(s)_t         accumulated retrieval output                                          retrieved_TD         (10)
 e_t             mixture of the encoder's final streams                                enter(residual)      (11)
 z_t             what is written at a position, e + r^(S); the decoder starts from it  written_TD           (11)
-m_t             shared state entry, KV_sh(z_t, p_t)                                   state_TC             (12)
+m_t             shared state entry, KV_sh(z_t, p_t); J a position with multi_slot     state_EC             (12)
 M_t             the last M state entries                                              state_block: entries (13)
 d^(l-1)_t       mixed streams that enter the attention of decoder layer l             mixed_D              (15)
 a^(l)_{t,D}     attention output of a decoder layer                                   update_TD            (16)
@@ -122,11 +122,11 @@ def one_document(geometry: Geometry, weights: Weights, tokens: list[int], notes:
         written_TD = [
             enter(residual) + retrieved_D for residual, retrieved_D in zip(residual_T, retrieved_TD, strict=True)
         ]
-        state_TC = write_state(geometry, part(weights, "writer"), written_TD, notes)
+        state_EC = write_state(geometry, part(weights, "writer"), written_TD, notes)
         residual_T = [copied(geometry, written_D) for written_D in written_TD]
     for depth in range(geometry.encoder_layers + 1, geometry.depth + 1):
         if geometry.model == "gsm":
-            residual_T = state_block(geometry, weights, depth, residual_T, state_TC, notes)
+            residual_T = state_block(geometry, weights, depth, residual_T, state_EC, notes)
         else:
             residual_T, reading = history_block(geometry, weights, depth, residual_T, bank, notes)
             bank = reading.bank
@@ -171,7 +171,7 @@ def history_block(
 
 
 def state_block(
-    geometry: Geometry, weights: Weights, depth: int, residual_T: list[Residual], state_TC: list[Tensor], notes: Notes
+    geometry: Geometry, weights: Weights, depth: int, residual_T: list[Residual], state_EC: list[Tensor], notes: Notes
 ):
     """A layer of GSM's decoder (15)-(16): a query of its own on the last M entries of the shared state."""
     label, block = geometry.label(depth), part(weights, geometry.prefix(depth))
@@ -180,7 +180,8 @@ def state_block(
     for t, residual in enumerate(residual_T):
         mixed_D = enter(residual)
         x_D = rms_norm(mixed_D, block["attention_norm.weight"], geometry.norm_eps)
-        entries = state_TC[max(0, t - geometry.state_size + 1) : t + 1]
+        stop = (t + 1) * geometry.slots
+        entries = state_EC[max(0, stop - geometry.state_size) : stop]
         latent_Q = query_latent(geometry, attention, x_D)
         update_TD.append(read_history(geometry, attention, latent_Q, t, geometry.plain_base, entries, notes, label))
         note(notes, f"{label}/mixed", mixed_D)
@@ -233,14 +234,39 @@ def aggregate(
 
 
 def write_state(geometry: Geometry, weights: Weights, written_TD: list[Tensor], notes: Notes) -> list[Tensor]:
-    """One entry per position, (12): input norm, projection, norm of the entry, rotation by the decoder's table."""
-    state_TC = []
-    for t, written_D in enumerate(written_TD):
-        x_D = rms_norm(written_D, weights["norm.weight"], geometry.norm_eps)
-        entry_C = rms_norm(weights["entry.projection.weight"] @ x_D, weights["entry.norm.weight"], geometry.norm_eps)
-        state_TC.append(rotate(entry_C, t, geometry.rotary_dim, geometry.plain_base))
-    notes["state/written"], notes["state/entries"] = written_TD, state_TC
-    return state_TC
+    """One entry per position, (12): input norm, projection, norm of the entry, rotation by the decoder's table. Several
+    of them, each with a projection and a norm of its own, for multi_slot."""
+    x_TD = [rms_norm(written_D, weights["norm.weight"], geometry.norm_eps) for written_D in written_TD]
+    latent_TJC = []
+    for x_D in x_TD:
+        latent_TJC.append([])
+        for name in ["entry", *(f"further.{slot}" for slot in range(geometry.slots - 1))]:
+            entry_C = weights[f"{name}.projection.weight"] @ x_D
+            latent_TJC[-1].append(rms_norm(entry_C, weights[f"{name}.norm.weight"], geometry.norm_eps))
+    if geometry.writer == "delta":
+        latent_TJC = correct(geometry, weights, x_TD, [latent_C for (latent_C,) in latent_TJC])
+    state_EC = [
+        rotate(latent_C, t, geometry.rotary_dim, geometry.plain_base)
+        for t, latent_JC in enumerate(latent_TJC)
+        for latent_C in latent_JC
+    ]
+    notes["state/written"], notes["state/entries"] = written_TD, state_EC
+    return state_EC
+
+
+def correct(geometry: Geometry, weights: Weights, x_TD: list[Tensor], plain_TC: list[Tensor]) -> list[list[Tensor]]:
+    """Entries of the writer delta before rotation: each without a part of what one head, with a query of its own, reads
+    from the M - 1 uncorrected entries before it."""
+    channels, base, corrected_TJC = geometry.rotary_dim, geometry.plain_base, []
+    for t, (x_D, plain_C) in enumerate(zip(x_TD, plain_TC, strict=True)):
+        before = range(max(0, t - geometry.state_size + 1), t)
+        entries = [rotate(plain_TC[i], i, channels, base) for i in before]
+        query_C = rotate(weights["query.weight"] @ x_D, t, channels, base)
+        predicted_C = rotate(attend(query_C, entries, weights["sink"][0])[0], t, channels, base, inverse=True)
+        beta = 1 / (1 + torch.exp(-(weights["rate.weight"][0] @ x_D + weights["bias"][0])))
+        rest_C = plain_C - beta * predicted_C
+        corrected_TJC.append([rms_norm(rest_C, weights["corrected_norm.weight"], geometry.norm_eps)])
+    return corrected_TJC
 
 
 # ---- attention
@@ -464,6 +490,8 @@ class Geometry:
 
     model: str = "gsm"  # or "baseline"
     residual: str = "mhc"  # or "plain"
+    writer: str = "additive"  # or "multi_slot", "delta"
+    slots: int = 1  # entries of a position, for multi_slot
     vocabulary: int = 23
     dim: int = 16
     encoder_layers: int = 4
@@ -570,7 +598,12 @@ def parameter_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
         input_dim = dim if stage == 0 else 2 * dim
         own = {"norm.weight": (input_dim,)} | reading_shapes(geometry, input_dim)
         shapes |= {f"aggregation.stages.{stage}.{name}": shape for name, shape in own.items()}
-    writer = {"norm.weight": (dim,), "entry.projection.weight": (width, dim), "entry.norm.weight": (width,)}
+    writer = {"norm.weight": (dim,)}
+    for name in ["entry", *(f"further.{slot}" for slot in range(geometry.slots - 1))]:
+        writer |= {f"{name}.projection.weight": (width, dim), f"{name}.norm.weight": (width,)}
+    if geometry.writer == "delta":
+        writer |= {"query.weight": (width, dim), "sink": (1,), "rate.weight": (1, dim), "bias": (1,)}
+        writer["corrected_norm.weight"] = (width,)
     return shapes | {f"writer.{name}": shape for name, shape in writer.items()}
 
 

@@ -67,7 +67,7 @@ class Memory:
         position_B: int64, its position inside its document (-1: none yet).
         encoder: one ``LayerMemory`` per encoder layer.
         stages: what each stage's retriever keeps (None: nothing).
-        state: the shared state, the last M entries (GSM).
+        state: what the writer keeps: the shared state, the last M entries (GSM).
         decoder: one ``LayerMemory`` per decoder layer (baseline).
         ledger: what the host knows of this memory.
     """
@@ -76,7 +76,7 @@ class Memory:
     position_B: Tensor
     encoder: tuple[LayerMemory, ...] = ()
     stages: tuple[Any, ...] = ()
-    state: WindowStore | None = None
+    state: Any = None
     decoder: tuple[LayerMemory, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gsm.memory.view import View
 from gsm.nn.attention import Shape
 from gsm.nn.block import Mixed
-from gsm.nn.reader import Reader
-from gsm.nn.rope import Rope
+from gsm.nn.reader import Reader, attention_weights
+from gsm.nn.rope import Angles, Rope
+from gsm.observe import tap
 from gsm.shapes import last
 from gsm.span import Span
+from gsm_kernels import attend_band
 
 
 class StateAttention(Reader):
@@ -19,12 +22,14 @@ class StateAttention(Reader):
     Args:
         shape: shared widths.
         state_size: entries that a row sees (M), its own included.
+        slots: entries of a position (J), side by side in the state.
         rope: rotation of the state's entries.
         name: what its taps are called.
     """
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, name: str):
+    def __init__(self, shape: Shape, *, state_size: int, slots: int, rope: Rope, name: str):
         super().__init__(shape.dim, shape, window=state_size, rope=rope, name=name)
+        self.slots = slots
 
     def start(self, batch: int, kind: str) -> None:
         """Nothing to remember: the state belongs to the writer."""
@@ -37,3 +42,21 @@ class StateAttention(Reader):
         angles = self.rope(span.row_position_BR, x_BTD.dtype)
         query_BRHC, _ = self.query(last(x_BTD, span.rows))
         return Mixed(self.read(query_BRHC, view, span.row_position_BR, angles), own, view)
+
+    def read(self, query_BRHC: Tensor, view: View, position_BR: Tensor, angles: Angles) -> Tensor:
+        """One softmax over the last M entries, with the sink in the denominator; then the output projection. [B, R, D].
+
+        Attention moves its band on by one entry a row. Where a position has J entries, it gets J rows, equal but for
+        where they stand, of which the last sees all J: that one counts.
+        """
+        count = self.slots
+        if count == 1:
+            return super().read(query_BRHC, view, position_BR, angles)
+        query_BEHC, cos_BEP, sin_BEP = (x.repeat_interleave(count, dim=1) for x in (query_BRHC, *angles))
+        place_BRJ = position_BR[..., None] * count + torch.arange(count, device=position_BR.device)
+        place_BE = place_BRJ.where(position_BR[..., None] >= 0, -1).flatten(1)
+        band = (place_BE, self.window_size, self.sink)
+        every = slice(count - 1, None, count)
+        turned = Angles(cos_BEP, sin_BEP)
+        tap(f"{self.name}/weights", lambda: attention_weights(query_BEHC, view, *band, turned)[:, every])
+        return self.output(attend_band(query_BEHC, view.window_BEC, *band, *turned)[:, every])

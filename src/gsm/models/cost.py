@@ -9,8 +9,9 @@ groups, Sinkhorn's rounds and the choice of the highest scores do not. With weig
     hyper-connection          2 X (X + 2) D   for each row (write and mix: X x (X + 1), read: X), besides its weights
 
 Entries and slots are those that the equations need, counted exactly, position by position: an early row sees fewer. An
-implementation may well compute more, on whole blocks, and hide the rest. The numbers are for one sequence that is one
-document; no tensors are made, and a model on the meta device will do.
+implementation may well compute more, on whole blocks, and hide the rest. A state writer says itself what it computes
+besides products with its weights, and what it keeps. The numbers are for one sequence that is one document; no tensors
+are made, and a model on the meta device will do.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from gsm.models.cost_layers import POOL_BLOCK, Layer, known, limited, stack_laye
 from gsm.models.gsm import GSM
 from gsm.models.schedule import baseline_rows, gsm_rows
 from gsm.nn.reader import Reader
-from gsm.writers.additive import Additive
-from gsm.writers.encoder_only import EncoderOnly
 
 
 class Parts(Counter[str]):
@@ -69,7 +68,10 @@ class Cost:
             parts[f"{layer.place}/attention"] += self._attention * layer.entries(end - asked, end)
             parts[f"{layer.place}/index scores"] += self._scoring * layer.searched(end - asked, end)
         if isinstance(self.model, GSM):
-            parts["state/writer"] = 2 * weights(self.model.writer) * self._state_rows(tokens, rows)
+            writer, written = self.model.writer, min(tokens, self.model.writer.positions + rows - 1)
+            parts["state/writer"] = 2 * weights(writer) * self._state_rows(tokens, rows)
+            own = writer.multiply_adds(end - written, end)
+            parts.update({f"state/{part}": 2 * number for part, number in own.items()})
         parts["head"] = 2 * weights(self.model.head) * rows
         return Parts({part: flops for part, flops in parts.items() if flops})
 
@@ -105,8 +107,9 @@ class Cost:
     ) -> Parts:
         """Bytes of a memory that has read so many tokens, as ``Memory.breakdown`` names them.
 
-        Windows hold min(N, W) entries, the state min(N, M), banks and index keys N // m slots; a static memory
-        (``capacity``) has W, M and capacity // m + 1 from the start. Bookkeeping: two whole numbers for every sequence,
+        Windows hold min(N, W) entries, the state what its writer says (the paper's min(N, M) entries), banks and index
+        keys N // m slots; a static memory (``capacity``) has all of a window and of the state, and capacity // m + 1
+        slots, from the start. Bookkeeping: two whole numbers for every sequence,
         and one more for each bank.
         """
         parts = Parts(
@@ -120,7 +123,7 @@ class Cost:
         """Kind, entries and width of everything that a memory stores for one sequence."""
         shape, seen = self.model.geometry, tokens if capacity is None else sys.maxsize
         if isinstance(self.model, GSM):
-            yield "shared_state", min(seen, self.model.state_size), shape.entry_dim
+            yield from ((kind, numbers, 1) for kind, numbers in self.model.writer.stored(seen).items())
         for layer in self.layers:
             slots = tokens // layer.ratio if capacity is None else capacity // layer.ratio + 1
             if "window" in layer.owns:
@@ -141,15 +144,21 @@ class Cost:
         return 2 * self.model.geometry.index_heads * (self.model.geometry.index_dim + 1)
 
     def _state_rows(self, tokens: int, rows: int) -> int:
-        return min(tokens, self.model.state_size + rows - 1) if isinstance(self.model, GSM) else 0
+        """Positions that enter the stages and the writer."""
+        if not isinstance(self.model, GSM):
+            return 0
+        return min(tokens, self.model.writer.positions + rows - 1 + self.model.writer.reach)
 
     def _schedule(self, tokens: int, rows: int) -> Iterator[tuple[Layer, int, int]]:
         """Each layer with the positions that enter it and the rows that it is asked for."""
         shape, state = self.model.geometry, self._state_rows(tokens, rows)
         depths = {"encoder_layers": shape.encoder_layers, "decoder_layers": shape.decoder_layers}
         if isinstance(self.model, GSM):
-            last_bank, size = max(shape.bank_layers), self.model.state_size
-            plan = gsm_rows(tokens, rows, **depths, last_bank=last_bank, window=shape.window, state_size=size)
+            last_bank, writer = max(shape.bank_layers), self.model.writer
+            plan = gsm_rows(
+                tokens, rows, **depths, last_bank=last_bank, window=shape.window, state_size=writer.positions,
+                reach=writer.reach,
+            )  # fmt: skip
         else:
             plan = baseline_rows(tokens, rows, **depths, window=shape.window)
         stages = [state] * sum(layer.place == "stages" for layer in self.layers)
@@ -164,7 +173,6 @@ def cost(model: LanguageModel) -> Cost:
     assert isinstance(model, GSM | Baseline)
     layers = list(stack_layers(model.encoder, "encoder"))
     if isinstance(model, GSM):
-        known(model.writer, Additive, EncoderOnly)
         layers += [
             stage_layer(stage, layers[number - 1])
             for stage, number in zip(model.aggregation, model.aggregation.layers, strict=True)

@@ -29,7 +29,8 @@ class Layer:
         place: ``encoder``, ``stages`` or ``decoder``.
         per_row, per_token, per_slot: multiply-adds for each row asked for, new position, and bank slot that these
             finish, by part.
-        window: entries of the window, or of the state, that a row sees.
+        window: positions whose entries, in its window or in the state, a row sees.
+        entries_each: entries of each of them.
         ratio: tokens per slot of its bank (m).
         chosen: bank slots that a row attends to at most; 0: no bank.
         searches: whether it has an indexer.
@@ -47,10 +48,11 @@ class Layer:
     searches: bool = False
     pool: int | None = None
     owns: tuple[str, ...] = ()
+    entries_each: int = 1
 
     def entries(self, first: int, last: int) -> int:
-        """Entries that the rows at positions [first, last) attend to: sum of min(p + 1, W) + min((p + 1) // m, K)."""
-        in_window = limited(last, self.window) - limited(first, self.window)
+        """Entries that the rows at positions [first, last) attend to: sum of J min(p + 1, W) + min((p + 1) // m, K)."""
+        in_window = self.entries_each * (limited(last, self.window) - limited(first, self.window))
         return in_window + limited(last, self.chosen, self.ratio) - limited(first, self.chosen, self.ratio)
 
     def searched(self, first: int, last: int) -> int:
@@ -69,7 +71,9 @@ def stack_layers(stack: Stack, place: str) -> Iterator[Layer]:
         per_row = {"feed-forward": weights(block.feed_forward), "hyper-connections": _residual(block)}
         if not isinstance(attention, SparseAttention):
             assert isinstance(attention, StateAttention)
-            yield Layer(place, {**per_row, **_reader(attention)}, {}, {}, attention.window_size)
+            slots = attention.slots
+            positions = attention.window_size // slots
+            yield Layer(place, {**per_row, **_reader(attention)}, {}, {}, positions, entries_each=slots)
             continue
         indexer, owns = attention.indexer, ["window"]
         if attention.role == "full":

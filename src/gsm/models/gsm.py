@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from gsm.memory.memory import FORGETFUL, Memory
-from gsm.memory.store import FORGET
 from gsm.memory.view import View
 from gsm.mixers.reading import EncoderReading, TopK
 from gsm.mixers.state import StateAttention
@@ -59,8 +58,8 @@ class GSM(LanguageModel):
         recompute: recompute activations of every block in the backward pass.
 
     Raises:
-        ValueError: for stages on layers that do not exist or have no bank, a state without entries, or a retriever
-            that follows an encoder which selects nothing.
+        ValueError: for stages on layers that do not exist or have no bank, a state without entries, a retriever that
+            follows an encoder which selects nothing, or a writer of what no stage retrieves.
     """
 
     def __init__(
@@ -107,9 +106,13 @@ class GSM(LanguageModel):
         if not reads_bank:
             check_retrievers(self.aggregation)
         self.writer = writer(shape, state_size=self.state_size, rope=rope)
+        check_writer(self.writer, layers)
         names = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
         self.decoder = Stack(
-            [block(StateAttention(shape, state_size=self.state_size, rope=rope, name=name)) for name in names],
+            [
+                block(StateAttention(shape, state_size=self.state_size, slots=self.writer.slots, rope=rope, name=name))
+                for name in names
+            ],
             recompute=recompute,
         )
 
@@ -123,13 +126,16 @@ class GSM(LanguageModel):
             decoder_layers=geometry.decoder_layers,
             last_bank=max(geometry.bank_layers),
             window=geometry.window,
-            state_size=self.state_size,
+            state_size=self.writer.positions,
             reach=self.writer.reach,
         )
         encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, rows.encoder, memory.encoder)
         retrieved = self.aggregation(encoded.entered, encoded.views, encoded.span, memory.stages)
         z_BRD, state_BEC, state = self.writer(
-            encoded.streams.mixed_BTD, retrieved.increments, encoded.span, memory.state
+            encoded.streams.mixed_BTD,
+            retrieved.increments,
+            encoded.span.last(self.writer.positions + span.rows - 1),
+            memory.state,
         )
         decoded = self.decoder(
             Streams.copies(last(z_BRD, span.rows), self.encoder.streams),
@@ -157,7 +163,7 @@ class GSM(LanguageModel):
         return {
             "encoder": (FORGETFUL,) * len(self.encoder.blocks),
             "stages": (None,) * len(self.aggregation.stages),
-            "state": FORGET,
+            "state": self.writer.forget(),
         }
 
     def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -192,4 +198,13 @@ def check_retrievers(aggregation: Aggregation) -> None:
         raise ValueError(
             f"retriever {type(following[0]).__name__} reads what the encoder layer has selected, but with "
             "encoder_reading window_only it selects nothing; use retriever separate_indexer, or stages [] for none"
+        )
+
+
+def check_writer(writer: StateWriter, stages: Sequence[int]) -> None:
+    """Raises ValueError for a writer that has no use without stages in a model without them."""
+    if writer.needs_stages and not stages:
+        raise ValueError(
+            f"writer {type(writer).__name__} needs what stages retrieve, but model.stages is []; name encoder layers "
+            "there, or use writer additive, which without stages writes the encoder's output"
         )

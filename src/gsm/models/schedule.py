@@ -39,7 +39,8 @@ def gsm_rows(
         new: new positions of the call (N).
         rows: rows asked for (R); R = N is training.
         last_bank: last encoder layer that owns a bank (the paper's l*).
-        reach: positions beyond M that the state writer needs.
+        state_size: positions whose entries a decoder row sees: M, or M / J if the writer writes J for each.
+        reach: positions before these that the state writer needs.
     """
     state = min(new, state_size + rows - 1 + reach)
     above = [
@@ -55,10 +56,10 @@ def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: i
     return Rows([new] * encoder_layers, 0, decoder)
 
 
-def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int) -> int:
+def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:
     """Positions back that nothing but a bank reaches beyond, in GSM and in the baseline alike.
 
-    GSM's windows carry something through the encoder one after another, and then the state once more; the baseline's
-    windows carry it through all layers.
+    GSM's windows carry something through the encoder one after another, and then the state once more, with the
+    ``reach`` of its writer; the baseline's windows carry it through all layers.
     """
-    return max(encoder_layers * (window - 1) + state_size, (encoder_layers + decoder_layers) * (window - 1))
+    return max(encoder_layers * (window - 1) + state_size + reach, (encoder_layers + decoder_layers) * (window - 1))

@@ -77,9 +77,13 @@ class Entry(nn.Module):
         self.projection = Linear(shape.dim, shape.entry_dim)
         self.norm = RMSNorm(shape.entry_dim)
 
+    def latent(self, x_BTD: Tensor) -> Tensor:
+        """The entries before rotation, [B, T, C]."""
+        return self.norm(self.projection(x_BTD))
+
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
         """Returns ``entry_BTC``."""
-        return rotate(self.norm(self.projection(x_BTD)), angles.cos_BTP, angles.sin_BTP)
+        return rotate(self.latent(x_BTD), angles.cos_BTP, angles.sin_BTP)
 
 
 class Compressor(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ class CheckpointError(ConfigError):
 
 
 def build_model(
-    name: str = "gsm", size: str = "nano", overrides: Iterable[str] = (), seed: int | None = None
+    name: str = "gsm",
+    size: str = "nano",
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
+    directories: Sequence[Path] = (),
 ) -> LanguageModel:
     """A fresh model, as a training run would start with.
 
@@ -32,11 +36,12 @@ def build_model(
         size: a variant of the group ``size``: ``"nano"``, ``"tiny"``, ...
         overrides: as on the command line: ``["model/retriever=separate_indexer", "model.state_size=64"]``.
         seed: of the weights; None draws them from PyTorch's global generator. A seed leaves that generator alone.
+        directories: folders of yaml files besides ``configs/``, for variants of one's own.
 
     Raises:
         ConfigError: an unknown name or key, or a value that the model refuses.
     """
-    config = compose([f"model={name}", f"size={size}", *overrides])
+    config = compose([f"model={name}", f"size={size}", *overrides], directories)
     return instantiate_model(config, seed)
 
 

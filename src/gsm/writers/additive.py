@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gsm.writers.base import StateWriter
+from gsm.writers.base import StateWriter, retrieved
 
 
 class Additive(StateWriter):
     """z = e + r, where r is the sum of the stages' increments."""
 
-    def fuse(self, encoded_BRD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
+    def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """Adds every increment to the encoder's output."""
-        return encoded_BRD + sum(increments) if increments else encoded_BRD
+        return encoded_BTD + retrieved(increments) if increments else encoded_BTD

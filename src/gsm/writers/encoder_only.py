@@ -10,6 +10,6 @@ from gsm.writers.base import StateWriter
 class EncoderOnly(StateWriter):
     """z = e. With or without stages, the model computes the same."""
 
-    def fuse(self, encoded_BRD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
+    def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """The encoder's output, unchanged."""
-        return encoded_BRD
+        return encoded_BTD

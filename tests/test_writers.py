@@ -1,0 +1,208 @@
+"""State writers: how they relate to the paper's, what they show and refuse, and how little it takes to add one.
+
+That each computes the same in training, prefill and decoding, and its equations, is tested with all the others.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small import GEOMETRY, M, assert_same, build, random_tokens, randomise, variant
+from torch import Tensor
+
+import gsm
+from gsm.models.cost import cost
+from gsm.models.gsm import GSM
+from gsm.nn.linear import Linear
+from gsm.nn.rope import Rope
+from gsm.paths import variants
+from gsm.span import Span
+from gsm.writers.base import StateWriter
+
+WRITERS = variants("model/writer")
+MINE = """
+from gsm.writers.base import StateWriter
+
+class Halved(StateWriter):
+    def fuse(self, encoded_BTD, increments):
+        return encoded_BTD + sum(increments) / 2
+"""
+
+
+def with_writer(writer, **options) -> GSM:
+    """A small float64 model with any writer; the weights that the paper's writer has too are the same for all."""
+    model = GSM(GEOMETRY, writer=writer, **options).double().eval()
+    randomise(model)
+    model.load_state_dict(build("gsm-writer=additive").state_dict(), strict=False)
+    return model
+
+
+def additive(**options) -> GSM:
+    return with_writer(variant("writer", "additive"), **options)
+
+
+def writer(name: str, **knobs):
+    """A yaml's writer with other knobs."""
+    chosen = variant("writer", name)
+    return lambda *arguments, **parent: chosen(*arguments, **parent, **knobs)
+
+
+@torch.no_grad()
+def logits(model: GSM) -> Tensor:
+    return model(random_tokens(2, 2 * M + 3)).logits
+
+
+@torch.no_grad()
+def test_one_slot_is_the_papers_writer():
+    assert_same(logits(with_writer(writer("multi_slot", slots=1))), logits(additive()), "multi_slot with one slot")
+
+
+@torch.no_grad()
+def test_without_its_correction_delta_is_the_papers_writer_with_its_entries_normed_twice():
+    delta, plain = with_writer(variant("writer", "delta")), additive()
+    delta.writer.bias.fill_(-1e9)  # beta is exactly 0
+    before = logits(delta)
+    # Two norms in a row are one, with the second one's weights, if the first has none and neither adds an epsilon.
+    delta.writer.entry.norm.weight.fill_(1.0)
+    delta.writer.corrected_norm.weight.copy_(plain.writer.entry.norm.weight)
+    for norm in (delta.writer.entry.norm, delta.writer.corrected_norm, plain.writer.entry.norm):
+        norm.eps = 0.0
+    assert_same(logits(delta), logits(plain), "delta with beta = 0")
+    assert (before - logits(plain)).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_delta_corrects_all_entries_of_a_document_but_its_first():
+    model, entries = build("gsm-writer=delta"), []
+    for bias in (-1e9, 1e9):  # beta is 0, then 1
+        model.writer.bias.fill_(bias)
+        with gsm.record("state/entries") as seen:
+            model(random_tokens(1, 14), documents=torch.tensor([[0] * 5 + [1] * 9]))
+        entries.append(seen["state/entries"][0])
+    same = (entries[0] - entries[1]).abs().amax(-1) < 1e-12
+    assert same.nonzero().flatten().tolist() == [0, 5]
+
+
+@torch.no_grad()
+def test_what_the_entries_before_predict_in_full_is_not_written():
+    delta, left = with_writer(variant("writer", "delta")).writer, []
+    delta.sink.fill_(-1e9)
+    delta.bias.fill_(1e9)  # beta is 1
+    delta.rope = Rope(GEOMETRY.rotary_dim, base=math.inf)  # but for the first pair of channels, positions are the same
+    delta.entry.projection.weight[-GEOMETRY.rotary_dim :][:2] = 0.0  # and these hold nothing
+    delta.corrected_norm.register_forward_pre_hook(lambda norm, inputs: left.append(inputs[0]))
+    z_BTD = torch.randn(1, 1, GEOMETRY.dim, dtype=torch.float64).expand(-1, 6, -1)
+    delta.write(z_BTD, Span(torch.arange(6)[None], 6), delta.forget())
+    assert left[0][:, 0].abs().max() > 0.1
+    assert_same(left[0][:, 1:], torch.zeros(1, 5, GEOMETRY.entry_dim, dtype=torch.float64), "what repeats", 1e-12)
+
+
+@torch.no_grad()
+def test_open_gates_are_the_papers_writer_and_closed_ones_lose_the_stages():
+    gated, without = with_writer(variant("writer", "gated")), with_writer(variant("writer", "encoder_only"))
+    for bias, other in ((1e9, additive()), (-1e9, without)):
+        gated.writer.bias.fill_(bias)
+        assert_same(logits(gated), logits(other), f"gates at {bias}")
+
+
+def test_gates_start_mostly_open_and_equal_for_all_channels():
+    torch.manual_seed(0)
+    model = GSM(GEOMETRY, writer=variant("writer", "gated"))
+    with gsm.record("state/gate") as seen:
+        model(random_tokens(2, 9))
+    assert seen["state/gate"].shape == (2, 9, GEOMETRY.dim)
+    assert_same(seen["state/gate"], torch.full((2, 9, GEOMETRY.dim), 2.0).sigmoid(), "gates at the start", 1e-6)
+
+
+@torch.no_grad()
+def test_concat_starts_as_the_papers_writer():
+    model = GSM(GEOMETRY, writer=variant("writer", "concat")).double().eval()
+    started = model.writer.correction.weight.clone()
+    randomise(model)
+    model.load_state_dict(build("gsm-writer=additive").state_dict(), strict=False)
+    assert (logits(model) - logits(additive())).abs().max() > 1e-3
+    model.writer.correction.weight.copy_(started)
+    assert_same(logits(model), logits(additive()), "concat at its first step")
+
+
+@torch.no_grad()
+def test_a_row_sees_all_slots_of_as_many_positions_as_fit():
+    slots, size = 3, 9
+    model = with_writer(writer("multi_slot", slots=slots), state_size=size)
+    with gsm.record("state/entries", "decoder/5/weights") as seen:
+        model(random_tokens(1, 7))
+    assert seen["state/entries"].shape == (1, slots * 7, GEOMETRY.entry_dim)
+    weights = seen["decoder/5/weights"][0, :, 0]
+    assert_same(weights.sum(dim=-1), torch.ones(7, dtype=torch.float64), "weights and sink", 1e-12)
+    assert (weights[:, :-1] > 0).sum(dim=-1).tolist() == [min(slots * (p + 1), size) for p in range(7)]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@torch.no_grad()
+def test_the_state_of_every_writer_has_the_same_size_at_any_length(name: str):
+    model = build(f"gsm-writer={name}")
+    assert isinstance(model, GSM)
+    memories = [model.prefill(random_tokens(1, length), model.start(), chunk=40).memory for length in (20, 80)]
+    short, long = [memory.breakdown()["shared_state"] for memory in memories]
+    assert short == long >= model.state_size * GEOMETRY.entry_dim * 8
+
+
+def test_a_state_that_the_slots_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="state_size 7 must be a multiple of the 2 slots of a position"):
+        GSM(GEOMETRY, writer=variant("writer", "multi_slot"))
+
+
+def test_a_state_of_one_entry_is_too_small_to_predict_it():
+    with pytest.raises(ValueError, match="state_size must be at least 2 for writer delta, got 1"):
+        GSM(GEOMETRY, state_size=1, writer=variant("writer", "delta"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_of_what_stages_retrieve_is_refused_where_there_are_none(name: str):
+    chosen = variant("writer", name)
+    options = {"writer": chosen, "stages": [], "state_size": 8}
+    if chosen.func.needs_stages:
+        with pytest.raises(ValueError, match=r"needs what stages retrieve, but model.stages is \[\]"):
+            GSM(GEOMETRY, **options)
+    else:
+        assert GSM(GEOMETRY, **options)(random_tokens(1, 3)).logits.shape == (1, 3, GEOMETRY.vocabulary)
+
+
+class Mapped(StateWriter):
+    """All that it takes: z = e + W r, with a matrix that no other writer has."""
+
+    def __init__(self, shape, **parent):
+        super().__init__(shape, **parent)
+        self.map = Linear(shape.dim, shape.dim)
+
+    def fuse(self, encoded_BTD, increments):
+        return encoded_BTD + self.map(sum(increments))
+
+
+@torch.no_grad()
+def test_a_writer_is_fuse_alone_and_its_cost_is_known():
+    model, tokens = with_writer(Mapped), random_tokens(1, 2 * M + 3)
+    full, memory = model(tokens).logits, model.start()
+    for part in tokens.split([M + 2, 1, M], dim=1):
+        out = model(part, memory=memory, rows=1)
+        memory = out.memory
+        assert memory is not None
+    assert_same(out.logits, full[:, -1:], "a writer of one's own, in chunks")
+    assert cost(model).cache_bytes(tokens.shape[1], torch.float64) == memory.breakdown()
+    plain = cost(additive()).forward_flops(9)
+    more = {"state/writer": 2 * 9 * GEOMETRY.dim**2}
+    assert cost(model).forward_flops(9) - plain == more
+
+
+def test_a_writer_can_live_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "writers_of_mine.py").write_text(MINE)
+    (tmp_path / "model/writer").mkdir(parents=True)
+    yaml = "_target_: writers_of_mine.Halved\n_partial_: true\n"
+    (tmp_path / "model/writer/halved.yaml").write_text(yaml)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = gsm.build_model("gsm", size="pico", overrides=["model/writer=halved"], directories=[tmp_path])
+    assert isinstance(model, GSM) and type(model.writer).__name__ == "Halved"
+    assert model.generate([1, 2, 3], 4).shape == (1, 4)
