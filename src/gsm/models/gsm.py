@@ -35,6 +35,7 @@ from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.residual import HyperConnection, Residual, Streams
+from gsm.observe import tap
 from gsm.retrievers.base import Retriever
 from gsm.retrievers.shared_topk import SharedTopK
 from gsm.shapes import last
@@ -131,6 +132,8 @@ class GSM(LanguageModel):
         z_BRD, state_BEC, state = self.writer(
             encoded.streams.mixed_BTD, retrieved.increments, encoded.span, memory.state
         )
+        tap("state/e", encoded.streams.mixed_BTD)
+        tap("state/z", z_BRD)
         decoded = self.decoder(
             Streams.copies(last(z_BRD, span.rows), self.encoder.streams),
             encoded.span.last(span.rows).cut(),
