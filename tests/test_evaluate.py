@@ -279,3 +279,14 @@ def test_it_is_said_how_much_of_other_text_was_measured():
         "measured 10 of the 120 sequences of this split, which is 34,567 bytes of 2 of 12"
     )
     assert script._share({**result, "data": {"task": "Needle"}}) == ""
+
+
+def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
+    checkpoint = f"checkpoint={runs[0] / 'gsm' / 'seed0'}"
+    command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap=true"])
+    assert "overlap with the encoder, %" in capsys.readouterr().out
+    found = json.loads((runs[0] / "gsm" / "seed0" / "evaluation.json").read_text())["overlap"]
+    assert found["mean"] == 1.0, "its stages share the selection"
+    assert [row["length"] for row in found["by_length"]] == [8, 16, 32, 64]
+    with pytest.raises(SystemExit, match="overlap is 'perhaps', but takes true or false"):
+        command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap=perhaps"])

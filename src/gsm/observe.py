@@ -7,6 +7,25 @@
     seen["stage/2/weights"]                               # the tensor of the last call
     seen.all("stage/2/weights")                           # of every call, in order: chunks, decoded tokens
 
+What there is to see in GSM, layers and stages numbered from 1, the decoder's after the encoder's. T new positions, E
+window entries and F bank slots, stored and new; a layer that produces fewer rows than T (prefill) shows its last R:
+
+    position             int64 [B, T]         place in the document, -1 for padding
+    embedding            [B, T, D]            what enters the first layer
+    encoder/<l>/window   [B, E, C]            entries, key and value at once
+    encoder/<l>/bank     [B, F, C]            likewise, where the layer owns a bank
+    encoder/<l>/top_k    int64 [B, R, K]      slots that the layer reads, its own choice or not, -1 for none
+    encoder/<l>/weights  [B, R, H, W + K + 1] attention: window from old to new, selected slots, sink; rows sum to 1
+    stage/<s>/top_k      int64 [B, R, K]      slots that the stage reads: those of its layer, or its own
+    stage/<s>/weights    [B, R, H, W + K + 1] as in the encoder
+    stage/<s>/increment  [B, R, D]            what the stage adds to r
+    state/e, state/z     [B, R, D]            what the encoder says, and what the writer makes of it and of r
+    state/entries        [B, E, C]            what all decoder layers read
+    decoder/<l>/weights  [B, R, H, M + 1]     attention: the last M entries from old to new, sink
+    hidden               [B, R, D]            what leaves the last layer, before the final norm
+
+The baseline's decoder layers show what its encoder layers do. A writer or a retriever may have taps of its own.
+
 After the named probes of facebookresearch/lingua; here they nest, choose by pattern, and vanish under `torch.compile`.
 """
 

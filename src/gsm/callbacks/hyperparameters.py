@@ -18,10 +18,12 @@ METRICS = (
     "train/loss",
     "train/tokens_per_second",
     "train/peak_memory_gib",
+    "train/indexer_recall",
     "val/loss",
     "val/perplexity",
     "val/bits_per_byte",
     "val/accuracy",
+    "overlap/mean",
 )
 COLUMNS = {  # column: where in the configuration; what a model does not have becomes "-"
     "experiment": "name",

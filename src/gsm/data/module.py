@@ -192,6 +192,11 @@ class TextData(Placed):
         """The sequences that the validation loss averages over, one by one, in order."""
         return self.validation_set.each(validation_indices(len(self.validation_set), self.validation_sequences))
 
+    def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
+        """At most `most` sequences of another length, spread evenly. Raises ValueError for a split that is shorter."""
+        sequences = Sequences(self.split(split), length, self.tokenizer.end_of_text)
+        return list(sequences.each(validation_indices(len(sequences), most)))
+
     def headline(self) -> dict[str, str]:
         """What the header of a run says of its data."""
         about = self.description()

@@ -136,6 +136,11 @@ class SyntheticData(Placed):
         """The sequences that validation averages over, one by one, in order."""
         return (self.validation_set[index] for index in range(self.validation_sequences))
 
+    def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
+        """Held-out sequences of another length. Raises ValueError for one that the task does not fit into."""
+        generated = Generated(self.task, HELD_OUT, lambda _: length)
+        return [generated[index] for index in range(min(most, self.validation_sequences))]
+
     def headline(self) -> dict[str, str]:
         """What the header of a run says of its data."""
         grown = f", from {self.shortest} tokens to {self.context}" if self.shortest else ""

@@ -22,7 +22,10 @@ def one(facts: Mapping[str, Any]) -> str:
         "",
         f"  {'position':<17}{'targets':>9}{'loss':>8}{'+-':>8}  (place in the {text['place']})",
     ]
-    return "\n".join([*lines, *picture(text["by_position"])])
+    lines += picture(text["by_position"])
+    if "overlap" in facts:
+        lines += ["", *overlap(facts["overlap"])]
+    return "\n".join(lines)
 
 
 def picture(by_position: Sequence[Mapping[str, Any]], width: int = WIDTH - 47) -> list[str]:
@@ -33,6 +36,19 @@ def picture(by_position: Sequence[Mapping[str, Any]], width: int = WIDTH - 47) -
         + "#" * round(width * bucket["loss"] / highest)
         for bucket in by_position
     ]
+
+
+def overlap(facts: Mapping[str, Any] | None) -> list[str]:
+    """Lengths by stages, in percent of K: how much of what a stage selects its encoder layer has selected too."""
+    if facts is None:
+        return ["  overlap with the encoder: none, for the stages or the encoder select nothing"]
+    rows = facts["by_length"]
+    stages = range(1, max((len(row["stages"]) for row in rows), default=0) + 1)
+    lines = [f"  {'overlap with the encoder, %':<30}" + "".join(f"{f'stage {stage}':>9}" for stage in stages)]
+    for row in rows:
+        cells = [value(None if cell is None else 100 * cell, 1) for cell in row["stages"]]
+        lines.append(f"  {row['length']:>10,} tokens" + " " * 13 + "".join(f"{cell:>9}" for cell in cells))
+    return lines
 
 
 def several(results: Sequence[Mapping[str, Any]]) -> str:

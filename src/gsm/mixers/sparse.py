@@ -98,6 +98,7 @@ class SparseAttention(Reader):
         view = self.look(window_BEC, bank, view, span.rows)
         found = self.search(latent_BRQ, x_BRD, angles, view)
         view = view.choose(found.chosen_BRK)
+        self.show(view, bank)
         learned = self.learn(query_BRHC, found, view, position_BR, angles)
         update_BRD = self.read(query_BRHC, view, position_BR, angles)
         return Mixed(update_BRD, LayerMemory(window, bank_memory), self.narrow(view, found), learned)
@@ -130,10 +131,15 @@ class SparseAttention(Reader):
         if self.indexer is None or view.bank is None or view.bank.key_BFI is None:
             return Found(view.chosen_BRK)
         index = self.indexer(latent_BRQ, x_BRD, angles)
-        found = search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
-        if found.chosen_BRK is not None:
-            tap(f"{self.name}/top_k", found.chosen_BRK)
-        return found
+        return search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
+
+    def show(self, view: View, published: Bank | None) -> None:
+        """Taps what the rows look at; a Reuse layer shows the selection that it has taken over."""
+        tap(f"{self.name}/window", view.window_BEC)
+        if published is not None:
+            tap(f"{self.name}/bank", published.entry_BFC)
+        if view.chosen_BRK is not None:
+            tap(f"{self.name}/top_k", view.chosen_BRK)
 
     def narrow(self, view: View, found: Found) -> View:
         """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""

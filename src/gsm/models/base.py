@@ -27,6 +27,7 @@ from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import sample
 from gsm.nn.linear import Linear
 from gsm.nn.norm import RMSNorm
+from gsm.observe import tap
 from gsm.span import Span, document_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
 
@@ -138,7 +139,11 @@ class LanguageModel(nn.Module):
         position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self.forgetful_memory())
         span = Span(position_BT, rows or length)
-        trace = self.run(self.embedding(tokens) * self.dim**0.5, span, inner)
+        x_BTD = self.embedding(tokens) * self.dim**0.5
+        tap("position", position_BT)
+        tap("embedding", x_BTD)
+        trace = self.run(x_BTD, span, inner)
+        tap("hidden", trace.hidden_BRD)
         hidden_BRD = self.norm(trace.hidden_BRD)
         after = None
         if memory is not None:

@@ -34,6 +34,7 @@ from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.residual import HyperConnection, Residual, Streams
+from gsm.observe import tap
 from gsm.retrievers.base import Retriever
 from gsm.retrievers.shared_topk import SharedTopK
 from gsm.shapes import last
@@ -137,6 +138,8 @@ class GSM(LanguageModel):
             encoded.span.last(self.writer.positions + span.rows - 1),
             memory.state,
         )
+        tap("state/e", encoded.streams.mixed_BTD)
+        tap("state/z", z_BRD)
         decoded = self.decoder(
             Streams.copies(last(z_BRD, span.rows), self.encoder.streams),
             encoded.span.last(span.rows).cut(),

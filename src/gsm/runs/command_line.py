@@ -33,6 +33,7 @@ REMEDIES = {
     errno.EIO: "the disk seems to be broken; choose another one with logs=",
 }
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
+TRUTH = {"true": True, "false": False}
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
@@ -83,11 +84,13 @@ def _read(given: Sequence[str], taken: Mapping[str, inspect.Parameter], script: 
         if name not in taken:
             raise unknown("argument", name, taken, script)
         kind = taken[name].annotation
-        kind = kind if kind in (int, float) else str
+        kind = kind if kind in (int, float, bool) else str
         try:
-            values[name] = kind(text)
-        except ValueError as error:
-            raise ConfigError(f"{name} is '{text}', but takes {kind.__name__}") from error
+            values[name] = TRUTH[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{name} is '{text}', but takes {'true or false' if kind is bool else kind.__name__}"
+            ) from error
     missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
     if missing:
         raise ConfigError(f"{script} needs {missing[0]}=...; python {script} --help says what it is")

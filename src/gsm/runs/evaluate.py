@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -17,10 +18,12 @@ from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
 from gsm.data.tokenizer import Tokenizer
 from gsm.eval import losses, show
+from gsm.eval import overlap as overlaps
 from gsm.files import write_json
+from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
-from gsm.runs.fit import best_precision
+from gsm.runs.fit import OVERLAP_SEQUENCES, best_precision
 from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals, usable
 from gsm_kernels import explain
 
@@ -36,6 +39,7 @@ def evaluate(
     sequences: int = 0,
     batch_size: int = 0,
     position: str = "document",
+    overlap: bool = False,
     device: str = "auto",
     output: str = "",
 ) -> list[dict[str, Any]]:
@@ -53,6 +57,7 @@ def evaluate(
         sequences: how many, spread evenly over the split; 0: as many as the run validated on
         batch_size: sequences at a time; 0: as in training
         position: place of a token in its document, or in the whole sequence
+        overlap: also how much of what the stages select the encoder selects too, at four lengths around context
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
 
@@ -66,7 +71,8 @@ def evaluate(
     results = []
     for number, file in enumerate(found, 1):
         note = f"{number} of {len(found)}: " if len(found) > 1 else ""
-        result = measure(file, device=device, data=data, path=path, position=position, note=note, **wanted)
+        options = {"device": device, "data": data, "path": path, "position": position, "overlap": overlap}
+        result = measure(file, note=note, **options, **wanted)  # pyright: ignore[reportArgumentType]
         if not output:
             _write(_home(file) / "evaluation.json", result)
         print(
@@ -93,6 +99,7 @@ def measure(
     sequences: int = 0,
     batch_size: int = 0,
     position: str = "document",
+    overlap: bool = False,
     note: str = "",
 ) -> dict[str, Any]:
     """What is known of one checkpoint and what was measured, as plain containers; arguments as in ``evaluate``."""
@@ -109,6 +116,7 @@ def measure(
             "token_bytes_V": text.bytes_of_tokens(split) if text.tokenizer else None,
         }
         measured = losses.evaluate(model, shown, place=position, **options)  # pyright: ignore[reportArgumentType]
+        found = _overlap(model, text, split, sequences) if overlap else {}
     return {
         "checkpoint": str(file),
         **{"experiment": config.get("name"), "arm": str(config.get("arm")), "seed": config.get("seed")},
@@ -116,6 +124,7 @@ def measure(
         "split": split,
         "context": text.context,
         "text": measured.facts(),
+        **found,
         "data": text.description([split]),
         "split_sequences": len(getattr(text, f"{split}_set")) if text.tokenizer else text.validation_sequences,
         **{"device": _device_name(device), "precision": precision, "kernels": explain()},
@@ -200,6 +209,12 @@ def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
     composed = compose([*size, f"data={data}", *(["data.path=."] if path else [])])["data"]
     kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
     return {**composed, **kept, **({"path": path} if path else {})}
+
+
+def _overlap(model: LanguageModel, text: Any, split: str, sequences: int) -> dict[str, Any]:
+    """The overlap of stages and encoder by length, on as many sequences as after training unless told."""
+    make = functools.partial(text.of_length, most=sequences or OVERLAP_SEQUENCES, split=split)
+    return {"overlap": overlaps.by_length(model, make, text.context)}
 
 
 def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:

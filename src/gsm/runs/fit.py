@@ -27,6 +27,7 @@ from gsm.callbacks.tensorboard import TensorBoard
 from gsm.callbacks.throughput import callbacks
 from gsm.data.module import TextData
 from gsm.data.synthetic import SyntheticData
+from gsm.eval import overlap
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report
@@ -39,6 +40,7 @@ from gsm_kernels import explain
 
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
+OVERLAP_SEQUENCES = 16  # of each length
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
 
@@ -197,7 +199,7 @@ def _conclude(run: Run) -> dict[str, Any]:
     status = "finished" if run.trainer.global_step >= run.trainer.max_steps else "stopped"
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
-        found = {"device": report.device(run), **_memory(run), **_ngrams(run)}
+        found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
         facts = run.summary.add(run.trainer, status=status, **found)
         sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
     print(report.conclusion(run, facts, sample), flush=True)
@@ -227,6 +229,14 @@ def _memory(run: Run) -> dict[str, Any]:
     assert memory is not None  # one was given
     sizes = memory.breakdown()
     return {"state_bytes": sizes.get("shared_state"), "memory_bytes": sizes, "memory_after_tokens": tokens_BT.shape[1]}
+
+
+def _overlap(run: Run) -> dict[str, Any] | None:
+    """How much of what the stages select the encoder has selected too; None where they do not select."""
+    if not overlap.selects_for_itself(run.model):
+        return None
+    sequences = functools.partial(run.data.of_length, most=OVERLAP_SEQUENCES)
+    return overlap.by_length(run.model, sequences, run.data.context)
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:

@@ -21,7 +21,7 @@ MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of eve
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
 # What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
 DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"}
-WATCHING = {"throughput", "progress", "best", "latest"}  # callbacks that change nothing
+WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
 IDLE = {
     *("data.cache_dir", "data.num_workers", "data.prepare_workers"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),

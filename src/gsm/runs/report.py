@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gsm.callbacks.progress import clock
+from gsm.eval import show
 
 if TYPE_CHECKING:
     from gsm.data.module import TextData
@@ -48,6 +49,8 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
         "",
     ]
     lines += [*_table(facts), "", _resources(facts), ""]
+    if facts["overlap"]:
+        lines += [*show.overlap(facts["overlap"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     lines += [

@@ -1,0 +1,74 @@
+"""Every notebook runs from its first cell to its last, and is kept without output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from small import GEOMETRY, RATIO, M, W, build, random_tokens
+
+import gsm
+from gsm.eval.attention import attention_map
+from gsm.notebook import describe
+from gsm.paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_output(path: Path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None
+            assert len(cell.source.splitlines()) <= 12, "what is longer belongs into gsm.notebook"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws(path: Path):
+    for needed in ("ipykernel", "matplotlib"):
+        pytest.importorskip(needed)
+    client = pytest.importorskip("nbclient")
+    notebook = nbformat.read(path, as_version=4)
+    client.NotebookClient(notebook, timeout=170, resources={"metadata": {"path": str(path.parent)}}).execute()
+    for cell in notebook.cells:
+        if "show_" in cell.source and cell.cell_type == "code":
+            assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+
+
+def test_the_map_of_a_decoder_layer_is_a_band_as_wide_as_the_state():
+    model = build("gsm-writer=additive")
+    with gsm.record() as seen:
+        model(random_tokens(1, 20))
+    map_RT = attention_map(model, seen, "decoder/5")
+    for row in range(20):
+        assert (map_RT[row] > 0).nonzero().flatten().tolist() == list(range(max(0, row - M + 1), row + 1))
+    sink_R = seen["decoder/5/weights"][0, :, :, -1].mean(1)
+    assert torch.allclose(map_RT.sum(1) + sink_R, torch.ones_like(sink_R))
+
+
+@pytest.mark.parametrize("name", ["encoder/2", "encoder/4", "stage/1"])
+def test_the_map_of_a_layer_with_a_bank_shows_the_window_and_the_tokens_that_were_selected(name: str):
+    model = build("gsm-retriever=shared_topk")
+    with gsm.record() as seen:
+        model(random_tokens(1, 20), rows=3)
+    map_RT = attention_map(model, seen, name)
+    rows = map_RT.shape[0]
+    for row, chosen in enumerate(seen[f"{name}/top_k"][0].tolist()):
+        position = 20 - rows + row
+        window = range(max(0, position - W + 1), position + 1)
+        selected = {slot * RATIO + offset for slot in chosen if slot >= 0 for offset in range(RATIO)}
+        assert set((map_RT[row] > 0).nonzero().flatten().tolist()) == selected | set(window)
+    sink_R = seen[f"{name}/weights"][0, :, :, -1].mean(1)
+    assert torch.allclose(map_RT.sum(1) + sink_R, torch.ones_like(sink_R))
+
+
+def test_the_description_names_every_tap_with_its_shape():
+    model = build("gsm-retriever=shared_topk")
+    with gsm.record("state/*") as seen:
+        model(random_tokens(1, 5))
+    lines = [line.split(maxsplit=1) for line in describe(seen).splitlines()]
+    assert [line[0] for line in lines] == ["state/entries", "state/e", "state/z"]
+    assert lines[1][1].split("  ")[0] == f"[1, 5, {GEOMETRY.dim}]"

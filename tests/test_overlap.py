@@ -1,0 +1,121 @@
+"""Overlap of what stages and encoder select: 1 where the stages follow, by chance where they choose at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small import GEOMETRY, RATIO, K, build, random_tokens
+from torch import Tensor
+
+import gsm
+from gsm.data.recall import Needle
+from gsm.data.synthetic import SyntheticData
+from gsm.eval import show
+from gsm.eval.overlap import by_length, distances_seen, overlaps, selects_for_itself, shared_slots
+from gsm.nn.reader import Found
+from gsm.retrievers.base import Retriever
+
+LENGTH = 40
+
+
+class Random(Retriever):
+    """K slots of those that are visible, drawn anew for every row."""
+
+    def __init__(self, dim_in: int, shape: object, *, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+
+    def forward(self, x_BRU: Tensor, view, angles, own):
+        slots = view.bank.entry_BFC.shape[1]
+        slot_F = torch.arange(slots)
+        visible_BRF = (slot_F >= view.bank.first_BR[..., None]) & (slot_F < view.bank.last_BR[..., None])
+        chance_BRF = torch.rand(visible_BRF.shape).masked_fill(~visible_BRF, -1.0)
+        chance_BRK, chosen_BRK = chance_BRF.topk(min(self.top_k, slots))
+        return Found(chosen_BRK.masked_fill(chance_BRK < 0, -1)), own
+
+
+def sequences(length: int, count: int = 2) -> list[dict[str, Tensor]]:
+    """Of two documents each."""
+    ids = (torch.arange(length) >= length // 4).long()
+    return [{"tokens": tokens, "documents": ids} for tokens in random_tokens(count, length)]
+
+
+def test_a_stage_that_shares_the_selection_overlaps_wholly():
+    found = overlaps(build("gsm-retriever=shared_topk"), sequences(LENGTH))
+    counted = 2 * sum((position + 1) // RATIO > K for part in (10, 30) for position in range(part))
+    assert set(found) == {1, 2}
+    for overlap_N in found.values():
+        assert torch.equal(overlap_N, torch.ones(counted))
+
+
+def test_stages_on_layers_that_reuse_a_selection_are_compared_with_it():
+    geometry = replace(GEOMETRY, bank_layers=[2])  # layers 3 and 4 reuse what layer 2 has selected
+    found = overlaps(build("gsm-retriever=shared_topk", geometry=geometry, stages=[3, 4]), sequences(LENGTH))
+    assert [float(overlap_N.mean()) for overlap_N in found.values()] == [1.0, 1.0]
+
+
+def test_a_random_selection_overlaps_by_k_over_the_candidates():
+    """The expected overlap of a row with n candidates is K / n; 700 rows leave a standard error of about 0.01."""
+    model = build("gsm-writer=additive", retriever=Random)
+    rows = [{"tokens": t, "documents": torch.zeros(LENGTH, dtype=torch.int64)} for t in random_tokens(20, LENGTH)]
+    chance = [K / n for position in range(LENGTH) if (n := (position + 1) // RATIO) > K]
+    for overlap_N in overlaps(model, rows).values():
+        assert len(overlap_N) == 20 * len(chance)
+        assert float(overlap_N.mean()) == pytest.approx(sum(chance) / len(chance), abs=0.03)
+
+
+def test_the_overlap_does_not_depend_on_how_a_sequence_is_cut(monkeypatch: pytest.MonkeyPatch):
+    model = build("gsm-retriever=separate_indexer")
+    whole = overlaps(model, sequences(LENGTH))
+    monkeypatch.setattr("gsm.eval.overlap.CHUNK", 27)
+    monkeypatch.setattr("gsm.eval.overlap.AT_ONCE", LENGTH)
+    cut = overlaps(model, sequences(LENGTH))
+    for stage, overlap_N in whole.items():
+        assert 0 < float(overlap_N.mean()) < 1
+        assert sorted(cut[stage].tolist()) == sorted(overlap_N.tolist())
+
+
+def test_shared_slots_are_those_of_both_sets():
+    own, theirs = torch.tensor([[[0, 3, 5, -1], [7, -1, -1, -1]]]), torch.tensor([[[3, 5, 9], [-1, -1, -1]]])
+    assert shared_slots(own, theirs).tolist() == [[2, 0]]
+    assert shared_slots(own, theirs[..., :0]).tolist() == [[0, 0]]
+
+
+def test_distances_are_counted_in_tokens_of_the_own_document():
+    model = build("gsm-retriever=shared_topk")
+    documents = torch.tensor([[0] * 5 + [1] * 9])
+    with gsm.record("position", "stage/*/top_k") as seen:
+        model(random_tokens(1, 14), documents=documents)
+    # Slots 0 and 1 are of the first document, 2 begins at position 0 of the second, 3 at position 2, ...
+    begins = [0, 2, 0, 2, 4, 6]
+    expected = [
+        int(position) - begins[slot]
+        for position, row in zip(seen["position"][0], seen["stage/1/top_k"][0].tolist(), strict=True)
+        for slot in row
+        if slot >= 0
+    ]
+    assert distances_seen(model, seen)[1].tolist() == expected
+    assert min(expected) >= RATIO - 1
+
+
+@pytest.mark.parametrize("case", ["gsm-stages=none", "gsm-encoder_reading=window_only", "baseline-pool"])
+def test_where_nothing_is_selected_twice_there_is_no_overlap(case: str):
+    model = build(case)
+    assert overlaps(model, sequences(LENGTH)) == {}
+    assert by_length(model, sequences, LENGTH) is None
+    assert not selects_for_itself(model)
+
+
+def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
+    task = Needle(pairs=2, keys=7, values=7, fillers=9, gap=4)
+    data = SyntheticData(task=task, vocabulary=23, context=24, batch_size=2, validation_sequences=3)
+    model = build("gsm-retriever=separate_indexer")
+    facts = by_length(model, lambda length: data.of_length(length, 2), 24)
+    assert [row["length"] for row in facts["by_length"]] == [12, 24, 48], "6 are too few for two needles and questions"
+    whole = facts["by_length"][1]
+    assert facts["mean"] == pytest.approx(sum(whole["stages"]) / 2)
+    assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
+    assert [len(line.split()) for line in show.overlap(facts)[1:]] == [4, 4, 4]
+    assert facts["by_length"][0]["queries"] > 0 and model.training is False
