@@ -56,22 +56,24 @@ def variant(group: str, name: str):
 
 
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline with every residual and with its pool."""
-    slots = ("encoder_reading", "retriever", "writer", "residual")
+    """All models: GSM with every variant of every slot, the baseline with every one of its own and with its pool."""
+    slots = ("encoder_reading", "retriever", "stage_query", "writer", "residual", "indexer_training")
     gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [
         *gsm,
         "gsm-stages=none",
         "gsm-ratio=3",
-        *(f"baseline-residual={name}" for name in variants("model/residual")),
+        *(f"baseline-{slot}={name}" for slot in slots[-2:] for name in variants(f"model/{slot}")),
         "baseline-pool",
     ]
 
 
-# The cases whose memories differ in what they hold: the others share one of these.
+# The cases whose memories differ in what they hold, or in what is read from them: the others share one of these.
 MEMORIES = (
     "gsm-retriever=shared_topk",
     "gsm-retriever=separate_indexer",
+    "gsm-retriever=random_topk",
+    "gsm-retriever=dense",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",
     "baseline-pool",
