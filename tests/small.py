@@ -57,14 +57,14 @@ def variant(group: str, name: str):
 
 
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline likewise and with its pool."""
-    slots = ("encoder_reading", "retriever", "writer", "residual", "feed_forward")
+    """All models: GSM with every variant of every slot, the baseline with every one of its own and with its pool."""
+    slots = ("encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward", "indexer_training")
     gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [
         *gsm,
         "gsm-stages=none",
         "gsm-ratio=3",
-        *(f"baseline-{slot}={name}" for slot in ("residual", "feed_forward") for name in variants(f"model/{slot}")),
+        *(f"baseline-{slot}={name}" for slot in slots[-3:] for name in variants(f"model/{slot}")),
         "baseline-pool",
     ]
 
@@ -74,10 +74,12 @@ def writes_its_own_way(name: str) -> bool:
     return variant("writer", name).func.write is not StateWriter.write
 
 
-# The cases whose memories differ in what they hold: the others share one of these.
+# The cases whose memories differ in what they hold, or in what is read from them: the others share one of these.
 MEMORIES = (
     "gsm-retriever=shared_topk",
     "gsm-retriever=separate_indexer",
+    "gsm-retriever=random_topk",
+    "gsm-retriever=dense",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",
     *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gsm.mixers.sparse as sparse
 import gsm.models.base as base
+import gsm.nn.indexer_training as indexer_training
 import gsm.nn.norm as norm
-import gsm.nn.reader as reader
 import gsm.nn.residual as residual
+import gsm.nn.search as search
 import gsm_kernels
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
@@ -37,8 +38,13 @@ POOL = replace(GEOMETRY, candidate_blocks=2)
 
 
 # These are built like another case, and only their yaml differs.
-SAME = {"gsm-encoder_reading=topk", "gsm-retriever=shared_topk", "gsm-writer=additive"}
-SAME |= {f"{model}-feed_forward=dense" for model in ("gsm", "baseline")}
+SAME = {
+    "gsm-encoder_reading=topk",
+    "gsm-retriever=shared_topk",
+    "gsm-stage_query=accumulated",
+    "gsm-writer=additive",
+    *(f"{model}-{choice}" for model in ("gsm", "baseline") for choice in ("feed_forward=dense", "indexer_training=kl")),
+}
 CASES = [case for case in cases() if case not in SAME]
 
 
@@ -70,9 +76,9 @@ def naive_boundary(streams_BRXD, update_BRD, phi, bias, scale, rounds):
 def without_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention and search without products; gradients pass."""
 
-    def attend(query_BRHC, window_BEC, position, width, sink_H, cos, sin, bank_BFC=None, index=None):
-        bank = 0 if bank_BFC is None else bank_BFC.sum()
-        return query_BRHC + window_BEC.sum() + sink_H.sum() + bank
+    def attend(query_BRHC, window_BEC, position, width, sink_H, cos, sin, bank_BFC=None, index=None, bias=None):
+        far = sum(x.sum() for x in (bank_BFC, bias) if x is not None)
+        return query_BRHC + window_BEC.sum() + sink_H.sum() + far
 
     def nothing(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, count, pool=None):
         return first_BR[..., None].expand(-1, -1, count) * 0 - 1
@@ -80,8 +86,15 @@ def without_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     def kl(*arguments, dense, pool_BRN):
         return IndexerLoss(torch.stack([x.sum() for x in arguments[-3:]]).sum(), None)
 
-    for name, stub in {"index_top_k": nothing, "indexer_kl": kl}.items():
-        monkeypatch.setattr(reader, name, stub)
+    def scores(query_BRJI, weight_BRJ, key_BFI, index_BRK):
+        return query_BRJI.sum() + weight_BRJ.sum() + key_BFI.sum() + torch.zeros(index_BRK.shape)
+
+    for module, stubs in (
+        (search, {"index_top_k": nothing}),
+        (indexer_training, {"indexer_kl": kl, "score_slots": scores}),
+    ):
+        for name, stub in stubs.items():
+            monkeypatch.setattr(module, name, stub)
     for op in (gsm_kernels.attend, gsm_kernels.attend_band):  # the operations themselves, wherever they are called
         monkeypatch.setattr(op, "impls", (Impl("reference", attend),))
     monkeypatch.setattr(sparse, "candidate_pool", nothing)
@@ -177,13 +190,13 @@ def test_training_makes_every_product_three_times(case: str, without_cores: None
 def test_attention_and_search_cost_what_the_rows_see(case: str, monkeypatch: pytest.MonkeyPatch):
     model = model_of(case)
     searched = []
-    search = reader.index_top_k
+    top_k = search.index_top_k
 
     def watched(query, weight, key_BFI, first_BR, last_BR, k, pool=None):
         searched.append(int(slots_visible(key_BFI.shape[1], first_BR, last_BR, pool, 8).sum()))
-        return search(query, weight, key_BFI, first_BR, last_BR, k, pool)
+        return top_k(query, weight, key_BFI, first_BR, last_BR, k, pool)
 
-    monkeypatch.setattr(reader, "index_top_k", watched)
+    monkeypatch.setattr(search, "index_top_k", watched)
     for tokens, rows, before in ((41, 5, 0), (41, 1, 0), (7, 2, 36)):
         ids = random_tokens(1, before + tokens)
         memory = model(ids[:, :before], memory=model.start(1)).memory if before else None
@@ -232,13 +245,14 @@ def test_the_teacher_looks_at_every_slot_that_is_searched(monkeypatch: pytest.Mo
     for case in ("gsm-retriever=separate_indexer", "baseline-pool"):
         model = cost(model_of(case))
         forward, training = model.forward_flops(40), model.training_flops(40)
+        learning = model.model.indexer_training
         scores, teacher = ("index scores", "teacher")
         searched = sum(n for k, n in forward.items() if k.endswith(scores)) / (
             2 * shape.index_heads * (shape.index_dim + 1)
         )
         taught = sum(n for k, n in training.items() if k.endswith(teacher)) / (2 * shape.heads * shape.entry_dim)
         assert searched == taught > 0
-        monkeypatch.setattr(reader.Reader, "dense_teacher_limit", 39)
+        monkeypatch.setattr(learning, "dense_limit", 39)
         sparse_training = model.training_flops(40)
         assert not any(part.endswith(teacher) for part in sparse_training)
         name = f"{'encoder' if case.startswith('gsm') else 'decoder'}/{scores}"

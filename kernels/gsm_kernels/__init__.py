@@ -16,6 +16,7 @@ from .mhc import mhc_boundary
 from .pool_groups import pool_groups
 from .rms_norm import rms_norm
 from .rope import rotate
+from .score_slots import score_slots
 from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
@@ -23,6 +24,7 @@ OPS: tuple[Op, ...] = (
     attend_band,
     index_top_k,
     candidate_pool,
+    score_slots,
     indexer_kl,
     pool_groups,
     mhc_boundary,
@@ -55,6 +57,7 @@ __all__ = [
     "pool_groups",
     "rms_norm",
     "rotate",
+    "score_slots",
     "swiglu",
     "using",
 ]

@@ -47,6 +47,12 @@ def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
     }
 
 
+def scoring(**sizes) -> dict:
+    chosen = selection(**sizes)
+    names = ("query_BRJI", "weight_BRJ", "key_BFI")
+    return {**{name: chosen[name] for name in names}, "index_BRK": attention(**sizes)[0]["index_BRK"]}
+
+
 def indexer(seed=0, **sizes) -> dict:
     call, ranges = attention(seed=seed, **sizes)
     chosen = selection(seed=seed, **sizes)
@@ -75,6 +81,7 @@ def every_call() -> dict[str, dict]:
         "attend_band": band(),
         "index_top_k": selection(),
         "candidate_pool": {**pooled, "blocks": 2, "block": 2},
+        "score_slots": scoring(),
         "indexer_kl": indexer(),
         "pool_groups": {
             "value_BSC": normal(2, 9, 4, seed=1),

@@ -56,16 +56,19 @@ def sees(position_BR: Tensor, entries: int, width: int, batch: int, row: int) ->
     return [i for i in range(entries) if position >= 0 and place - min(position, width - 1) <= i <= place]
 
 
-def naive_attend(query, window, position, width, sink, cos, sin, bank=None, index=None) -> Tensor:
+def naive_attend(query, window, position, width, sink, cos, sin, bank=None, index=None, bias=None) -> Tensor:
     out = torch.zeros_like(query)
     rows = []
     for b in range(query.shape[0]):
         for r in range(query.shape[1]):
             seen = [window[b, i] for i in sees(position, window.shape[1], width, b, r)]
-            seen += [] if index is None else [bank[b, slot] for slot in index[b, r].tolist() if slot >= 0]
+            picked = [] if index is None else [(k, slot) for k, slot in enumerate(index[b, r].tolist()) if slot >= 0]
+            added = [0.0] * len(seen) + [0.0 if bias is None else bias[b, r, k] for k, _ in picked]
+            seen += [bank[b, slot] for _, slot in picked]
             for h in range(query.shape[2]):
                 q = turned(query[b, r, h], cos[b, r], sin[b, r])
-                weight = [torch.exp(q @ entry / query.shape[3] ** 0.5) for entry in seen]
+                logit = [q @ entry / query.shape[3] ** 0.5 + extra for entry, extra in zip(seen, added, strict=True)]
+                weight = [torch.exp(one) for one in logit]
                 total = sum(weight, torch.exp(sink[h]))
                 mixed = sum((w * entry for w, entry in zip(weight, seen, strict=True)), torch.zeros_like(q)) / total
                 rows.append(turned(mixed, cos[b, r], sin[b, r], -1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import attention, band, cast, gradients
-from oracles import naive_attend
+from oracles import naive_attend, normal
 
 from gsm_kernels import attend, attend_band, listening
 from gsm_kernels.attend import reference
@@ -31,7 +31,7 @@ def oracle(call):
     names = ("query_BRHC", None, "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
     window = call.get("window_BEC", call.get("entry_BEC"))
     arguments = [window if name is None else call[name] for name in names]
-    return naive_attend(*arguments, call.get("bank_BFC"), call.get("index_BRK"))
+    return naive_attend(*arguments, *(call.get(name) for name in ("bank_BFC", "index_BRK", "bias_BRK")))
 
 
 def assert_agrees(op, call):
@@ -51,14 +51,40 @@ def test_attend_and_its_gradients_equal_the_loop(sizes):
 
 
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED.keys())
+def test_with_a_bias_it_and_its_gradients_equal_the_loop(sizes):
+    assert_agrees(attend, biased(**sizes))
+
+
+def biased(**sizes):
+    call, _ = attention(**sizes)
+    return {**call, "bias_BRK": normal(*call["index_BRK"].shape, seed=7)}
+
+
+def test_a_bias_of_zero_changes_nothing():
+    for sizes in ({}, RAGGED["a bank that is gathered"], RAGGED["an empty bank"]):
+        call, _ = attention(**sizes)
+        zero = torch.zeros(call["index_BRK"].shape, dtype=torch.float64)
+        assert_close(attend(**call, bias_BRK=zero), attend(**call))
+
+
+def test_the_gradient_of_a_bias_is_that_of_finite_differences():
+    call = biased(rows=5, heads=2, channels=4, pairs=1, k=3, batch=1)
+    assert torch.autograd.gradcheck(
+        lambda bias: attend(**{**call, "bias_BRK": bias}), call["bias_BRK"].requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED.keys())
 def test_attend_band_and_its_gradients_equal_the_loop(sizes):
     with listening() as heard:
         assert_agrees(attend_band, band(**sizes))
     assert heard == [("attend_band", "reference")]
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch):
-    call, _ = attention(rows=33, entries=36, heads=2, width=4)
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunks_of_rows_change_nothing(bias, monkeypatch):
+    sizes = {"rows": 33, "entries": 36, "heads": 2, "width": 4}
+    call = biased(**sizes) if bias else attention(**sizes)[0]
     whole, whole_grads = gradients(attend, call)
     monkeypatch.setattr(reference, "scratch_elements", lambda device: 1)
     pieces, piece_grads = gradients(attend, call)

@@ -17,6 +17,8 @@ Args:
     cos_BRP, sin_BRP: the angles of the rows' positions; the last 2P channels are rotated. No gradient.
     bank_BFC: bank entries, F may be 0.
     index_BRK: int64 slots of the bank, -1 = no entry. No gradient.
+    bias_BRK: added to z of the slots of index_BRK, in all heads; None: nothing is. Where there is no entry, it changes
+        nothing, and its gradient is 0.
 
 Returns:
     out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in.
@@ -44,6 +46,7 @@ def check(
     sin_BRP: Tensor,
     bank_BFC: Tensor,
     index_BRK: Tensor,
+    bias_BRK: Tensor | None = None,
 ) -> None:
     sizes = agree(
         "attend",
@@ -55,6 +58,7 @@ def check(
         sin_BRP=sin_BRP,
         bank_BFC=bank_BFC,
         index_BRK=index_BRK,
+        **({} if bias_BRK is None else {"bias_BRK": bias_BRK}),
     )
     require_window("attend", sizes, width)
 

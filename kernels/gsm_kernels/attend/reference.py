@@ -38,9 +38,11 @@ def attend(
     sin_BRP: Tensor,
     bank_BFC: Tensor,
     index_BRK: Tensor,
+    bias_BRK: Tensor | None = None,
 ) -> Tensor:
     """See `gsm_kernels.attend`."""
-    return _Attention.apply(query_BRHC, window_BEC, sink_H, bank_BFC, index_BRK, position_BR, cos_BRP, sin_BRP, width)
+    far = (bank_BFC, bias_BRK, index_BRK)
+    return _Attention.apply(query_BRHC, window_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
 
 
 def attend_band(
@@ -53,7 +55,8 @@ def attend_band(
     sin_BRP: Tensor,
 ) -> Tensor:
     """See `gsm_kernels.attend_band`."""
-    return _Attention.apply(query_BRHC, entry_BEC, sink_H, None, None, position_BR, cos_BRP, sin_BRP, width)
+    far = (None, None, None)
+    return _Attention.apply(query_BRHC, entry_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
 
 
 class _Inputs(NamedTuple):
@@ -61,6 +64,7 @@ class _Inputs(NamedTuple):
     window_BEC: Tensor
     sink_H: Tensor
     bank_BFC: Tensor | None
+    bias_BRK: Tensor | None
     index_BRK: Tensor | None
     position_BR: Tensor
     cos_BRP: Tensor
@@ -105,8 +109,9 @@ def _gradients(inputs: _Inputs, softmax: Tensor | None, width: int, grad_BRHC: T
     query_grad = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
     window_grad = torch.zeros_like(inputs.window_BEC, dtype=wide, memory_format=torch.contiguous_format)
     sink_grad = torch.zeros_like(inputs.sink_H, dtype=wide)
-    bank, index = inputs.bank_BFC, inputs.index_BRK
+    bank, bias, index = inputs.bank_BFC, inputs.bias_BRK, inputs.index_BRK
     bank_grad = None if bank is None else torch.zeros_like(bank, dtype=wide, memory_format=torch.contiguous_format)
+    bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
     for start, stop in _row_chunks(inputs, width):
         cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
         chunk = _chunk(inputs, width, start, stop, softmax)
@@ -119,8 +124,10 @@ def _gradients(inputs: _Inputs, softmax: Tensor | None, width: int, grad_BRHC: T
         add_window_blocks(window_grad[:, first:last], _window_grad(chunk, mixed_grad, logit_grad), chunk.cut)
         if bank_grad is not None and index is not None and chunk.far is not None:
             _add_far_grad(bank_grad, index[:, start:stop], chunk, chunk.far.keys, mixed_grad, logit_grad)
-    grads = (query_grad, window_grad, sink_grad, bank_grad)
-    return tuple(None if x is None or g is None else g.to(x.dtype) for g, x in zip(grads, inputs[:4], strict=True))
+        if bias_grad is not None and bank is not None and not _dense(bank.shape[1], bias_grad.shape[2], bias):
+            bias_grad[:, start:stop] = _bias_grad(chunk, logit_grad)[:, : stop - start]
+    grads = (query_grad, window_grad, sink_grad, bank_grad, bias_grad)
+    return tuple(None if x is None or g is None else g.to(x.dtype) for g, x in zip(grads, inputs[:5], strict=True))
 
 
 def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
@@ -129,7 +136,8 @@ def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
     far = gathered = 0
     if inputs.bank_BFC is not None and inputs.index_BRK is not None:
         slots, picks = inputs.bank_BFC.shape[1], inputs.index_BRK.shape[2]
-        far, gathered = (slots, 0) if _dense(slots, picks) else (picks, batch * picks * channels)
+        dense = _dense(slots, picks, inputs.bias_BRK)
+        far, gathered = (slots, 0) if dense else (picks, batch * picks * channels)
     return chunks(whole, batch * heads, far, gathered, scratch_elements(inputs.query_BRHC.device))
 
 
@@ -149,28 +157,33 @@ def _chunk(inputs: _Inputs, width: int, start: int, stop: int, softmax: Tensor |
     far = None
     if inputs.bank_BFC is not None and inputs.index_BRK is not None:
         index_BRK = pad_rows(inputs.index_BRK[:, start:stop], rows, -1)
-        far = _far(inputs.bank_BFC.to(query.dtype), index_BRK)
+        bias = inputs.bias_BRK
+        bias_BRK = None if bias is None else pad_rows(bias[:, start:stop].to(query.dtype), rows)
+        far = _far(inputs.bank_BFC.to(query.dtype), index_BRK, bias_BRK)
     if softmax is None:
         visible = window_visible(inputs.position_BR[:, start:stop], rows)
         softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
     return _Chunk(rows, query_BRHC, window, far, softmax)
 
 
-def _dense(slots: int, picks: int) -> bool:
-    """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size."""
-    return slots <= 2 * picks or picks == 0
+def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
+    """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size. A
+    bias belongs to a pick, not to a slot, so it asks for the gather, unless there is nothing to gather."""
+    return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
 
-def _far(bank_BFC: Tensor, index_BRK: Tensor) -> Far:
+def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None) -> Far:
     batch, slots, channels = bank_BFC.shape
-    if _dense(slots, index_BRK.shape[2]):
+    if _dense(slots, index_BRK.shape[2], bias_BRK):
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
         times_BRF = times_BRF[..., :slots]
         # The bias is log(times); the CPU's vector log is a hundred times slower on zeros, so these are filled in.
         return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
     keys = bank_BFC.reshape(-1, channels).index_select(0, _flat(index_BRK, slots))
-    return Far(keys.view(-1, index_BRK.shape[2], channels), as_bias(index_BRK >= 0, bank_BFC.dtype))
+    hidden = index_BRK < 0
+    bias = as_bias(~hidden, bank_BFC.dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
+    return Far(keys.view(-1, index_BRK.shape[2], channels), bias)
 
 
 def _flat(index_BRK: Tensor, slots: int) -> Tensor:
@@ -207,6 +220,11 @@ def _window_grad(chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> Tenso
     blocks, channels, span = chunk.window.shape[0], mixed_grad.shape[-1], chunk.window.shape[1]
     grad = torch.bmm(logit_grad[..., :span].mT, chunk.query_BRHC.view(blocks, -1, channels))
     return grad.baddbmm_(chunk.softmax[..., :span].mT, mixed_grad.view(blocks, -1, channels))
+
+
+def _bias_grad(chunk: _Chunk, logit_grad: Tensor) -> Tensor:
+    by_head = logit_grad.view(*chunk.query_BRHC.shape[:3], -1)
+    return by_head[..., chunk.window.shape[1] : -1].sum(2)
 
 
 def _add_far_grad(

@@ -174,10 +174,11 @@ def _far(bank_BFC: Tensor, visible: Tensor, index_BRK: Tensor | None, blocks: Cu
 
 def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
     """The entries at an index, [B*R,K,X]; slot 0 stands in for none, zeros if there is no slot at all."""
+    shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])
     if bank_BFX.shape[1] == 0:
-        return bank_BFX.new_zeros(index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])
+        return bank_BFX.new_zeros(shape)
     flat = flat_slots(index_BRK, bank_BFX.shape[1])
-    return bank_BFX.flatten(0, 1).index_select(0, flat).view(-1, index_BRK.shape[2], bank_BFX.shape[2])
+    return bank_BFX.flatten(0, 1).index_select(0, flat).view(shape)
 
 
 def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:

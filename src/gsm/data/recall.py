@@ -107,7 +107,7 @@ class Needle(Alphabet):
 
     Attributes:
         gap: more than so many positions lie between any needle and any question; in a sequence shorter than two gaps
-            (while lengths still grow) half of the sequence, or what is left when the needles stand one behind the other.
+            (while lengths grow) half of the sequence, or what is left when the needles stand one behind the other.
     """
 
     gap: int

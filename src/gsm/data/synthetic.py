@@ -64,7 +64,8 @@ class SyntheticData(Placed):
         seed: of the training sequences.
         validation_sequences: how many sequences validation takes.
         shortest: T at the beginning; None: `context` throughout.
-        grow_from, grow_until: between these fractions of all steps T grows in multiples of 8, by the same factor in the same time.
+        grow_from, grow_until: between these fractions of all steps T grows, by the same factor in the same time, in
+            multiples of 8.
 
     Raises:
         ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.

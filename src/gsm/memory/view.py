@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gsm.memory.slots import Slots
+from gsm.shapes import last
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class View:
         window_BEC: window entries in stream order, the rows standing at the end.
         bank: the bank of the layer's group (None on a window-only layer).
         chosen_BRK: int64, selected bank slots, -1 for none (None on a window-only layer).
+        bias_BRK: zeros on their logits, whose gradient teaches the indexer that has selected them (None: nothing does).
         pool_BRN: int64, candidate blocks that later Reindex layers may search (None: all).
     """
 
     window_BEC: Tensor
     bank: Bank | None = None
     chosen_BRK: Tensor | None = None
+    bias_BRK: Tensor | None = None
     pool_BRN: Tensor | None = None
 
     def last(self, rows: int) -> View:
@@ -60,9 +63,10 @@ class View:
             self,
             bank=None if self.bank is None else self.bank.last(rows),
             chosen_BRK=None if self.chosen_BRK is None else self.chosen_BRK[:, -rows:],
+            bias_BRK=None if self.bias_BRK is None else last(self.bias_BRK, rows),
             pool_BRN=None if self.pool_BRN is None else self.pool_BRN[:, -rows:],
         )
 
-    def choose(self, chosen_BRK: Tensor | None) -> View:
-        """The same view with another selection."""
-        return replace(self, chosen_BRK=chosen_BRK)
+    def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> View:
+        """The same view with another selection, and what its logits are biased with."""
+        return replace(self, chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)

@@ -23,8 +23,10 @@ from gsm.memory.store import Window
 from gsm.memory.view import Bank, View
 from gsm.nn.attention import Compressor, Entry, Indexer, Shape
 from gsm.nn.block import Mixed
-from gsm.nn.reader import Found, Reader, search_bank
+from gsm.nn.indexer_training import IndexerTraining
+from gsm.nn.reader import Reader
 from gsm.nn.rope import Angles, Rope
+from gsm.nn.search import Found, search_bank
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.span import Span
@@ -48,6 +50,7 @@ class SparseAttention(Reader):
             aggregation stages, and has no indexer.
         pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep
             (None: no pool).
+        indexer_training: how its indexer learns.
     """
 
     def __init__(
@@ -62,8 +65,9 @@ class SparseAttention(Reader):
         name: str,
         reads_bank: bool = True,
         pool_blocks: int | None = None,
+        indexer_training: IndexerTraining | None = None,
     ):
-        super().__init__(shape.dim, shape, window=window, rope=rope, name=name)
+        super().__init__(shape.dim, shape, window=window, rope=rope, name=name, indexer_training=indexer_training)
         self.role, self.top_k, self.ratio, self.pool_blocks = role, top_k, ratio, pool_blocks
         self.window = Entry(shape)
         self.compressor = Compressor(shape, ratio) if role == "full" else None
@@ -97,7 +101,7 @@ class SparseAttention(Reader):
         query_BRHC, latent_BRQ = self.query(x_BRD)
         view = self.look(window_BEC, bank, view, span.rows)
         found = self.search(latent_BRQ, x_BRD, angles, view)
-        view = view.choose(found.chosen_BRK)
+        view = self.choose(view, found)
         self.show(view, bank)
         learned = self.learn(query_BRHC, found, view, position_BR, angles)
         update_BRD = self.read(query_BRHC, view, position_BR, angles)
@@ -129,7 +133,7 @@ class SparseAttention(Reader):
     def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, view: View) -> Found:
         """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
         if self.indexer is None or view.bank is None or view.bank.key_BFI is None:
-            return Found(view.chosen_BRK)
+            return Found.by_layer(view)
         index = self.indexer(latent_BRQ, x_BRD, angles)
         return search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
 

@@ -1,6 +1,7 @@
 """Multi-stage history aggregation (paper, section 3.1, equations 7 to 10).
 
     u_1 = h_1,  u_s = [h_s ; r_{s-1}]             what the layer's attention read, and what has been retrieved so far
+                                                  (or what another ``stage_query`` makes of the two)
     q_s = Query_s(RMSNorm_s(u_s))
     r_s = r_{s-1} + Output_s(Attn(q_s ; window of the layer, bank entries that the retriever selects))
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from gsm.memory.view import View
+from gsm.mixers.stage_query import StageQuery
 from gsm.nn.attention import Shape
+from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.norm import RMSNorm
 from gsm.nn.reader import Reader
 from gsm.nn.rope import Rope
@@ -45,16 +47,27 @@ class Stage(Reader):
     """One stage: a query on the window and the bank of its encoder layer.
 
     Args:
-        dim_in: width of u: D in the first stage, 2D in the others.
+        dim_in: width of u.
         shape: shared widths.
         window: W of the encoder layer.
         rope: rotation of that layer.
         retriever: which bank entries it reads.
         name: what its taps are called.
+        indexer_training: how a separate indexer learns.
     """
 
-    def __init__(self, dim_in: int, shape: Shape, *, window: int, rope: Rope, retriever: Retriever, name: str):
-        super().__init__(dim_in, shape, window=window, rope=rope, name=name)
+    def __init__(
+        self,
+        dim_in: int,
+        shape: Shape,
+        *,
+        window: int,
+        rope: Rope,
+        retriever: Retriever,
+        name: str,
+        indexer_training: IndexerTraining,
+    ):
+        super().__init__(dim_in, shape, window=window, rope=rope, name=name, indexer_training=indexer_training)
         self.norm = RMSNorm(dim_in)
         self.retriever = retriever
 
@@ -62,8 +75,8 @@ class Stage(Reader):
         """Returns the increment [B, R, D], the retriever's memory, and loss and recall of its indexer."""
         x_BRU = self.norm(u_BRU)
         angles = self.rope(span.position_BT, x_BRU.dtype)
-        found, own = self.retriever(x_BRU, view, angles, own)
-        view = view.choose(found.chosen_BRK)
+        found, own = self.retriever(x_BRU, view, span.position_BT, angles, own)
+        view = self.choose(view, found)
         query_BRHC, _ = self.query(x_BRU)
         learned = self.learn(query_BRHC, found, view, span.position_BT, angles)
         if found.chosen_BRK is not None:
@@ -83,7 +96,9 @@ class Aggregation(nn.Module):
         top_k: entries that a retriever selects (K).
         ratio: tokens per bank entry (m).
         rope: rotation in the encoder's layers with a bank.
-        retriever: called with ``dim_in, shape, top_k=...`` for every stage.
+        retriever: called with ``dim_in, shape, top_k=..., stage=...`` for every stage.
+        query: what a stage asks with.
+        indexer_training: how separate indexers learn.
     """
 
     def __init__(
@@ -96,14 +111,24 @@ class Aggregation(nn.Module):
         ratio: int,
         rope: Rope,
         retriever: Callable[..., Retriever],
+        query: StageQuery,
+        indexer_training: IndexerTraining,
     ):
         super().__init__()
-        self.layers, self.ratio = tuple(layers), ratio
+        self.layers, self.ratio, self.query = tuple(layers), ratio, query
         self.stages = nn.ModuleList()
         for number in range(1, len(self.layers) + 1):
-            dim_in = shape.dim if number == 1 else 2 * shape.dim
-            one = retriever(dim_in, shape, top_k=top_k)
-            self.stages.append(Stage(dim_in, shape, window=window, rope=rope, retriever=one, name=f"stage/{number}"))
+            dim_in = query.width(shape.dim, number)
+            stage = Stage(
+                dim_in,
+                shape,
+                window=window,
+                rope=rope,
+                retriever=retriever(dim_in, shape, top_k=top_k, stage=number),
+                name=f"stage/{number}",
+                indexer_training=indexer_training,
+            )
+            self.stages.append(stage)
 
     def __iter__(self) -> Iterator[Stage]:
         return (cast(Stage, stage) for stage in self.stages)
@@ -125,8 +150,9 @@ class Aggregation(nn.Module):
         retrieved_BRD = None
         for stage, layer, own in zip(self, self.layers, owns, strict=True):
             h_BRD = last(entered[layer - 1], span.rows)
-            u_BRU = h_BRD if retrieved_BRD is None else torch.cat([h_BRD, retrieved_BRD], dim=-1)
-            increment_BRD, own, loss = stage(u_BRU, span, views[layer - 1].last(span.rows), own)
+            increment_BRD, own, loss = stage(
+                self.query(h_BRD, retrieved_BRD), span, views[layer - 1].last(span.rows), own
+            )
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
             increments.append(increment_BRD)
             after.append(own)

@@ -29,6 +29,7 @@ from gsm.models.schedule import baseline_rows
 from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
 
@@ -43,7 +44,8 @@ class Baseline(LanguageModel):
             pre-training in the release).
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        indexer_weight: weight of the indexers' loss.
+        indexer_training: how indexers learn.
+        indexer_weight: weight of the indexers' loss, where they have one.
         recompute: recompute activations of every block in the backward pass.
 
     Raises:
@@ -57,11 +59,12 @@ class Baseline(LanguageModel):
         candidate_pool: bool = False,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        indexer_training: IndexerTraining | None = None,
         indexer_weight: float = 1.0,
         recompute: bool = False,
     ):
         super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
-        self.geometry = geometry
+        self.geometry, self.indexer_training = geometry, indexer_training or KL()
 
         def block(attention: Mixer) -> Block:
             return Block(
@@ -71,7 +74,7 @@ class Baseline(LanguageModel):
                 residual=residual,
             )
 
-        self.encoder = build_encoder(geometry, block, recompute=recompute)
+        self.encoder = build_encoder(geometry, block, indexer_training=self.indexer_training, recompute=recompute)
         shape, rope = geometry.shape(), geometry.bank_rope()
         blocks = []
         for layer, role in enumerate(decoder_roles(geometry), geometry.encoder_layers + 1):
@@ -84,9 +87,11 @@ class Baseline(LanguageModel):
                 rope=rope,
                 name=f"decoder/{layer}",
                 pool_blocks=geometry.candidate_blocks if candidate_pool and role == "full" else None,
+                indexer_training=self.indexer_training,
             )
             blocks.append(block(attention))
         self.decoder = Stack(blocks, recompute=recompute)
+        self.indexer_training.prepare(self)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""

@@ -28,7 +28,6 @@ from gsm.models.baseline import Baseline
 from gsm.models.cost_layers import POOL_BLOCK, Layer, known, limited, stack_layers, stage_layer, weights
 from gsm.models.gsm import GSM
 from gsm.models.schedule import baseline_rows, gsm_rows
-from gsm.nn.reader import Reader
 
 
 class Parts(Counter[str]):
@@ -83,21 +82,25 @@ class Cost:
         """FLOPs of forward and backward on a sequence, by part: each product is made again for the gradient of either
         factor, 3 in all.
 
-        What indexers project is detached: 2. Their loss needs, as a teacher, the main attention's logits with every
-        slot that they search; on long sequences, where it looks at the selected slots alone, these are known already.
+        What indexers project is detached: 2, or 1 where they are frozen. A loss over every slot that they search needs,
+        as a teacher, the main attention's logits with these; where selected slots alone teach, they are known already.
         Where activations are recomputed, all layers run forward once more. Stages count in full even where the writer
         ignores them.
         """
         forward = self.forward_flops(tokens)
-        parts = Parts({part: (2 if part.endswith("indexers") else 3) * flops for part, flops in forward.items()})
-        dense = tokens <= Reader.dense_teacher_limit
+        learned = self.model.indexer_training.learned_slots(tokens)
+        projected = 1 if learned == "none" else 2
+        parts = Parts(
+            {part: (projected if part.endswith("indexers") else 3) * flops for part, flops in forward.items()}
+        )
         for layer, _, asked in self._schedule(tokens, tokens):
             searched = layer.searched(tokens - asked, tokens)
-            if layer.searches and dense:
+            if layer.searches and learned == "visible":
                 parts[f"{layer.place}/teacher"] += self._attention // 2 * searched
-            elif layer.searches:  # gradients of the selected slots' scores only
-                learned = limited(tokens, min(layer.chosen, layer.pool or layer.chosen), layer.ratio)
-                parts[f"{layer.place}/index scores"] -= 2 * self._scoring * (searched - learned)
+            elif layer.searches:  # gradients of no other scores
+                chosen = min(layer.chosen, layer.pool or layer.chosen) if learned == "selected" else 0
+                scored = limited(tokens, chosen, layer.ratio)
+                parts[f"{layer.place}/index scores"] -= 2 * self._scoring * (searched - scored)
         if self.model.encoder.recompute:
             parts.update({part: flops for part, flops in forward.items() if part.startswith(("encoder/", "decoder/"))})
         return parts

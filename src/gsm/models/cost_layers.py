@@ -15,8 +15,7 @@ from gsm.nn.block import Block
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.reader import Reader
 from gsm.nn.residual import HyperConnection, Plain
-from gsm.retrievers.separate_indexer import SeparateIndexer
-from gsm.retrievers.shared_topk import SharedTopK
+from gsm.retrievers.base import Retriever
 
 POOL_BLOCK = 8  # slots in a block of a candidate pool
 
@@ -90,13 +89,13 @@ def stack_layers(stack: Stack, place: str) -> Iterator[Layer]:
 
 
 def stage_layer(stage: Any, layer: Layer) -> Layer:
-    known(stage.retriever, SharedTopK, SeparateIndexer)
-    indexer = getattr(stage.retriever, "indexer", None)
-    chosen, owns = (stage.retriever.top_k, ("keys",)) if indexer else (layer.chosen, ())
-    per_row = {**_reader(stage), **_search(indexer)}
+    retriever: Retriever = stage.retriever
+    indexer, reads = getattr(retriever, "indexer", None), retriever.reads
+    chosen = layer.chosen if reads is None else reads
     return Layer(
-        "stages", per_row, {}, _keys(indexer), layer.window, layer.ratio, chosen, indexer is not None, owns=owns
-    )
+        "stages", {**_reader(stage), **_search(indexer)}, {}, _keys(indexer), layer.window, layer.ratio, chosen,
+        indexer is not None, owns=("keys",) if indexer else (),
+    )  # fmt: skip
 
 
 def check_pool(pool: int, top_k: int) -> None:

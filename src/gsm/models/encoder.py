@@ -9,16 +9,23 @@ from gsm.mixers.sparse import SparseAttention
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
+from gsm.nn.indexer_training import IndexerTraining
 
 
 def build_encoder(
-    geometry: Geometry, block: Callable[[Mixer], Block], *, reads_bank: bool = True, recompute: bool = False
+    geometry: Geometry,
+    block: Callable[[Mixer], Block],
+    *,
+    indexer_training: IndexerTraining,
+    reads_bank: bool = True,
+    recompute: bool = False,
 ) -> Stack:
     """The encoder of a geometry.
 
     Args:
         geometry: widths, depths and which layers own a bank.
         block: wraps an attention into a block.
+        indexer_training: how its indexers learn.
         reads_bank: whether the layers attend to the banks that they build.
         recompute: recompute activations in the backward pass.
     """
@@ -35,6 +42,7 @@ def build_encoder(
             rope=window_rope if role == "window" else bank_rope,
             name=f"encoder/{layer}",
             reads_bank=reads_bank,
+            indexer_training=indexer_training,
         )
         blocks.append(block(attention))
     return Stack(blocks, recompute=recompute)

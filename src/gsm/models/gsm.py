@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gsm.memory.memory import FORGETFUL, Memory
 from gsm.memory.view import View
 from gsm.mixers.reading import EncoderReading, TopK
+from gsm.mixers.stage_query import Accumulated, StageQuery
 from gsm.mixers.state import StateAttention
 from gsm.models.aggregation import Aggregation
 from gsm.models.base import LanguageModel, Trace
@@ -33,6 +34,7 @@ from gsm.models.schedule import gsm_rows
 from gsm.models.stack import Stack
 from gsm.nn.block import Block, Mixer
 from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.observe import tap
 from gsm.retrievers.base import Retriever
@@ -51,11 +53,13 @@ class GSM(LanguageModel):
         stages: encoder layers that carry an aggregation stage; None: those of the geometry, []: no aggregation.
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
         encoder_reading: what the encoder's own attention reads.
-        retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=...``.
+        retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=..., stage=...``.
+        stage_query: what a stage asks with.
         writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=...``.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        indexer_weight: weight of the indexers' loss.
+        indexer_training: how indexers learn.
+        indexer_weight: weight of the indexers' loss, where they have one.
         recompute: recompute activations of every block in the backward pass.
 
     Raises:
@@ -71,14 +75,16 @@ class GSM(LanguageModel):
         state_size: int | None = None,
         encoder_reading: EncoderReading | None = None,
         retriever: Callable[..., Retriever] = SharedTopK,
+        stage_query: StageQuery | None = None,
         writer: Callable[..., StateWriter] = Additive,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        indexer_training: IndexerTraining | None = None,
         indexer_weight: float = 1.0,
         recompute: bool = False,
     ):
         super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
-        self.geometry = geometry
+        self.geometry, self.indexer_training = geometry, indexer_training or KL()
         self.state_size = geometry.window + geometry.top_k if state_size is None else state_size
         if self.state_size < 1:
             raise ValueError(f"state_size must be at least 1 entry, got {state_size}; null means window + top_k")
@@ -94,7 +100,9 @@ class GSM(LanguageModel):
             )
 
         reads_bank = (encoder_reading or TopK()).reads_bank
-        self.encoder = build_encoder(geometry, block, reads_bank=reads_bank, recompute=recompute)
+        self.encoder = build_encoder(
+            geometry, block, indexer_training=self.indexer_training, reads_bank=reads_bank, recompute=recompute
+        )
         self.aggregation = Aggregation(
             layers,
             shape,
@@ -103,6 +111,8 @@ class GSM(LanguageModel):
             ratio=geometry.encoder_ratio,
             rope=geometry.bank_rope(),
             retriever=retriever,
+            query=stage_query or Accumulated(),
+            indexer_training=self.indexer_training,
         )
         if not reads_bank:
             check_retrievers(self.aggregation)
@@ -116,6 +126,7 @@ class GSM(LanguageModel):
             ],
             recompute=recompute,
         )
+        self.indexer_training.prepare(self)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the decoder's output for the rows asked for."""
@@ -200,7 +211,8 @@ def check_retrievers(aggregation: Aggregation) -> None:
     if following:
         raise ValueError(
             f"retriever {type(following[0]).__name__} reads what the encoder layer has selected, but with "
-            "encoder_reading window_only it selects nothing; use retriever separate_indexer, or stages [] for none"
+            "encoder_reading window_only it selects nothing; use a retriever that selects by itself, such as "
+            "separate_indexer, or stages [] for none"
         )
 
 

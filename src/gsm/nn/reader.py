@@ -7,37 +7,17 @@ entries come from.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from gsm.memory.view import Bank, View
-from gsm.nn.attention import IndexQuery, Output, Query, Shape
+from gsm.memory.view import View
+from gsm.nn.attention import Output, Query, Shape
+from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.rope import Angles, Rope
+from gsm.nn.search import Found
 from gsm.observe import tap
 from gsm.shapes import promoted
-from gsm_kernels import IndexerLoss, attend, attend_band, index_top_k, indexer_kl, rotate
-
-
-class Found(NamedTuple):
-    """The result of a search in a bank.
-
-    Attributes:
-        chosen_BRK: int64, selected slots, -1 for none (None: there is no bank).
-        index, key_BFI: what an indexer searched with, for its loss (None: nothing was searched, or nothing can be
-            learned).
-    """
-
-    chosen_BRK: Tensor | None
-    index: IndexQuery | None = None
-    key_BFI: Tensor | None = None
-
-
-def search_bank(index: IndexQuery, bank: Bank, key_BFI: Tensor, top_k: int, pool_BRN: Tensor | None = None) -> Found:
-    """The best ``top_k`` visible slots of a bank for every row, ascending; ties go to the lowest slot."""
-    chosen_BRK = index_top_k(*index, key_BFI, bank.first_BR, bank.last_BR, top_k, pool_BRN)
-    return Found(chosen_BRK, index, key_BFI)
+from gsm_kernels import IndexerLoss, attend, attend_band, rotate
 
 
 class Reader(nn.Module):
@@ -49,14 +29,22 @@ class Reader(nn.Module):
         window: entries of the window that a row sees, itself included.
         rope: rotation of queries and outputs; that of the entries.
         name: what its taps are called, e.g. ``encoder/3``.
+        indexer_training: how an indexer that searches for it learns; None: as by default.
     """
 
-    # Above this many new tokens the teacher of an indexer looks at the selected slots alone.
-    dense_teacher_limit = 4096
-
-    def __init__(self, dim_in: int, shape: Shape, *, window: int, rope: Rope, name: str):
+    def __init__(
+        self,
+        dim_in: int,
+        shape: Shape,
+        *,
+        window: int,
+        rope: Rope,
+        name: str,
+        indexer_training: IndexerTraining | None = None,
+    ):
         super().__init__()
         self.window_size, self.rope, self.name = window, rope, name
+        self.indexer_training = indexer_training or KL()
         self.query = Query(dim_in, shape)
         self.sink = nn.Parameter(torch.zeros(shape.heads))
         self.output = Output(shape)
@@ -69,35 +57,26 @@ class Reader(nn.Module):
         band = (view.window_BEC, position_BR, self.window_size, self.sink, *angles)
         if view.bank is None or view.chosen_BRK is None:
             return self.output(attend_band(query_BRHC, *band))
-        return self.output(attend(query_BRHC, *band, view.bank.entry_BFC, view.chosen_BRK))
+        return self.output(attend(query_BRHC, *band, view.bank.entry_BFC, view.chosen_BRK, view.bias_BRK))
+
+    def choose(self, view: View, found: Found) -> View:
+        """The view with the selection; in training with what its indexer learns by from whoever reads it."""
+        if self._teaches(found):
+            found = found._replace(bias_BRK=self.indexer_training.bias(found))
+        return view.choose(found.chosen_BRK, found.bias_BRK)
 
     def learn(
         self, query_BRHC: Tensor, found: Found, view: View, position_BR: Tensor, angles: Angles
     ) -> IndexerLoss | None:
-        """KL of an indexer's distribution to the mass that this attention puts on the bank; None when there is
-        nothing to learn from. How much of that mass the selection recalls is known only where the teacher is dense."""
-        if not (self.training and torch.is_grad_enabled()):
+        """The loss of the indexer that has searched for this attention; None when there is nothing to learn from."""
+        if not self._teaches(found):
             return None
-        if found.index is None or found.key_BFI is None or found.chosen_BRK is None or view.bank is None:
-            return None
-        dense = position_BR.shape[1] <= self.dense_teacher_limit
-        learned = indexer_kl(
-            query_BRHC,
-            view.window_BEC,
-            position_BR,
-            self.window_size,
-            self.sink,
-            *angles,
-            view.bank.entry_BFC,
-            view.bank.first_BR,
-            view.bank.last_BR,
-            found.chosen_BRK,
-            *found.index,
-            found.key_BFI,
-            dense=dense,
-            pool_BRN=view.pool_BRN,
-        )
-        return learned if dense else learned._replace(recall=None)
+        looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
+        return self.indexer_training.loss(found, *looked_at)
+
+    def _teaches(self, found: Found) -> bool:
+        """Whether an indexer has searched that may learn in this call."""
+        return self.training and torch.is_grad_enabled() and found.index is not None and found.chosen_BRK is not None
 
 
 def attention_weights(

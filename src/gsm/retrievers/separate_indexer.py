@@ -7,8 +7,8 @@ from torch import Tensor
 from gsm.memory.store import FORGET, Column, ColumnStore
 from gsm.memory.view import View
 from gsm.nn.attention import Indexer, Shape
-from gsm.nn.reader import Found, search_bank
 from gsm.nn.rope import Angles
+from gsm.nn.search import Found, search_bank
 from gsm.retrievers.base import Retriever
 
 
@@ -19,11 +19,11 @@ class SeparateIndexer(Retriever):
         dim_in: width of the stage's query input.
         shape: shared widths.
         top_k: entries to select (K).
+        stage: number of its stage (unused).
     """
 
-    def __init__(self, dim_in: int, shape: Shape, *, top_k: int):
-        super().__init__()
-        self.top_k = top_k
+    def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int):
+        super().__init__(dim_in, shape, top_k=top_k, stage=stage)
         self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
 
     def start(self, batch: int, ratio: int) -> Column:
@@ -32,7 +32,7 @@ class SeparateIndexer(Retriever):
         return Column.empty("index_keys", ratio, like.new_empty(batch, self.indexer.width))
 
     def forward(
-        self, x_BRU: Tensor, view: View, angles: Angles, own: ColumnStore | None
+        self, x_BRU: Tensor, view: View, position_BR: Tensor, angles: Angles, own: ColumnStore | None
     ) -> tuple[Found, ColumnStore | None]:
         """The K best visible slots by this indexer's own scores; without a bank, nothing."""
         bank = view.bank

@@ -7,26 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from gsm.memory.view import View
-from gsm.nn.attention import Shape
-from gsm.nn.reader import Found
 from gsm.nn.rope import Angles
+from gsm.nn.search import Found
 from gsm.retrievers.base import Retriever
 
 
 class SharedTopK(Retriever):
-    """Reuses the Top-K of the encoder layer; owns no parameters.
-
-    Args:
-        dim_in: width of the stage's query input (unused).
-        shape: shared widths (unused).
-        top_k: selected entries (unused: the layer has decided).
-    """
+    """Reuses the Top-K of the encoder layer; owns no parameters, and uses none of the widths."""
 
     follows_encoder = True
 
-    def __init__(self, dim_in: int, shape: Shape, *, top_k: int):
-        super().__init__()
-
-    def forward(self, x_BRU: Tensor, view: View, angles: Angles, own: Any) -> tuple[Found, Any]:
+    def forward(self, x_BRU: Tensor, view: View, position_BR: Tensor, angles: Angles, own: Any) -> tuple[Found, Any]:
         """The layer's own selection."""
-        return Found(view.chosen_BRK), own
+        return Found.by_layer(view), own

@@ -1,0 +1,35 @@
+"""An upper bound: the stages read the whole bank."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.memory.view import View
+from gsm.nn.rope import Angles
+from gsm.nn.search import Found
+from gsm.retrievers.base import Retriever
+
+
+class Dense(Retriever):
+    """Selects every visible entry.
+
+    The selection is as long as the bank, so that a call makes a tensor of rows x slots and costs as much: for sequences
+    of training, and for prefill in chunks, not for training on very long ones.
+    """
+
+    @property
+    def reads(self) -> int:
+        """All entries."""
+        return sys.maxsize
+
+    def forward(self, x_BRU: Tensor, view: View, position_BR: Tensor, angles: Angles, own: Any) -> tuple[Found, Any]:
+        """All visible slots, ascending; without a bank, nothing."""
+        bank = view.bank
+        if bank is None:
+            return Found(None), own
+        slot_BRF = bank.first_BR[..., None] + torch.arange(bank.entry_BFC.shape[1], device=bank.first_BR.device)
+        return Found(torch.where(slot_BRF < bank.last_BR[..., None], slot_BRF, -1)), own

@@ -1,0 +1,133 @@
+"""Retrievers that are told what to read: nothing, anything, everything. (That all modes agree: test_three_ways.)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small import GEOMETRY, RATIO, K, M, W, assert_same, build, random_tokens, variant
+
+import gsm
+from gsm.models.cost import cost
+from gsm.models.schedule import local_reach
+from gsm.nn.search import Found
+from gsm.retrievers import random_topk
+from gsm.retrievers.base import Retriever
+from gsm.retrievers.random_topk import LAST, draw, mixed
+
+ROWS = mixed(torch.arange(4000))[None]
+
+
+def drawn(model, tokens, documents=None, stage=1):
+    """What a stage has selected."""
+    with torch.no_grad(), gsm.record(f"stage/{stage}/top_k") as seen:
+        model(tokens, documents=documents)
+    return seen[f"stage/{stage}/top_k"]
+
+
+def visible(rows: int) -> torch.Tensor:
+    """Slots that each row of one document sees."""
+    return (torch.arange(rows) + 1) // RATIO
+
+
+def randomly(seed: int):
+    retriever = variant("retriever", "random_topk")
+    return build("gsm-writer=additive", retriever=partial(retriever, seed=seed))
+
+
+def test_every_entry_and_every_pair_is_drawn_as_often_as_another():
+    slots, k = 20, 5
+    chosen = draw(ROWS, torch.full_like(ROWS, slots), slots, k)
+    member = torch.zeros(ROWS.shape[1], slots).scatter(1, chosen[0], 1.0)
+    assert (member.sum(dim=1) == k).all(), "an entry is drawn twice"
+    pairs = member.T @ member
+    once, twice = k / slots, k * (k - 1) / (slots * (slots - 1))
+    for counts, chance in ((pairs.diag(), once), (pairs[~torch.eye(slots, dtype=torch.bool)], twice)):
+        deviation = (len(member) * chance * (1 - chance)) ** 0.5
+        assert ((counts - len(member) * chance).abs() < 4.5 * deviation).all()
+
+
+def test_a_row_draws_from_what_it_sees_and_no_more():
+    count = torch.arange(12)[None]
+    chosen = draw(ROWS[:, :12], count, 11, 4)[0]
+    for seen, row in zip(count[0].tolist(), chosen.tolist(), strict=True):
+        got = [slot for slot in row if slot != LAST]
+        assert len(got) == min(seen, 4) and row == sorted(set(got)) + [LAST] * (4 - len(got))
+        assert all(slot < seen for slot in got)
+
+
+def test_draws_differ_between_rows_stages_and_seeds_and_repeat_otherwise():
+    tokens = random_tokens(1, 60)
+    first, again, other = (drawn(randomly(seed), tokens)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    late = first[40:]
+    assert len({tuple(row) for row in late.tolist()}) > 15
+    for different in (other[40:], drawn(randomly(0), tokens, stage=2)[0, 40:]):
+        assert (late != different).any(dim=1).sum() > 15
+
+
+def test_a_document_draws_the_same_wherever_it_stands():
+    model, tokens = build("gsm-retriever=random_topk"), random_tokens(1, 41)
+    alone = drawn(model, tokens[:, 11:])
+    packed = drawn(model, tokens, documents=(torch.arange(41) >= 11).long()[None])[:, 11:]
+    assert torch.equal(packed, torch.where(alone < 0, -1, alone + 11 // RATIO)) and (alone >= 0).any()
+
+
+def test_rows_are_drawn_in_chunks_that_fit_the_scratch_memory(monkeypatch):
+    model, tokens, sizes = build("gsm-retriever=random_topk"), random_tokens(2, 50), []
+    whole = drawn(model, tokens)
+
+    def watched(row_BR, count_BR, slots, top_k):
+        sizes.append(row_BR.numel() * slots)
+        return draw(row_BR, count_BR, slots, top_k)
+
+    monkeypatch.setattr(random_topk, "scratch_elements", lambda device: 300)
+    monkeypatch.setattr(random_topk, "draw", watched)
+    assert torch.equal(drawn(model, tokens), whole)
+    assert max(sizes) <= 300 < 2 * 50 * 25
+
+
+def test_dense_reads_every_visible_entry():
+    chosen = drawn(build("gsm-retriever=dense"), random_tokens(1, 31))[0]
+    for row, seen in zip(chosen.tolist(), visible(31).tolist(), strict=True):
+        assert row == list(range(seen)) + [-1] * (len(row) - seen)
+
+
+def test_dense_equals_a_selection_of_everything():
+    wide = {"geometry": replace(GEOMETRY, top_k=40), "state_size": M}
+    dense, shared = (build(f"gsm-retriever={name}", **wide) for name in ("dense", "shared_topk"))
+    tokens = random_tokens(2, 40)
+    assert_same(dense(tokens).logits, shared(tokens).logits, "dense against Top-K of all entries")
+
+
+@pytest.mark.parametrize(("name", "reaches"), [("window_only", False), ("random_topk", True), ("dense", True)])
+@torch.no_grad()
+def test_behind_windows_alone_a_retriever_is_the_only_road(name, reaches):
+    model = build("gsm-encoder_reading=window_only", retriever=variant("retriever", name))
+    depth = {"encoder_layers": GEOMETRY.encoder_layers, "decoder_layers": GEOMETRY.decoder_layers}
+    length = local_reach(**depth, window=W, state_size=M) + 12
+    tokens = random_tokens(1, length)
+    full, out, logits = model(tokens).logits, None, []
+    for chunk in tokens.split(7, dim=1):
+        out = model(chunk, memory=out.memory if out else model.start(capacity=length))
+        logits.append(out.logits)
+    assert_same(torch.cat(logits, dim=1), full, f"{name}: in chunks")
+    changed = tokens.clone()
+    changed[:, :6] = (tokens[:, :6] + 1) % GEOMETRY.vocabulary
+    moved = (model(changed).logits - full)[:, -6:].abs().max()
+    assert (moved > 1e-6) == reaches, f"{name}: tokens beyond everything local move the last logits by {moved:.1e}"
+
+
+def test_what_a_new_retriever_costs_is_known_without_any_list():
+    class Newest(Retriever):
+        """The last K visible entries."""
+
+        def forward(self, x_BRU, view, position_BR, angles, own):
+            slot_BRK = view.bank.last_BR[..., None] - torch.arange(self.top_k, 0, -1)
+            return Found(torch.where(slot_BRK >= view.bank.first_BR[..., None], slot_BRK, -1)), own
+
+    model, like = build("gsm-writer=additive", retriever=Newest), build("gsm-retriever=random_topk")
+    assert cost(model).training_flops(41) == cost(like).training_flops(41)
+    assert (drawn(model, random_tokens(1, 31))[0] >= 0).sum() == visible(31).clamp(max=K).sum()

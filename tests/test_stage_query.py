@@ -1,0 +1,51 @@
+"""What a stage asks with: the equations, and which of them know what has been retrieved before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import GEOMETRY, build, random_tokens
+
+import gsm
+from gsm.mixers.stage_query import Accumulated, Current, Sum
+
+
+@pytest.mark.parametrize("query", [Accumulated(), Current(), Sum()])
+def test_the_first_stage_asks_with_the_layers_input(query):
+    h_BRD = torch.randn(2, 3, 5)
+    assert query(h_BRD, None) is h_BRD and query.width(5, 1) == 5
+
+
+@pytest.mark.parametrize(
+    ("query", "equation"),
+    [
+        (Accumulated(), lambda h, r: torch.cat([h, r], dim=-1)),
+        (Current(), lambda h, r: h),
+        (Sum(), lambda h, r: h + r),
+    ],
+)
+def test_later_stages_follow_their_equation(query, equation):
+    h_BRD, r_BRD = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    u_BRU = query(h_BRD, r_BRD)
+    assert torch.equal(u_BRU, equation(h_BRD, r_BRD)) and u_BRU.shape[-1] == query.width(5, 2)
+
+
+@pytest.mark.parametrize(("name", "knows"), [("accumulated", True), ("current", False), ("sum", True)])
+@torch.no_grad()
+def test_a_later_stage_knows_what_was_retrieved_unless_it_asks_with_its_layer_alone(name, knows):
+    model, tokens, weights = build(f"gsm-stage_query={name}"), random_tokens(1, 20), []
+    for _ in range(2):
+        with gsm.record("stage/2/weights") as seen:
+            model(tokens)
+        weights.append(seen["stage/2/weights"])
+        next(iter(model.aggregation)).output.up.weight.normal_()
+    assert torch.equal(*weights) != knows
+
+
+def test_half_the_width_takes_half_the_weights():
+    shapes = {}
+    for name in ("accumulated", "current", "sum"):
+        *_, last = build(f"gsm-stage_query={name}").aggregation
+        shapes[name] = tuple(last.query.down.weight.shape)
+    rank, dim = GEOMETRY.query_rank, GEOMETRY.dim
+    assert shapes == {"accumulated": (rank, 2 * dim), "current": (rank, dim), "sum": (rank, dim)}
