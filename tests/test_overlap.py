@@ -14,26 +14,8 @@ from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
 from gsm.eval import show
 from gsm.eval.overlap import by_length, distances_seen, overlaps, selects_for_itself, shared_slots
-from gsm.nn.reader import Found
-from gsm.retrievers.base import Retriever
 
 LENGTH = 40
-
-
-class Random(Retriever):
-    """K slots of those that are visible, drawn anew for every row."""
-
-    def __init__(self, dim_in: int, shape: object, *, top_k: int):
-        super().__init__()
-        self.top_k = top_k
-
-    def forward(self, x_BRU: Tensor, view, angles, own):
-        slots = view.bank.entry_BFC.shape[1]
-        slot_F = torch.arange(slots)
-        visible_BRF = (slot_F >= view.bank.first_BR[..., None]) & (slot_F < view.bank.last_BR[..., None])
-        chance_BRF = torch.rand(visible_BRF.shape).masked_fill(~visible_BRF, -1.0)
-        chance_BRK, chosen_BRK = chance_BRF.topk(min(self.top_k, slots))
-        return Found(chosen_BRK.masked_fill(chance_BRK < 0, -1)), own
 
 
 def sequences(length: int, count: int = 2) -> list[dict[str, Tensor]]:
@@ -58,7 +40,7 @@ def test_stages_on_layers_that_reuse_a_selection_are_compared_with_it():
 
 def test_a_random_selection_overlaps_by_k_over_the_candidates():
     """The expected overlap of a row with n candidates is K / n; 700 rows leave a standard error of about 0.01."""
-    model = build("gsm-writer=additive", retriever=Random)
+    model = build("gsm-retriever=random_topk")
     rows = [{"tokens": t, "documents": torch.zeros(LENGTH, dtype=torch.int64)} for t in random_tokens(20, LENGTH)]
     chance = [K / n for position in range(LENGTH) if (n := (position + 1) // RATIO) > K]
     for overlap_N in overlaps(model, rows).values():
