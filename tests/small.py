@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -56,8 +57,33 @@ def variant(group: str, name: str):
     return instantiate(OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml"), _convert_="all")
 
 
+def comparators() -> list[str]:
+    """The models that are compared with GSM and the baseline."""
+    return [name for name in variants("model") if name not in ("gsm", "baseline")]
+
+
+def comparator(name: str, geometry: Geometry, **options) -> LanguageModel:
+    """The model of a yaml, with the choices in its list of defaults, for a geometry; its queries are not matched, which
+    would take most of the time."""
+    options.setdefault("query_rank", geometry.query_rank)
+    node: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "model" / f"{name}.yaml"))
+    for choice in node.pop("defaults"):
+        for place, chosen in choice.items() if isinstance(choice, dict) else ():
+            group, _, path = place.partition("@")
+            *above, key = (path or group).split(".")
+            arguments = node.setdefault(above[0], {}) if above else node
+            arguments[key] = variant(group, chosen)
+    return get_class(node.pop("_target_"))(**{**without_keys(node), **options, "geometry": geometry})
+
+
+def without_keys(node: dict) -> dict:
+    """A node without what is meant for Hydra."""
+    return {key: value for key, value in node.items() if not key.startswith("_")}
+
+
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline with every one of its own and with its pool."""
+    """All models: GSM with every variant of every slot, the baseline likewise and with its pool, the comparators as they
+    are."""
     slots = ("encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward", "indexer_training")
     gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [
@@ -66,6 +92,7 @@ def cases() -> list[str]:
         "gsm-ratio=3",
         *(f"baseline-{slot}={name}" for slot in slots[-3:] for name in variants(f"model/{slot}")),
         "baseline-pool",
+        *comparators(),
     ]
 
 
@@ -84,6 +111,7 @@ MEMORIES = (
     "gsm-ratio=3",
     *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),
     "baseline-pool",
+    *comparators(),
 )
 
 
@@ -108,7 +136,10 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
     options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = (GSM if family == "gsm" else Baseline)(geometry, **options).double()
+        if family in comparators():
+            model = comparator(family, geometry, **options).double()
+        else:
+            model = (GSM if family == "gsm" else Baseline)(geometry, **options).double()
         randomise(model)
     return model.eval()
 

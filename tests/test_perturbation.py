@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import GEOMETRY, M, W, assert_same, build, cases, random_tokens
+from small import GEOMETRY, M, W, assert_same, build, cases, comparators, random_tokens
 
 LOCAL = GEOMETRY.encoder_layers * (W - 1) + max(
     M, GEOMETRY.decoder_layers * (W - 1) + W
@@ -34,11 +34,24 @@ def test_a_later_token_changes_nothing_earlier(case):
 @torch.no_grad()
 def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
     model = build(case)
+    if model.reach is not None:
+        pytest.skip(f"{case} has no such road: see the next test")
     tokens = random_tokens(1, LOCAL + 21)
     moved = (
         (model(each_changed(tokens, range(20)), rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
     )
     assert moved.max() > 1e-6, f"{case}: none of the first 20 of {tokens.shape[1]} tokens changes the last logits"
+
+
+@pytest.mark.parametrize("case", [case for case in comparators() if build(case).reach is not None])
+@torch.no_grad()
+def test_nothing_is_changed_from_beyond_the_reach_of_a_model_but_from_within(case):
+    model = build(case)
+    tokens = random_tokens(1, model.reach + 5)
+    copies = each_changed(tokens, range(8))  # of which the last token but `reach` is number 4
+    moved = (model(copies, rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
+    assert moved[:4].max() < 1e-12, f"{case}: {moved}"
+    assert moved[4] > 1e-9, f"{case} reaches less than {model.reach} positions back"
 
 
 @pytest.mark.parametrize("case", cases())
@@ -62,7 +75,7 @@ def test_an_id_that_comes_back_is_another_document(case):
     assert_same(model(tokens, documents=again).logits, model(tokens, documents=apart).logits, f"{case}: runs of ids")
 
 
-@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool"])
+@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool", *comparators()])
 @torch.no_grad()
 def test_padding_on_the_left_changes_nothing(case):
     model, tokens = build(case), random_tokens(1, 21)

@@ -111,5 +111,5 @@ def test_a_random_sequence_of_calls_equals_the_full_forward(part):
 
 def test_a_failure_names_its_seed(monkeypatch):
     monkeypatch.setattr(Play, "call", lambda self, model, draw: 1 / 0)
-    with pytest.raises(AssertionError, match="seed 5: division by zero; after gsm-|seed 5: .* after baseline-"):
+    with pytest.raises(AssertionError, match="seed 5: division by zero; after [a-z]+"):
         play(5)

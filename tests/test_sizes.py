@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 
 import pytest
@@ -31,12 +32,27 @@ def test_the_05b_scale_is_as_counted_by_hand(model, billions):
 
 
 @pytest.mark.parametrize("size", variants("size"))
-@pytest.mark.parametrize("model", ["gsm", "baseline"])
+@pytest.mark.parametrize("model", variants("model"))
 def test_the_parts_sum_to_the_parameters_there_are(model, size):
-    with torch.device("meta"):
-        built = gsm.build_model(model, size=size)
+    built = model_of(model, size)
     counted = built.parameter_report()
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
+
+
+@functools.cache
+def model_of(name: str, size: str):
+    with torch.device("meta"):
+        return gsm.build_model(name, size=size)
+
+
+@pytest.mark.parametrize("size", ["nano", "tiny", "0p5b"])
+@pytest.mark.parametrize("name", [name for name in variants("model") if name not in ("gsm", "baseline")])
+def test_comparators_have_the_baseline_s_parameters_or_say_how_many_more(name, size):
+    model, baseline = model_of(name, size), model_of("baseline", size)
+    total, goal = (one.parameter_report().total for one in (model, baseline))
+    assert abs(total - goal) <= 0.02 * goal or f"{abs(total - goal):,} parameters" in model.parameter_note
+    if abs(total - goal) <= 0.02 * goal:
+        assert not model.parameter_note
 
 
 @pytest.mark.parametrize("size", ["0p5b", "1p5b"])
@@ -58,6 +74,8 @@ def test_the_table_stands_beside_the_paper_s_numbers(capsys):
     parameters.main(["1p5b"])
     printed = capsys.readouterr().out
     assert "1.5 B, difference 32 M" in printed and "+31,9" in printed, printed
+    for name in variants("model"):
+        assert f"\n{name} " in printed, f"{name} is missing in:\n{printed}"
 
 
 def _geometry(size: str) -> Geometry:

@@ -8,6 +8,7 @@ implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `pyth
 
 from .attend import attend
 from .attend_band import attend_band
+from .attend_range import attend_range
 from .dispatch import Impl, KernelBuildError, Op, listening, using
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
@@ -22,6 +23,7 @@ from .swiglu import swiglu
 OPS: tuple[Op, ...] = (
     attend,
     attend_band,
+    attend_range,
     index_top_k,
     candidate_pool,
     score_slots,
@@ -47,6 +49,7 @@ __all__ = [
     "Op",
     "attend",
     "attend_band",
+    "attend_range",
     "candidate_pool",
     "explain",
     "index_top_k",

@@ -9,7 +9,8 @@ giving a reason; the first that does not refuse runs. There is no cache and no l
         attend(query, window, ...)
     assert heard == [("attend", "triton")]
 
-The environment variable GSM_KERNELS (auto, reference or triton) and the context manager `using` force a choice.
+The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and
+the context manager `using` force a choice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "reference", "triton", "sdpa", "xformers")
 
 
 class KernelBuildError(RuntimeError):
@@ -128,7 +129,9 @@ class Op:
 
 @contextlib.contextmanager
 def using(name: str) -> Iterator[None]:
-    """Force an implementation ("reference", "triton") or none ("auto") inside the block, whatever GSM_KERNELS says."""
+    """Force an implementation ("reference", "triton", ...) or none ("auto") inside the block.
+
+    It holds whatever GSM_KERNELS says."""
     global _forced
     before, _forced = _forced, _validated(name, "using(...)")
     try:

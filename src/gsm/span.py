@@ -20,10 +20,12 @@ class Span:
     Attributes:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
         rows: how many trailing positions this layer has to produce.
+        whole: known without asking the device: these are one document from its beginning, all that any memory holds.
     """
 
     position_BT: Tensor
     rows: int
+    whole: bool = False
 
     @property
     def row_position_BR(self) -> Tensor:
@@ -36,7 +38,7 @@ class Span:
 
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one."""
-        return Span(self.row_position_BR, self.rows)
+        return Span(self.row_position_BR, self.rows, self.whole and self.rows == self.position_BT.shape[1])
 
 
 def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:

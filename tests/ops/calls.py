@@ -35,6 +35,26 @@ def band(**sizes) -> dict:
     return {name: call[name] for name in names}
 
 
+def ranges(
+    batch=2, rows=11, slots=17, heads=4, groups=2, channels=8, width=None, padding=2, seed=0, one_document=False
+) -> dict:
+    """Arguments of `attend_range`: slots are a stream of packed documents, and the rows stand at its end."""
+    position = torch.arange(slots).expand(batch, -1) if one_document else packed_positions(batch, slots, seed, padding)
+    place = torch.arange(slots)
+    reach = position if width is None else position.clamp(max=width - 1)
+    last = torch.where(position < 0, 0, place + 1)
+    first = torch.where(position < 0, 0, place - torch.minimum(reach, place))
+    return {
+        "query_BRHC": normal(batch, rows, heads, channels, seed=seed),
+        "key_BFGC": normal(batch, slots, groups, channels, seed=seed + 1),
+        "value_BFGC": normal(batch, slots, groups, channels, seed=seed + 2),
+        "first_BR": first[:, slots - rows :],
+        "last_BR": last[:, slots - rows :],
+        "width": width,
+        "whole": one_document,
+    }
+
+
 def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
     call, ranges = attention(seed=seed, k=k, **sizes)
     batch, rows = call["position_BR"].shape
@@ -79,6 +99,7 @@ def every_call() -> dict[str, dict]:
     return {
         "attend": attention()[0],
         "attend_band": band(),
+        "attend_range": ranges(),
         "index_top_k": selection(),
         "candidate_pool": {**pooled, "blocks": 2, "block": 2},
         "score_slots": scoring(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gsm.memory.ledger import Ledger
+from gsm.memory.slots import Slots, every_token
 from gsm.memory.store import FORGET, Column, ColumnStore, Slab, Window, WindowStore
 
 
@@ -59,25 +60,53 @@ FORGETFUL = LayerMemory(FORGET, BankMemory(FORGET, FORGET, FORGET, None))
 
 
 @dataclass(frozen=True)
+class Cache:
+    """One value for every token of the past: keys and values of dense attention.
+
+    Attributes:
+        entry: the values, in stream order, padding included.
+        count_B: int64, tokens read (None where nothing is kept).
+    """
+
+    entry: ColumnStore
+    count_B: Tensor | None
+
+    @staticmethod
+    def empty(kind: str, like_BC: Tensor) -> Cache:
+        """A cache of nothing, for as many sequences and of the width, dtype and device of ``like_BC``."""
+        count_B = torch.zeros(like_BC.shape[0], dtype=torch.int64, device=like_BC.device)
+        return Cache(Column.empty(kind, 1, like_BC), count_B)
+
+    def extend(self, new_BTC: Tensor, position_BT: Tensor) -> tuple[Tensor, Slots, Cache]:
+        """Returns the values of all tokens, ``value_BFC``; which of them each new token sees; the cache after it."""
+        slots = every_token(position_BT, self.count_B)
+        value_BFC, entry = self.entry.place(new_BTC, slots)
+        return value_BFC, slots, Cache(entry, None if self.count_B is None else slots.after_B)
+
+
+FORGETFUL_CACHE = Cache(FORGET, None)
+
+
+@dataclass(frozen=True)
 class Memory:
     """Everything a model keeps between calls.
 
     Attributes:
         document_B: int64, document id of the last token (-1: none yet).
         position_B: int64, its position inside its document (-1: none yet).
-        encoder: one ``LayerMemory`` per encoder layer.
+        encoder: what each encoder layer keeps.
         stages: what each stage's retriever keeps (None: nothing).
         state: what the writer keeps: the shared state, the last M entries (GSM).
-        decoder: one ``LayerMemory`` per decoder layer (baseline).
+        decoder: what each decoder layer keeps, or all of them together (baseline and comparators).
         ledger: what the host knows of this memory.
     """
 
     document_B: Tensor
     position_B: Tensor
-    encoder: tuple[LayerMemory, ...] = ()
+    encoder: tuple[Any, ...] = ()
     stages: tuple[Any, ...] = ()
     state: Any = None
-    decoder: tuple[LayerMemory, ...] = ()
+    decoder: tuple[Any, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
 
     @property
@@ -114,6 +143,10 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes of all storages that this memory holds on to, each counted once."""
         return sum(self.breakdown().values())
+
+    def cache_bytes(self) -> int:
+        """Bytes of what was read and kept: all but bookkeeping."""
+        return sum(size for kind, size in self.breakdown().items() if kind != "bookkeeping")
 
     def clone(self) -> Memory:
         """An independent copy: fork a prefix and continue both."""

@@ -58,6 +58,16 @@ class Slots:
         return torch.where(self.end_BG >= 0, self.before_B[:, None] + index_G, spare)
 
 
+def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:
+    """A slot for each new token in stream order, padding too, which sees nothing and is seen by nobody; arguments as
+    for ``plan_slots``."""
+    batch, length = position_BT.shape
+    start_B = position_BT.new_zeros(batch) if before_B is None else before_B
+    index_BT = torch.arange(length, device=position_BT.device).expand(batch, -1)
+    last_BT = start_B[:, None] + index_BT + 1
+    return Slots(index_BT, position_BT, start_B, last_BT, last_BT - (position_BT + 1))
+
+
 def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:
     """Plans the slots for new tokens at the given document-local positions.
 

@@ -92,7 +92,17 @@ class LanguageModel(nn.Module):
         nn.init.constant_(self.norm.weight, (128 / dim) ** 0.5)
         self.head = Linear(dim, vocabulary)
         self.head.weight = self.embedding.weight
+        self.parameter_note = ""  # what a table of parameters should say about this model's number
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back a token can change an output; None: any number."""
+        return None
+
+    def state_bytes(self, memory: Memory) -> int | None:
+        """Bytes of what the decoder keeps, where that is one state or all there is; None where it is neither."""
+        return memory.breakdown().get("shared_state")
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """The body: from embedded tokens to the hidden states of the rows asked for. Every model defines it."""
@@ -133,12 +143,14 @@ class LanguageModel(nn.Module):
             check_memory(memory, self._layout(), tokens)
         batch, length = tokens.shape
         books = memory or Memory(**fresh_bookkeeping(batch, tokens.device))
+        one = documents is None
         if documents is None:
             documents = books.document_B.clamp(min=0)[:, None].expand(-1, length)
         documents = documents.long()
         position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self.forgetful_memory())
-        span = Span(position_BT, rows or length)
+        whole = one and (memory is None or memory.capacity is None and not memory.used)
+        span = Span(position_BT, rows or length, whole)
         x_BTD = self.embedding(tokens) * self.dim**0.5
         tap("position", position_BT)
         tap("embedding", x_BTD)

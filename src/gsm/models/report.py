@@ -17,6 +17,7 @@ _PARTS = (
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
+    ("keys and values", r"(\.attention|^)\.?key_value\."),
     ("feed-forward", r"\.feed_forward\."),
     ("norms", r"norm\.weight$"),
 )

@@ -11,6 +11,7 @@ A layer that produces R rows reads R + W - 1 positions of the layer below (its w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -54,6 +55,23 @@ def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: i
     it, exactly."""
     decoder = [min(new, rows + (decoder_layers - layer) * (window - 1)) for layer in range(1, decoder_layers + 1)]
     return Rows([new] * encoder_layers, 0, decoder)
+
+
+def comparator_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
+    """The schedule of a stack of any mixers, pruned exactly, from the top downwards.
+
+    Args:
+        new: new positions of the call (N).
+        rows: rows asked for (R); R = N is training.
+        reaches: of each layer, how many positions back of its input a row needs; None: all of them.
+
+    Returns:
+        Rows of each layer: those asked for at the top; below a layer with reach c that produces R rows, min(N, R + c).
+    """
+    wanted = [rows]
+    for reach in reversed(reaches[1:]):
+        wanted.append(new if reach is None else min(new, wanted[-1] + reach))
+    return wanted[::-1]
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

@@ -211,7 +211,7 @@ def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | N
     choices = _choices(override, groups.get(override.key_or_group, ()))
     if override.key_or_group not in groups or not choices:
         return None
-    return f"{'+' if override.is_add() else ''}{override.key_or_group}={choices[0]}"
+    return f"{override.get_key_element()}={choices[0]}"
 
 
 def _check_key(key: str, composed: DictConfig, groups: Mapping[str, set[str]]) -> None:

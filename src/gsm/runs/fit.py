@@ -223,12 +223,17 @@ def _facts(config: Mapping[str, Any], data: TextData | SyntheticData, model: Lan
 
 
 def _memory(run: Run) -> dict[str, Any]:
-    """Bytes that the model keeps after reading one context, by kind; without a shared state ``state_bytes`` is None."""
+    """Bytes that the model keeps after reading one context: of its decoder's state, in all but bookkeeping, by kind."""
     tokens_BT = run.data.validation_set[0]["tokens"][None].to(run.trainer.strategy.root_device)
     memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
     assert memory is not None  # one was given
     sizes = memory.breakdown()
-    return {"state_bytes": sizes.get("shared_state"), "memory_bytes": sizes, "memory_after_tokens": tokens_BT.shape[1]}
+    return {
+        "state_bytes": run.model.state_bytes(memory),
+        "cache_bytes": memory.cache_bytes(),
+        "memory_bytes": sizes,
+        "memory_after_tokens": tokens_BT.shape[1],
+    }
 
 
 def _overlap(run: Run) -> dict[str, Any] | None:

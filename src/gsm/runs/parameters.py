@@ -18,16 +18,25 @@ PAPER = {"0p5b": ("0.5 B", "not given"), "1p5b": ("1.5 B", "32 M (8.033 - 8.001 
 
 
 def main(sizes: list[str]) -> None:
-    """Prints one table per size: GSM and the baseline by part, their difference, and the paper's numbers."""
+    """Prints two tables per size: GSM and the baseline by part, their difference, and the paper's numbers; then all
+    models in total."""
     for size in sizes or variants("size"):
         with torch.device("meta"):
-            reports = {name: build_model(name, size).parameter_report() for name in ("baseline", "gsm")}
+            models = {name: build_model(name, size) for name in variants("model")}
+        reports = {name: model.parameter_report() for name, model in models.items()}
         print(f"\n{size:<22}{'baseline':>15}{'gsm':>15}{'difference':>14}{'paper':>28}")
         scale, more = PAPER.get(size, ("-", "-"))
         baseline, model = reports["baseline"], reports["gsm"]
         for part in model.parts:
             _row(part, baseline.parts.get(part, 0), model.parts[part])
         _row("total", baseline.total, model.total, f"{scale}, difference {more}")
+        print(f"\n{'against the baseline':<22}{'total':>15}{'difference':>15}")
+        for name, report in reports.items():
+            difference = report.total - baseline.total
+            note = models[name].parameter_note
+            print(
+                f"{name:<22}{report.total:>15,}{difference:>+15,}{difference / baseline.total:>+14.2%}  {note}".rstrip()
+            )
 
 
 def _row(name: str, baseline: int, gsm: int, paper: str = "") -> None:

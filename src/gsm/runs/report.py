@@ -128,7 +128,8 @@ def _table(facts: Mapping[str, Any]) -> list[str]:
 
 def _resources(facts: Mapping[str, Any]) -> str:
     speed = _number(facts["tokens_per_second"], ",.0f")
-    state = f", shared state {facts['state_bytes']:,} bytes" if facts["state_bytes"] is not None else ""
+    what = "shared state" if "shared_state" in facts["memory_bytes"] else "memory"
+    state = f", {what} {facts['state_bytes']:,} bytes" if facts["state_bytes"] is not None else ""
     return f"  {speed} tokens/s, peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB{state}"
 
 

@@ -1,0 +1,99 @@
+"""PyTorch's own attention under masks made from the ranges: all slots for some rows at a time, or blocks of a window.
+
+Rows that see nothing are let see one slot, lest a softmax of nothing spread NaN through backward, and set to 0 after.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..device import at_least_float32, scratch_elements
+from ..joint import Cut, cut, pad_rows, window_blocks
+from .reference import visible
+
+
+def refuses(
+    query_BRHC: Tensor,
+    key_BFGC: Tensor,
+    value_BFGC: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    width: int | None = None,
+    whole: bool = False,
+) -> str | None:
+    """Nothing but a call without slots or rows, of which PyTorch makes NaN."""
+    return None if key_BFGC.shape[1] and query_BRHC.shape[1] else "needs at least one row and one slot"
+
+
+def attend_range(
+    query_BRHC: Tensor,
+    key_BFGC: Tensor,
+    value_BFGC: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    width: int | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """See `gsm_kernels.attend_range`."""
+    dtype = query_BRHC.dtype
+    if query_BRHC.device.type != "cuda":  # whose kernels sum in float32; a CPU's round the weights to a half type
+        query_BRHC, key_BFGC, value_BFGC = (at_least_float32(x) for x in (query_BRHC, key_BFGC, value_BFGC))
+    rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
+    if whole and rows == slots and (width is None or width >= slots):
+        return _attend(query_BRHC, key_BFGC, value_BFGC, None).to(dtype)
+    if width is None or width >= slots:
+        out_BRHC = _by_rows(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR)
+    else:
+        out_BRHC = _by_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width)
+    return out_BRHC.masked_fill((first_BR >= last_BR)[..., None, None], 0).to(dtype)
+
+
+def _by_rows(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR: Tensor, last_BR: Tensor) -> Tensor:
+    """All slots for so many rows at a time as their mask has room."""
+    batch, slots = key_BFGC.shape[:2]
+    size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * slots))
+    parts = []
+    for query, first, last in zip(*(x.split(size, 1) for x in (query_BRHC, first_BR, last_BR)), strict=True):
+        mask_BRF = visible(first, last, slice(0, slots))
+        mask_BRF[..., 0] |= first >= last
+        parts.append(_attend(query, key_BFGC, value_BFGC, mask_BRF))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _by_blocks(
+    query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR: Tensor, last_BR: Tensor, width: int
+) -> Tensor:
+    """Blocks of about `width` rows, each with the run of slots that its rows can see, as in `gsm_kernels.joint`."""
+    (batch, rows), (slots, groups) = query_BRHC.shape[:2], key_BFGC.shape[1:3]
+    blocks = cut(rows, slots, width)
+    query = pad_rows(query_BRHC, blocks).unflatten(1, (blocks.count, -1)).flatten(0, 1)
+    key, value = (window_blocks(x.flatten(2), blocks).unflatten(2, (groups, -1)) for x in (key_BFGC, value_BFGC))
+    out = _attend(query, key, value, _block_mask(first_BR, last_BR, blocks))
+    return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :rows]
+
+
+def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
+    """What each row of a block sees of the block's slots, bool [B * n, Q, Y]; rows without any see the last one."""
+    device, before = first_BR.device, blocks.entries - blocks.rows - (blocks.width - 1)
+    block_n1 = torch.arange(blocks.count, device=device)[:, None]
+    slot_nY = before + block_n1 * blocks.size + torch.arange(blocks.span, device=device)
+    first, last = (pad_rows(x[..., None], blocks).unflatten(1, (blocks.count, -1)) for x in (first_BR, last_BR))
+    mask_BnQY = (slot_nY[:, None] >= first) & (slot_nY[:, None] < last)
+    mask_BnQY[..., -1:] |= first >= last
+    return mask_BnQY.flatten(0, 1)
+
+
+def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor | None) -> Tensor:
+    """PyTorch's attention, heads first; without a mask, causal."""
+    query, key, value = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if mask_BRF is None else mask_BRF[:, None],
+        is_causal=mask_BRF is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)

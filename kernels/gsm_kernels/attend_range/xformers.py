@@ -1,0 +1,130 @@
+"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when somebody asks.
+
+Its masks live on the host. The promise `whole` names one without looking; packed documents have to be read from the
+ranges, which waits for the device: only where the rows are all there is, so never while a memory is being read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def missing() -> str | None:
+    """Why it cannot run here at all, or None."""
+    if torch.compiler.is_compiling():
+        return "xformers' masks cannot be made inside a compiled graph"
+    return _absent()
+
+
+@functools.cache
+def _absent() -> str | None:
+    if not torch.cuda.is_available():
+        return "xformers runs on CUDA devices alone"
+    if importlib.util.find_spec("xformers") is None:
+        return "xformers is not installed"
+    try:
+        with _quiet():
+            built = importlib.import_module("xformers")._cpp_lib._built_with_cuda
+            importlib.import_module("xformers.ops.fmha")
+    except (ImportError, AttributeError, OSError) as error:
+        return f"xformers cannot be imported ({error})"
+    return None if built else "xformers' CUDA extension cannot be loaded by this PyTorch"
+
+
+def refuses(
+    query_BRHC: Tensor,
+    key_BFGC: Tensor,
+    value_BFGC: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    width: int | None = None,
+    whole: bool = False,
+) -> str | None:
+    """Why it cannot take this call, or None; the values of the ranges come last, for reading them takes time."""
+    if query_BRHC.device.type != "cuda":
+        return "xformers runs on CUDA devices alone"
+    if query_BRHC.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, got {str(query_BRHC.dtype).removeprefix('torch.')}"
+    channels = query_BRHC.shape[-1]
+    if channels % 8 or channels > 256:
+        return f"needs a multiple of 8 channels, at most 256, got {channels}"
+    if mask_of(key_BFGC.shape[1], first_BR, last_BR, width, whole) is None:
+        return "xformers has no mask for these ranges: they are neither one causal sequence nor packed documents"
+    return None
+
+
+def attend_range(
+    query_BRHC: Tensor,
+    key_BFGC: Tensor,
+    value_BFGC: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    width: int | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """See `gsm_kernels.attend_range`."""
+    mask = mask_of(key_BFGC.shape[1], first_BR, last_BR, width, whole)
+    shape, groups = query_BRHC.shape, key_BFGC.shape[2]
+    query = query_BRHC.unflatten(2, (groups, -1))
+    # Heads of a group share keys and values without a copy: their stride is 0.
+    key, value = (x[:, :, :, None].expand(-1, -1, -1, shape[2] // groups, -1) for x in (key_BFGC, value_BFGC))
+    if not whole:  # packed documents: all sequences of the batch lie in one row
+        query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
+    attention = importlib.import_module("xformers.ops.fmha").memory_efficient_attention
+    return attention(query, key, value, attn_bias=mask).reshape(shape)
+
+
+def mask_of(slots: int, first_BR: Tensor, last_BR: Tensor, width: int | None, whole: bool) -> Any:
+    """The mask of xformers that these ranges are, or None if there is none."""
+    with _quiet():
+        masks = importlib.import_module("xformers.ops.fmha.attn_bias")
+    if whole:
+        return (
+            masks.LowerTriangularFromBottomRightMask()
+            if width is None
+            else masks.LocalAttentionFromBottomRightMask(window_left=width - 1, window_right=0)
+        )
+    if first_BR.shape[1] != slots:
+        return None
+    lengths = document_lengths(first_BR, last_BR, width)
+    if lengths is None:
+        return None
+    mask = masks.BlockDiagonalCausalMask.from_seqlens(lengths)
+    return mask if width is None else mask.make_local_attention(width)
+
+
+def document_lengths(first_BR: Tensor, last_BR: Tensor, width: int | None) -> list[int] | None:
+    """Lengths of the documents that all sequences are made of, in order; None if a row sees other than its document's
+    slots up to its own (padding sees nothing)."""
+    batch, rows = first_BR.shape
+    place_R = torch.arange(rows, device=first_BR.device)
+    begins_BR = last_BR - first_BR == 1  # the first row of a document sees itself alone
+    start_BR = torch.where(begins_BR, place_R, 0).cummax(1).values
+    expected_BR = start_BR if width is None else torch.maximum(start_BR, place_R - width + 1)
+    right = (first_BR == expected_BR).all() & (last_BR == place_R + 1).all()
+    if not right.item():
+        return None
+    begins = [*begins_BR.flatten().nonzero().flatten().tolist(), batch * rows]
+    return [end - begin for begin, end in pairwise(begins)]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that xformers prints at its first import where its extension does not load."""
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,92 @@
+"""Attention with keys and values of its own, on all tokens before: the slot ``model/mixer``, and YOCO's second half.
+
+A mixer of this slot is called ``mixer(shape, geometry=..., name=...)``, follows ``gsm.nn.block.Mixer``, and says in
+``reach`` how many positions back of its input a row needs (0: its own alone, None: all of them). In training ``own`` is
+None: nothing is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from gsm.memory.memory import FORGETFUL_CACHE, Cache
+from gsm.memory.view import View
+from gsm.nn.attention import Shape
+from gsm.nn.block import Mixed
+from gsm.nn.key_value import History, KeyValue, RangeReader
+from gsm.nn.rope import Rope
+from gsm.shapes import last
+from gsm.span import Span
+
+
+class Scale(Protocol):
+    """What a mixer asks of the geometry besides the widths of attention."""
+
+    @property
+    def window(self) -> int:
+        """Entries of a local window."""
+        ...
+
+    def window_rope(self) -> Rope:
+        """Rotation of layers that see a window."""
+        ...
+
+    def bank_rope(self) -> Rope:
+        """Rotation of layers that see the whole context."""
+        ...
+
+
+class Attention(RangeReader):
+    """Dense causal attention with rotary positions and grouped key and value heads: the Transformer's (Vaswani et al.,
+    2017; Su et al., 2021; Ainslie et al., 2023).
+
+    Args:
+        shape: shared widths.
+        geometry: gives the rotation.
+        name: what its taps are called.
+        key_value_heads: key and value heads (G); None: one for every four query heads.
+    """
+
+    reach = None
+
+    def __init__(self, shape: Shape, *, geometry: Scale, name: str, key_value_heads: int | None = None):
+        super().__init__(shape, rope=geometry.bank_rope(), name=name)
+        self.key_value = KeyValue(shape, key_value_heads)
+
+    def start(self, batch: int, kind: str) -> Cache:
+        """A cache of nothing; ``kind`` labels its bytes (``decoder_cache``)."""
+        return Cache.empty(f"{kind}_cache", self.key_value.entry(batch))
+
+    def forward(self, x_BTD: Tensor, span: Span, own: Cache | None, view: View | None) -> Mixed:
+        """Writes keys and values of all T new positions and reads for the last R of them."""
+        angles = self.rope(span.position_BT, x_BTD.dtype)
+        entry_BTE = self.key_value(x_BTD, angles)
+        seen_BFE, slots, cache = (own or FORGETFUL_CACHE).extend(entry_BTE, span.position_BT)
+        history = self.key_value.history(seen_BFE, slots, span)
+        return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), cache, view)
+
+
+class CrossAttention(RangeReader):
+    """Queries on a history that another part has made, and nothing to remember: a layer of YOCO's cross-decoder.
+
+    Args:
+        shape: shared widths.
+        geometry: gives the rotation, that of the history's keys.
+        name: what its taps are called.
+    """
+
+    reach = 0
+
+    def __init__(self, shape: Shape, *, geometry: Scale, name: str):
+        super().__init__(shape, rope=geometry.bank_rope(), name=name)
+
+    def start(self, batch: int, kind: str) -> None:
+        """Nothing to remember: the history belongs to the model."""
+        return None
+
+    def forward(self, x_BTD: Tensor, span: Span, own: History, view: View | None) -> Mixed:
+        """Reads ``own``, the history as the rows see it, for the last R of T positions."""
+        angles = self.rope(span.row_position_BR, x_BTD.dtype)
+        return Mixed(self.read(last(x_BTD, span.rows), own.last(span.rows), angles), None, view)

@@ -1,0 +1,125 @@
+"""A decoder-only language model of any sequence mixers: what GSM and the baseline are compared with.
+
+    tokens
+      |  embedding
+    layer 1 .. L_E + L_D     each: a mixer of the list, a feed-forward; the list repeats over the depth
+      |
+    norm -> head
+
+Widths, depth, residual and feed-forward are those of the baseline, and so, within 2 %, is the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from gsm.memory.memory import Memory
+from gsm.models.base import LanguageModel, Trace
+from gsm.models.geometry import Geometry
+from gsm.models.matching import note, widths
+from gsm.models.schedule import comparator_rows
+from gsm.models.stack import Stack
+from gsm.nn.block import Block, Mixer
+from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.residual import HyperConnection, Residual, Streams
+from gsm.span import Span
+
+
+class Comparator(LanguageModel):
+    """A stack of blocks around mixers.
+
+    Args:
+        geometry: widths and depths; encoder and decoder layers together are the depth.
+        mixers: the kinds of mixers by name; each called with ``shape, geometry=..., name=...``.
+        layers: their names in order, repeated over the depth.
+        query_rank: rank of the queries; None: as many parameters as the baseline has.
+        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        residual: called with the width for every site.
+        feed_forward: called with width and hidden width for every block.
+        recompute: recompute activations of every block in the backward pass.
+
+    Raises:
+        ValueError: for layers that name no mixer, mixers that no layer names, or fewer layers than are listed.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        mixers: Mapping[str, Callable[..., Mixer]],
+        layers: Sequence[str],
+        query_rank: int | None = None,
+        heads: int | None = None,
+        residual: Callable[[int], Residual] = HyperConnection,
+        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        recompute: bool = False,
+    ):
+        super().__init__(geometry.vocabulary, geometry.dim)
+        self.geometry = geometry
+        names = repeated(layers, mixers, geometry.depth)
+        same = partial(Comparator, mixers=mixers, layers=layers)
+        shape, difference = widths(geometry, heads, query_rank, same)
+
+        def block(attention: Mixer) -> Block:
+            return Block(
+                geometry.dim,
+                attention,
+                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
+                residual=residual,
+            )
+
+        self.decoder = Stack(
+            [
+                block(mixers[name](shape, geometry=geometry, name=f"decoder/{layer}"))
+                for layer, name in enumerate(names, 1)
+            ],
+            recompute=recompute,
+        )
+        self.parameter_note = note(difference, self)
+
+    @property
+    def reaches(self) -> list[int | None]:
+        """Of each layer, how many positions back of its input a row needs; None: all of them."""
+        return [cast(Any, block.attention).reach for block in self.decoder]
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back a token can change an output; None: any number."""
+        reaches = self.reaches
+        return None if None in reaches else sum(cast(list[int], reaches))
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        """From embedded tokens to the last layer's output for the rows asked for."""
+        rows = comparator_rows(x_BTD.shape[1], span.rows, self.reaches)
+        out = self.decoder(Streams.copies(x_BTD, self.decoder.streams), span, rows, memory.decoder)
+        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns))
+
+    def empty_memory(self, batch: int) -> dict:
+        """What the mixers keep."""
+        return {"decoder": self.decoder.start(batch, "decoder")}
+
+    def forgetful_memory(self) -> dict:
+        """The same, keeping nothing."""
+        return {"decoder": (None,) * len(self.decoder.blocks)}
+
+    def state_bytes(self, memory: Memory) -> int:
+        """Everything that is kept: a decoder is all there is."""
+        return memory.cache_bytes()
+
+
+def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> list[str]:
+    """The name of each layer's mixer. Raises ValueError unless layers and mixers name one another."""
+    unknown = sorted(set(layers) - set(mixers))
+    if unknown or not layers:
+        raise ValueError(f"layers {list(layers)} must name mixers; there are {', '.join(sorted(mixers)) or 'none'}")
+    idle = sorted(set(mixers) - set(layers))
+    if idle:
+        raise ValueError(f"mixers {idle} are named by no layer of {list(layers)}; name them there or leave them out")
+    if len(layers) > depth:
+        raise ValueError(f"layers lists {len(layers)} mixers for {depth} layers; list at most as many")
+    return [layers[layer % len(layers)] for layer in range(depth)]

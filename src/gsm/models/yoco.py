@@ -1,0 +1,121 @@
+"""YOCO, the decoder-decoder that caches once (Sun et al., 2024): GSM's closest relative.
+
+    tokens
+      |  embedding
+    self-decoder layer 1 .. L_E      each: a sliding window of its own
+      |---- norm, projection ----> keys and values of every token, made once
+      v                                |   |   |
+    cross-decoder layer 1 .. L_D     each: queries on these, nothing stored
+      |
+    norm -> head
+
+As in GSM all layers of the second half read one memory, and prefill needs that half for the last row alone; but the
+memory holds every token of the history, and nothing selects or gathers. The self-decoder stands where GSM has its
+encoder, and is called so in memories and taps. Its windows are the paper's efficient self-attention in one of the two
+forms given there, the other being gated retention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from gsm.memory.memory import FORGETFUL_CACHE, Cache, Memory
+from gsm.mixers.attention import CrossAttention
+from gsm.mixers.sliding_window import SlidingWindow
+from gsm.models.base import LanguageModel, Trace
+from gsm.models.geometry import Geometry
+from gsm.models.matching import note, widths
+from gsm.models.stack import Stack
+from gsm.nn.block import Block, Mixer
+from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.key_value import KeyValue
+from gsm.nn.norm import RMSNorm
+from gsm.nn.residual import HyperConnection, Residual, Streams
+from gsm.shapes import last
+from gsm.span import Span
+
+
+class YOCO(LanguageModel):
+    """You Only Cache Once.
+
+    Args:
+        geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
+        window: tokens that a row of the self-decoder sees; None: the geometry's window.
+        key_value_heads: key and value heads of windows and cache; None: one for every four query heads.
+        query_rank: rank of the queries; None: as many parameters as the baseline has.
+        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        residual: called with the width for every site.
+        feed_forward: called with width and hidden width for every block.
+        recompute: recompute activations of every block in the backward pass.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        window: int | None = None,
+        key_value_heads: int | None = None,
+        query_rank: int | None = None,
+        heads: int | None = None,
+        residual: Callable[[int], Residual] = HyperConnection,
+        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        recompute: bool = False,
+    ):
+        super().__init__(geometry.vocabulary, geometry.dim)
+        self.geometry = geometry
+        same = partial(YOCO, window=window, key_value_heads=key_value_heads)
+        shape, difference = widths(geometry, heads, query_rank, same)
+
+        def block(attention: Mixer) -> Block:
+            return Block(
+                geometry.dim,
+                attention,
+                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
+                residual=residual,
+            )
+
+        windowed = partial(SlidingWindow, shape, geometry=geometry, window=window, key_value_heads=key_value_heads)
+        self.encoder = Stack(
+            [block(windowed(name=f"encoder/{layer}")) for layer in range(1, geometry.encoder_layers + 1)],
+            recompute=recompute,
+        )
+        self.cache_norm = RMSNorm(geometry.dim)
+        self.key_value = KeyValue(shape, key_value_heads)
+        self.rope = geometry.bank_rope()
+        cross = range(geometry.encoder_layers + 1, geometry.depth + 1)
+        self.decoder = Stack(
+            [block(CrossAttention(shape, geometry=geometry, name=f"decoder/{layer}")) for layer in cross],
+            recompute=recompute,
+        )
+        self.parameter_note = note(difference, self)
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        """From embedded tokens to the cross-decoder's output for the rows asked for."""
+        layers, cross = len(self.encoder.blocks), len(self.decoder.blocks)
+        everything = [x_BTD.shape[1]] * layers  # what is cached needs every position
+        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, everything, memory.encoder)
+        normed_BTD = self.cache_norm(encoded.streams.mixed_BTD)
+        entry_BTE = self.key_value(normed_BTD, self.rope(span.position_BT, x_BTD.dtype))
+        (cache,) = memory.decoder
+        seen_BFE, slots, cache = cache.extend(entry_BTE, span.position_BT)
+        history = self.key_value.history(seen_BFE, slots, span)
+        streams = Streams(*(last(x, span.rows) for x in encoded.streams))
+        decoded = self.decoder(streams, span.cut(), [span.rows] * cross, [history] * cross)
+        return Trace(decoded.streams.mixed_BTD, replace(memory, encoder=encoded.owns, decoder=(cache,)))
+
+    def empty_memory(self, batch: int) -> dict:
+        """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""
+        cache = Cache.empty("decoder_cache", self.key_value.entry(batch))
+        return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}
+
+    def forgetful_memory(self) -> dict:
+        """The same, keeping nothing."""
+        return {"encoder": (None,) * len(self.encoder.blocks), "decoder": (FORGETFUL_CACHE,)}
+
+    def state_bytes(self, memory: Memory) -> int:
+        """Everything that is kept: both halves are decoders."""
+        return memory.cache_bytes()

@@ -1,0 +1,210 @@
+"""Comparators: stacks of any mixers, their row schedule, their parameters, and what they remember."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small import GEOMETRY, W, assert_same, build, comparators, random_tokens
+
+import gsm
+from gsm.mixers.attention import Attention
+from gsm.mixers.sliding_window import SlidingWindow
+from gsm.models.comparator import Comparator
+from gsm.models.matching import BARE, halvings, match, note
+from gsm.models.schedule import comparator_rows
+from gsm.nn.key_value import KeyValue
+from gsm.nn.residual import Plain
+from gsm.span import Span
+from gsm_kernels import attend_range, listening, using
+
+MIXERS = {"window": SlidingWindow, "all": Attention}
+TOKENS = random_tokens(2, 40)
+
+
+def plain(layers: list[str], **options) -> Comparator:
+    mixers = {name: mixer for name, mixer in MIXERS.items() if name in layers}
+    return Comparator(GEOMETRY, mixers=mixers, layers=layers, residual=Plain, **options)
+
+
+@pytest.mark.parametrize(
+    ("new", "rows", "reaches", "want"),
+    [
+        (20, 1, [3, 3, 3], [7, 4, 1]),
+        (20, 20, [3, 3, 3], [20, 20, 20]),
+        (6, 1, [3, 3, 3], [6, 4, 1]),
+        (20, 1, [None, 3, 3], [7, 4, 1]),  # what the first layer needs are its inputs, which are there
+        (20, 1, [3, None, 3], [20, 4, 1]),
+        (20, 2, [3, 3, None], [20, 20, 2]),
+        (20, 2, [0, 0], [2, 2]),
+    ],
+)
+def test_rows_are_pruned_from_the_top_by_what_each_layer_reaches(new, rows, reaches, want):
+    assert comparator_rows(new, rows, reaches) == want
+
+
+def test_layers_repeat_over_the_depth():
+    model = plain(["window", "window", "all"])
+    kinds = [type(block.attention) for block in model.decoder]
+    assert kinds == [SlidingWindow, SlidingWindow, Attention] * 2 + [SlidingWindow] * 2
+    assert model.reaches == [W - 1, W - 1, None] * 2 + [W - 1] * 2 and model.reach is None
+    assert plain(["window"]).reach == GEOMETRY.depth * (W - 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (["windw"], r"layers \['windw'\] must name mixers; there are all, window"),
+        ([], r"layers \[\] must name mixers"),
+        (["all"], r"mixers \['window'\] are named by no layer"),
+        (["all", "window"] * 5, "layers lists 10 mixers for 8 layers"),
+    ],
+)
+def test_layers_and_mixers_that_do_not_fit_are_named(layers, said):
+    with pytest.raises(ValueError, match=said):
+        Comparator(GEOMETRY, mixers=MIXERS, layers=layers)
+
+
+def test_a_part_that_cannot_be_is_named():
+    with pytest.raises(ValueError, match="key_value_heads 3 must divide the 4 query heads"):
+        KeyValue(GEOMETRY.shape(), 3)
+    with pytest.raises(ValueError, match="window must be at least 1 token, got 0; null means the size's window"):
+        SlidingWindow(GEOMETRY.shape(), geometry=GEOMETRY, name="", window=0)
+
+
+@torch.no_grad()
+def test_a_window_over_everything_is_dense_attention():
+    same = replace(GEOMETRY, bank_rope_base=GEOMETRY.rope_base)
+    mixers = {"window": partial(SlidingWindow, window=40), "all": Attention}
+    models = [
+        Comparator(same, mixers={name: mixers[name]}, layers=[name], residual=Plain, query_rank=6).double()
+        for name in mixers
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    assert_same(models[0](TOKENS).logits, models[1](TOKENS).logits, "a window of 40 tokens against dense attention")
+
+
+@torch.no_grad()
+def test_a_layer_is_the_equation_of_attention():
+    """Against softmax(q k^T / sqrt(C)) v, head by head, with a rotation written out as complex numbers."""
+    mixer = Attention(GEOMETRY.shape(), geometry=GEOMETRY, name="", key_value_heads=2).double()
+    x, span = torch.randn(1, 9, GEOMETRY.dim, dtype=torch.float64), Span(torch.arange(9)[None], 9)
+    got = mixer(x, span, None, None).update_BRD[0]
+    rotary, width = GEOMETRY.rotary_dim, GEOMETRY.entry_dim
+    frequency = GEOMETRY.bank_rope_base ** (-2 * torch.arange(rotary // 2, dtype=torch.float64) / rotary)
+    turn = torch.polar(torch.ones(9, rotary // 2, dtype=torch.float64), torch.arange(9)[:, None] * frequency)
+
+    def rotated(y_TC):
+        pairs = torch.view_as_complex(y_TC[:, width - rotary :].reshape(9, -1, 2).contiguous()) * turn
+        return torch.cat([y_TC[:, : width - rotary], torch.view_as_real(pairs).flatten(1)], dim=1)
+
+    query = mixer.query.up(mixer.query.norm(mixer.query.down(x[0]))).split(width, dim=1)
+    stored = mixer.key_value.projection(x[0]).split(width, dim=1)  # two keys, then two values
+    hidden = torch.ones(9, 9).triu(1).bool()
+    heads = []
+    for head in range(GEOMETRY.heads):
+        key, value = stored[head // 2], stored[2 + head // 2]
+        logit = rotated(query[head]) @ rotated(key).T / width**0.5
+        heads.append(logit.masked_fill(hidden, -torch.inf).softmax(1) @ value)
+    assert_same(got, mixer.output(torch.stack(heads, dim=1)), "one layer")
+
+
+@pytest.mark.parametrize("case", comparators())
+@torch.no_grad()
+def test_both_implementations_of_attention_make_the_same_model(case):
+    model = build(case)
+    with listening() as heard:
+        fast = model(TOKENS).logits
+    with using("reference"):
+        assert_same(fast, model(TOKENS).logits, case)
+    assert ("attend_range", "sdpa") in heard
+
+
+@torch.no_grad()
+def test_one_document_without_padding_is_known_without_looking(monkeypatch):
+    model, whole = build("transformer"), []
+    right = attend_range.check
+    monkeypatch.setattr(attend_range, "check", lambda *a: whole.append(a[6]) or right(*a))
+    model(TOKENS)
+    out = model(TOKENS[:, :30], memory=model.start(2))
+    assert all(whole) and len(whole) == 2 * GEOMETRY.depth
+    whole.clear()
+    model(TOKENS[:, 30:], memory=out.memory)
+    model(TOKENS, documents=torch.zeros_like(TOKENS))
+    model(TOKENS, memory=model.start(2, capacity=50))
+    assert not any(whole)
+
+
+@pytest.mark.parametrize("case", comparators())
+@torch.no_grad()
+def test_the_state_of_a_comparator_is_all_that_it_keeps(case):
+    model = build(case)
+    memory = model.prefill(TOKENS[:1], model.start()).memory
+    sizes = memory.breakdown()
+    assert model.state_bytes(memory) == memory.cache_bytes() == memory.nbytes() - sizes["bookkeeping"] > 0
+
+
+@torch.no_grad()
+def test_a_cache_grows_by_its_heads_and_a_window_does_not():
+    sizes = {}
+    for case in ("transformer", "sliding_window", "yoco"):
+        model = build(case)
+        sizes[case] = [model.start(1, capacity=n).breakdown() for n in (39, 79)]
+    entry = 2 * GEOMETRY.entry_dim * 8  # one key and one value head in float64
+    assert [one["decoder_cache"] for one in sizes["transformer"]] == [GEOMETRY.depth * n * entry for n in (40, 80)]
+    assert [one["decoder_window"] for one in sizes["sliding_window"]] == [GEOMETRY.depth * W * entry] * 2
+    assert [one["decoder_cache"] for one in sizes["yoco"]] == [n * entry for n in (40, 80)], "cached once"
+    assert sizes["yoco"][0]["encoder_window"] == GEOMETRY.encoder_layers * W * entry
+
+
+@torch.no_grad()
+def test_prefill_asks_yoco_s_second_half_for_one_row(monkeypatch):
+    model, asked = build("yoco"), []
+    right = type(model.decoder).forward
+    watch = lambda self, streams, span, *rest: asked.append(span.rows) or right(self, streams, span, *rest)  # noqa: E731
+    monkeypatch.setattr(type(model.decoder), "forward", watch)
+    model(TOKENS, rows=1)
+    assert asked == [1, 1] and model.decoder is not model.encoder
+
+
+def test_matching_takes_the_first_heads_whose_rank_fits():
+    def make(heads, rank):
+        return plain(["all"], heads=heads, query_rank=rank, feed_forward=BARE["feed_forward"])
+
+    def count(model):
+        return sum(p.numel() for p in model.parameters())
+
+    for heads, rank in ((4, 7), (2, 5)):
+        found = match(GEOMETRY, [heads], make, lambda h=heads, r=rank: make(h, r))
+        assert found == (heads, rank, 0)
+    poor = match(GEOMETRY, halvings(4), make, lambda: make(4, 2))  # rank 2 is below half of the geometry's 6
+    assert poor.heads < 4 and poor.rank >= 3
+    tiny = match(GEOMETRY, halvings(4), make, lambda: make(1, 1))
+    assert tiny.heads == 1 and tiny.rank == 3 and tiny.difference == count(make(1, 3)) - count(make(1, 1))
+    assert "more than the baseline" in note(tiny.difference, make(1, 3))
+
+
+def test_matching_draws_no_random_numbers():
+    def weights(**options):
+        torch.manual_seed(0)
+        return plain(["all"], **options).state_dict()
+
+    matched = weights()
+    heads, rank = GEOMETRY.heads, matched["decoder.blocks.0.attention.query.down.weight"].shape[0]
+    for name, value in weights(heads=heads, query_rank=rank).items():
+        assert torch.equal(value, matched[name]), name
+
+
+@torch.no_grad()
+def test_taps_show_the_weights_of_every_layer():
+    for case, name in (
+        ("transformer", "decoder/8/weights"),
+        ("yoco", "decoder/5/weights"),
+        ("yoco", "encoder/4/weights"),
+    ):
+        with gsm.record("*/weights") as seen:
+            build(case)(TOKENS)
+        assert len(seen) == GEOMETRY.depth and seen[name].shape == (2, 40, GEOMETRY.heads, 40)
+        assert_same(seen[name].sum(-1), torch.ones(2, 40, GEOMETRY.heads, dtype=torch.float64), name, 1e-12)
