@@ -8,6 +8,7 @@ implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `pyth
 
 from .attend import attend
 from .attend_band import attend_band
+from .delta_rule import delta_rule
 from .dispatch import Impl, KernelBuildError, Op, listening, using
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
@@ -28,6 +29,7 @@ OPS: tuple[Op, ...] = (
     mhc_boundary,
     rms_norm,
     swiglu,
+    delta_rule,
     linear_cross_entropy,
 )
 
@@ -46,6 +48,7 @@ __all__ = [
     "attend",
     "attend_band",
     "candidate_pool",
+    "delta_rule",
     "explain",
     "index_top_k",
     "indexer_kl",

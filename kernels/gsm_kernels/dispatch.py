@@ -23,7 +23,7 @@ from typing import Any
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "reference", "triton", "chunked", "fla")
 
 
 class KernelBuildError(RuntimeError):

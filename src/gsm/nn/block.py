@@ -20,13 +20,13 @@ class Mixed(NamedTuple):
     Attributes:
         update_BRD: its output for the R rows asked for.
         own: its memory after the call (None: it remembers nothing).
-        view: what later layers and stages may read.
+        view: what later layers and stages may read (None: nothing).
         learned: loss and recall of its indexer, in training.
     """
 
     update_BRD: Tensor
     own: Any
-    view: View
+    view: View | None
     learned: IndexerLoss | None = None
 
 
@@ -56,7 +56,7 @@ class BlockOutput(NamedTuple):
     streams: Streams
     entered_BTD: Tensor
     own: Any
-    view: View
+    view: View | None
     learned: IndexerLoss | None
 
 
