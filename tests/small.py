@@ -82,8 +82,8 @@ def without_keys(node: dict) -> dict:
 
 
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline likewise and with its pool, the comparators as they
-    are."""
+    """All models: GSM with every variant of every slot, the baseline likewise and with its pool, and the
+    comparators as they are."""
     slots = ("encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward", "indexer_training")
     gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
     return [

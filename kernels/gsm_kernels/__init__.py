@@ -9,6 +9,7 @@ implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `pyth
 from .attend import attend
 from .attend_band import attend_band
 from .attend_range import attend_range
+from .delta_rule import delta_rule
 from .dispatch import Impl, KernelBuildError, Op, listening, using
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
@@ -32,6 +33,7 @@ OPS: tuple[Op, ...] = (
     mhc_boundary,
     rms_norm,
     swiglu,
+    delta_rule,
     linear_cross_entropy,
 )
 
@@ -51,6 +53,7 @@ __all__ = [
     "attend_band",
     "attend_range",
     "candidate_pool",
+    "delta_rule",
     "explain",
     "index_top_k",
     "indexer_kl",

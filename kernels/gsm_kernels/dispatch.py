@@ -24,7 +24,7 @@ from typing import Any
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton", "sdpa", "xformers")
+CHOICES = ("auto", "reference", "triton", "sdpa", "xformers", "chunked", "fla")
 
 
 class KernelBuildError(RuntimeError):

@@ -92,6 +92,24 @@ def hyper_connection(batch=2, rows=5, streams=4, width=6, seed=0) -> dict:
     }
 
 
+def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, seed=0) -> dict:
+    """Arguments of `delta_rule`, float64: unit keys, documents of random lengths, padding in row 0 in two places."""
+    position = packed_positions(batch, tokens, seed, padding=min(2, tokens - 1))
+    position[0, tokens // 2 : tokens // 2 + 3] = -1
+    shape = (batch, tokens, heads)
+    return {
+        "query_BTHC": normal(*shape, channels, seed=seed),
+        "key_BTHC": torch.nn.functional.normalize(normal(*shape, channels, seed=seed + 1), dim=-1),
+        "value_BTHC": normal(*shape, channels, seed=seed + 2),
+        "beta_BTH": 2 * torch.sigmoid(normal(*shape, seed=seed + 3)) if rule else None,
+        "log_decay_BTH": -normal(*shape, seed=seed + 4).abs() if decay else None,
+        "start_BT": position == 0,
+        "live_BT": position >= 0,
+        "state_BHCC": normal(batch, heads, channels, channels, seed=seed + 5),
+        "scale": 0.7,
+    }
+
+
 def every_call() -> dict[str, dict]:
     pooled = {k: v for k, v in selection().items() if k != "k"}
     hyper = hyper_connection()
@@ -113,6 +131,7 @@ def every_call() -> dict[str, dict]:
         "mhc_boundary": {**hyper, "rounds": 3},
         "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
+        "delta_rule": recurrence(),
         "linear_cross_entropy": {"hidden_ND": normal(6, 5), "weight_VD": normal(7, 5, seed=1), "target_N": target},
     }
 

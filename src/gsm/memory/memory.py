@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gsm.memory.ledger import Ledger
 from gsm.memory.slots import Slots, every_token
-from gsm.memory.store import FORGET, Column, ColumnStore, Slab, Window, WindowStore
+from gsm.memory.store import FORGET, Column, ColumnStore, Slab, State, StateStore, Window, WindowStore
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,17 @@ class Cache:
 
 
 FORGETFUL_CACHE = Cache(FORGET, None)
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """What a recurrent layer keeps: the last inputs of its convolution, and its state."""
+
+    convolution: WindowStore
+    state: StateStore
+
+
+FORGETFUL_RECURRENT = RecurrentMemory(FORGET, FORGET)
 
 
 @dataclass(frozen=True)
@@ -208,11 +219,13 @@ def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
 
 
 def _stores(node: Any) -> Iterator[tuple]:
-    """Windows and columns below ``node``, in order."""
+    """Windows, columns and states below ``node``, in order."""
     if isinstance(node, Window):
         yield node.kind, node.size, node.entry_BEC.shape[-1], node.entry_BEC.dtype
     elif isinstance(node, Column | Slab):
         yield node.kind, node.ratio, node.value_BFC.shape[-1], node.value_BFC.dtype
+    elif isinstance(node, State):
+        yield node.kind, *node.value_BHCC.shape[1:3], node.value_BHCC.dtype
     else:
         for part in _parts(node):
             yield from _stores(part)

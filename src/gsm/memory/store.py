@@ -1,10 +1,10 @@
 """What a layer remembers between calls. Every store answers to the same few methods, so that a mixer cannot tell
 training from generation, or one kind of memory from the other:
 
-                 what it is                       entries of the past    values of a bank
-    training     nothing is kept                  ``Forget``             ``Forget``
-    growing      immutable values                 ``Window``             ``Column``
-    static       buffers that keep their place    ``FixedWindow``        ``Slab``
+                 what it is                       entries of the past    values of a bank    a recurrence's state
+    training     nothing is kept                  ``Forget``             ``Forget``          ``Forget``
+    growing      immutable values                 ``Window``             ``Column``          ``State``
+    static       buffers that keep their place    ``FixedWindow``        ``Slab``            ``State``
 
 Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
 forkable; a static memory takes the next stores over into its buffers when the whole call is done.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gsm.memory.slots import Slots
+from gsm.shapes import promoted
 
 
 class WindowStore(Protocol):
@@ -37,6 +38,18 @@ class ColumnStore(Protocol):
         ...
 
 
+class StateStore(Protocol):
+    """The state of a recurrence: all that it knows of the past."""
+
+    def resume(self, empty_BHCC: Tensor) -> Tensor:
+        """The state to go on from: ``empty_BHCC`` where nothing is kept."""
+        ...
+
+    def keep(self, after_BHCC: Tensor) -> StateStore:
+        """The store after a call that left the state ``after_BHCC``."""
+        ...
+
+
 class Forget:
     """The store of training: the new entries are all there is, and nothing is kept."""
 
@@ -47,6 +60,14 @@ class Forget:
     def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Forget]:
         """The new values, unchanged: without a memory the new slots are all slots."""
         return new_BGC, self
+
+    def resume(self, empty_BHCC: Tensor) -> Tensor:
+        """The empty state: every call begins anew."""
+        return empty_BHCC
+
+    def keep(self, after_BHCC: Tensor) -> Forget:
+        """Nothing."""
+        return self
 
 
 FORGET = Forget()
@@ -164,3 +185,31 @@ class Slab:
         place_BGC = slots.places(spare)[..., None].expand(new_BGC.shape)
         self.value_BFC.scatter_(1, place_BGC, new_BGC.detach().to(self.value_BFC.dtype))
         return self.value_BFC, self
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a recurrence, a matrix for every head, in at least float32: what is added to it again and again must
+    not be rounded away. Its size being fixed, it is the same in a memory that grows and in a static one.
+
+    Attributes:
+        kind: what its bytes are called.
+        value_BHCC: the state.
+    """
+
+    kind: str
+    value_BHCC: Tensor
+
+    @staticmethod
+    def empty(kind: str, heads: int, like_BC: Tensor) -> State:
+        """A state of zeros, for as many sequences and of the width and device of ``like_BC``."""
+        batch, width = like_BC.shape
+        return State(kind, promoted(like_BC.new_zeros(batch, heads, width, width)))
+
+    def resume(self, empty_BHCC: Tensor) -> Tensor:
+        """The state that is kept."""
+        return self.value_BHCC
+
+    def keep(self, after_BHCC: Tensor) -> State:
+        """The next state, without its gradient."""
+        return replace(self, value_BHCC=after_BHCC.detach())

@@ -16,6 +16,7 @@ _PARTS = (
     ("indexers", r"\.indexer\."),
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
+    ("recurrence", r"\.attention\.(key|value|beta|decay\w*|gate|convolution)(\.|$)"),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),
     ("feed-forward", r"\.feed_forward\."),

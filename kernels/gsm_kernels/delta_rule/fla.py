@@ -1,0 +1,105 @@
+"""The recurrence of `gsm_kernels.delta_rule` by the Triton kernels of flash-linear-attention (extra `fla`), on a GPU.
+
+Its kernels know no flags of documents but offsets of sequences laid end to end, each with a state of its own to start
+from: every document in a row of the batch, or part of one, becomes such a sequence. How many there are only the device
+knows, so a call of several tokens waits for it; a single token does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import at_least_float32
+
+INSTALLED = importlib.util.find_spec("fla") is not None
+WIDEST = 256  # channels of a head
+
+
+def missing() -> str | None:
+    """Why these kernels can take no call at all."""
+    if not INSTALLED:
+        return "flash-linear-attention is not installed (pip install 'gsm-playground[fla]')"
+    return None if torch.cuda.is_available() else "flash-linear-attention needs a GPU"
+
+
+def refuses(query_BTHC: Tensor, key_BTHC: Tensor, value_BTHC: Tensor, *others: Any, **named: Any) -> str | None:
+    """Why these kernels cannot take this call."""
+    if query_BTHC.device.type != "cuda":
+        return f"needs tensors on a GPU, got {query_BTHC.device.type}"
+    dtypes = {x.dtype for x in (query_BTHC, key_BTHC, value_BTHC)}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"needs query, key and value in bfloat16 or all in float16, got {names}"
+    if query_BTHC.shape[-1] > WIDEST:
+        return f"takes heads of at most {WIDEST} channels, got {query_BTHC.shape[-1]}"
+    if torch.compiler.is_compiling():
+        return "cannot be traced into a graph"
+    if query_BTHC.shape[1] > 1 and torch.cuda.is_current_stream_capturing():
+        return "waits for the device, which a CUDA graph that is being captured cannot"
+    return None
+
+
+def delta_rule(
+    query_BTHC: Tensor,
+    key_BTHC: Tensor,
+    value_BTHC: Tensor,
+    beta_BTH: Tensor | None,
+    log_decay_BTH: Tensor | None,
+    start_BT: Tensor,
+    live_BT: Tensor,
+    state_BHCC: Tensor,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """See `gsm_kernels.delta_rule`."""
+    idle_BT1, start_BT, state_BHCC = ~live_BT[..., None], start_BT & live_BT, at_least_float32(state_BHCC)
+    call = {"q": query_BTHC, "k": key_BTHC.masked_fill(idle_BT1[..., None], 0), "v": value_BTHC}
+    if beta_BTH is not None:
+        call["beta"] = beta_BTH.to(query_BTHC.dtype)
+    if log_decay_BTH is not None:
+        call["g"] = at_least_float32(log_decay_BTH).masked_fill(idle_BT1, 0)
+    # The kernels for single tokens have no backward.
+    single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
+    run = _kernel("beta" in call, "g" in call, "fused_recurrent" if single else "chunk")
+    if single:
+        entering_BHCC = state_BHCC.masked_fill(start_BT[..., None, None], 0)
+        out_BTHC, after_BHCC = run(**call, scale=scale, initial_state=entering_BHCC, output_final_state=True)
+    else:
+        out_BTHC, after_BHCC = _laid_end_to_end(run, call, start_BT, state_BHCC, scale)
+    return out_BTHC.masked_fill(idle_BT1[..., None], 0), after_BHCC
+
+
+def _kernel(rule: bool, decay: bool, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The library's function for a recurrence, in its ``chunk`` or its ``fused_recurrent`` form."""
+    name = "simple_gla" if not rule else "gated_delta_rule" if decay else "delta_rule"
+    return getattr(importlib.import_module(f"fla.ops.{name}"), f"{form}_{name}")
+
+
+def _laid_end_to_end(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    call: dict[str, Tensor],
+    start_BT: Tensor,
+    state_BHCC: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Runs a kernel on all rows as one, cut where a row or a document starts."""
+    batch, length = start_BT.shape
+    cut_BT = start_BT.clone()
+    cut_BT[:, 0] = True
+    first_N = cut_BT.flatten().nonzero()[:, 0]
+    end = first_N.new_tensor([batch * length])
+    goes_on_N = (first_N % length == 0) & ~start_BT.flatten()[first_N]
+    entering_NHCC = state_BHCC[first_N // length].masked_fill(~goes_on_N[:, None, None, None], 0)
+    out_1THC, after_NHCC = run(
+        **{name: x.flatten(0, 1)[None] for name, x in call.items()},
+        scale=scale,
+        initial_state=entering_NHCC,
+        output_final_state=True,
+        cu_seqlens=torch.cat((first_N, end)),
+    )
+    return out_1THC[0].unflatten(0, (batch, length)), after_NHCC[cut_BT.sum(dim=1).cumsum(0) - 1]

@@ -1,0 +1,195 @@
+"""delta_rule: the reference against matrices written out, the chunked form against the reference, and what the library
+flash-linear-attention is given."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from calls import cast, gradients, recurrence
+from oracles import normal
+
+from gsm_kernels import delta_rule, listening, using
+from gsm_kernels.delta_rule import chunked, fla, reference
+from gsm_kernels.testing import assert_close, relative_error
+
+KINDS = [{"rule": rule, "decay": decay} for rule, decay in itertools.product((True, False), repeat=2)]
+NAMES = [" and ".join(name for name, on in kind.items() if on) or "sum" for kind in KINDS]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+
+
+def matrices(query, key, value, beta, log_decay, start, live, state, scale):
+    """The recurrence with one matrix at a time, I - beta k k^T among them."""
+    out, after = torch.zeros_like(query), state.clone()
+    eye = torch.eye(key.shape[-1], dtype=key.dtype)
+    for b, h in itertools.product(range(query.shape[0]), range(query.shape[2])):
+        S = state[b, h]
+        for t in range(query.shape[1]):
+            if not live[b, t]:
+                continue
+            k, v = key[b, t, h], value[b, t, h]
+            S = torch.zeros_like(S) if start[b, t] else S
+            S = S if log_decay is None else log_decay[b, t, h].exp() * S
+            strength = 1 if beta is None else beta[b, t, h]
+            S = (S if beta is None else (eye - strength * torch.outer(k, k)) @ S) + strength * torch.outer(k, v)
+            out[b, t, h] = scale * (query[b, t, h] @ S)
+        after[b, h] = S
+    return out, after
+
+
+@kinds
+def test_the_reference_equals_the_matrices_written_out(kind):
+    call = recurrence(tokens=23, **kind)
+    with using("reference"):
+        out, state = delta_rule(**call)
+    expected_out, expected_state = matrices(*call.values())
+    assert_close(out, expected_out)
+    assert_close(state, expected_state, name="state")
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [2, chunked.CHUNK - 1, chunked.CHUNK, chunked.CHUNK + 1, 3 * chunked.CHUNK + 5])
+def test_chunks_equal_the_reference_forward_and_backward(kind, tokens):
+    call = recurrence(tokens=tokens, **kind)
+    with listening() as heard, using("chunked"):
+        out, grads = gradients(delta_rule, call)
+    with using("reference"):
+        expected, expected_grads = gradients(delta_rule, call)
+    assert heard == [("delta_rule", "chunked")]
+    for got, wanted in zip(out, expected, strict=True):
+        assert_close(got, wanted)
+    for name, wanted in expected_grads.items():
+        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
+
+
+@kinds
+def test_a_stream_in_parts_equals_the_whole_stream(kind):
+    call = recurrence(tokens=90, **kind)
+    out, state = delta_rule(**call)
+    parts, part_state = [], call["state_BHCC"]
+    for first, end in ((0, 40), (40, 41), (41, 73), (73, 90)):
+        part = {k: v[:, first:end] if isinstance(v, torch.Tensor) else v for k, v in call.items() if k != "state_BHCC"}
+        part_out, part_state = delta_rule(**part, state_BHCC=part_state)
+        parts.append(part_out)
+    assert_close(torch.cat(parts, dim=1), out)
+    assert_close(part_state, state, name="state")
+
+
+def test_padding_may_hold_anything():
+    call = recurrence(tokens=40)
+    idle = ~call["live_BT"]
+    out, state = delta_rule(**call)
+    for name in ("query_BTHC", "key_BTHC", "value_BTHC", "beta_BTH", "log_decay_BTH"):
+        call[name] = call[name].masked_fill(idle.view(*idle.shape, *[1] * (call[name].ndim - 2)), 77.0)
+    call["start_BT"] = call["start_BT"] | idle
+    other_out, other_state = delta_rule(**call)
+    assert torch.equal(other_out, out) and torch.equal(other_state, state)
+    assert not out[idle].any() and out[~idle].any()
+
+
+def test_a_write_of_strength_two_turns_the_state_around():
+    key = torch.tensor([1.0, 0.0, 0.0]).view(1, 1, 1, 3)
+    state, ones = normal(1, 1, 3, 3, dtype=torch.float32), torch.ones(1, 1, 1)
+    _, turned = delta_rule(key, key, 0 * key, 2 * ones, None, ones[0] < 0, ones[0] > 0, state)
+    assert_close(turned, torch.tensor([-1.0, 1.0, 1.0])[:, None] * state)
+
+
+def test_a_decay_to_nothing_is_finite_forward_and_backward():
+    call = cast(recurrence(tokens=64), torch.float32)
+    call["log_decay_BTH"] = torch.full_like(call["log_decay_BTH"], -40.0)  # exp(40 * 32) is none of float32's numbers
+    with using("chunked"):
+        out, grads = gradients(delta_rule, call)
+    assert all(x.isfinite().all() for x in (*out, *grads.values()))
+
+
+def test_there_must_be_a_token():
+    with pytest.raises(ValueError, match="at least one token"):
+        delta_rule(**recurrence(tokens=1) | {k: v[:, :0] for k, v in recurrence(tokens=1).items() if "_BT" in k})
+
+
+def test_a_single_token_is_left_to_the_reference():
+    with listening() as heard:
+        delta_rule(**recurrence(tokens=1))
+    assert heard == [("delta_rule", "reference")]
+
+
+# What flash-linear-attention is given. Its kernels need a GPU: here the reference stands in for them.
+
+
+def stand_in(rule, decay, form):
+    """A kernel of the library's signature: sequences end to end, each from a state of its own."""
+
+    def run(q, k, v, beta=None, g=None, *, scale, initial_state, output_final_state, cu_seqlens=None):
+        assert (beta is not None, g is not None) == (rule, decay) and output_final_state
+        bounds = list(range(q.shape[0] + 1)) if cu_seqlens is None else cu_seqlens.tolist()
+        outs, states = [], []
+        for number, (first, end) in enumerate(itertools.pairwise(bounds)):
+            cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
+            parts = [None if x is None else cut(x) for x in (q, k, v, beta, g)]
+            never = torch.zeros(parts[0].shape[:2], dtype=torch.bool)
+            out, state = reference.delta_rule(*parts, never, ~never, initial_state[number][None], scale)
+            outs.append(out)
+            states.append(state)
+        return torch.cat(outs, dim=0 if cu_seqlens is None else 1), torch.cat(states)
+
+    assert form in ("chunk", "fused_recurrent")
+    return run
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [1, 37])
+@torch.no_grad()
+def test_documents_become_sequences_end_to_end(kind, tokens, monkeypatch):
+    monkeypatch.setattr(fla, "_kernel", stand_in)
+    for seed in range(3):
+        call = recurrence(batch=3, tokens=tokens, seed=seed, **kind)
+        out, state = fla.delta_rule(**call)
+        expected_out, expected_state = reference.delta_rule(**call)
+        assert_close(out, expected_out)
+        assert_close(state, expected_state, name="state")
+
+
+def test_the_library_says_why_it_cannot_be_used_here(monkeypatch):
+    monkeypatch.setattr(fla, "INSTALLED", False)
+    with using("fla"), pytest.raises(RuntimeError, match="delta_rule: cannot run as 'fla': .* is not installed"):
+        delta_rule(**recurrence())
+    assert "is not installed" in delta_rule.explain()[1]
+    assert fla.refuses(**recurrence()) == "needs tensors on a GPU, got cpu"
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_library_s_functions_take_what_they_are_given(kind):
+    pytest.importorskip("fla.ops")
+    for form in ("chunk", "fused_recurrent"):
+        function = fla._kernel(kind["rule"], kind["decay"], form)
+        call = {"q": 0, "k": 0, "v": 0, "scale": 0, "initial_state": 0, "output_final_state": True, "cu_seqlens": 0}
+        call |= ({"beta": 0} if kind["rule"] else {}) | ({"g": 0} if kind["decay"] else {})
+        signature = inspect.signature(inspect.unwrap(function))
+        assert set(call) <= set(signature.parameters)
+        signature.bind(**call)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_library_s_own_naive_forms_agree(name):
+    pytest.importorskip("fla.ops")
+    from fla.ops.delta_rule.naive import delta_rule_recurrence
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
+
+    call = cast(recurrence(tokens=70), torch.float32)
+    never = torch.zeros_like(call["start_BT"])
+    q, k, v, beta, g, _, _, state, scale = (call | {"scale": call["query_BTHC"].shape[-1] ** -0.5}).values()
+    heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
+    out, after = delta_rule_recurrence(*heads_first, initial_state=state)
+    wanted = {
+        (True, False): (out.transpose(1, 2), after),
+        (True, True): naive_recurrent_gated_delta_rule(q, k, v, beta, g, scale, state, True),
+        (False, False): naive_recurrent_linear_attn(q, k, v, scale, state, True),
+    }
+    for (rule, decay), expected in wanted.items():
+        with using(name):
+            got = delta_rule(q, k, v, beta if rule else None, g if decay else None, never, ~never, state, scale)
+        for mine, theirs in zip(got, expected, strict=True):
+            assert relative_error(mine, theirs) < 2e-6

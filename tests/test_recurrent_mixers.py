@@ -1,0 +1,287 @@
+"""Recurrent mixers: each against its equations, and in a small model that answers to one path, documents and memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
+from small import GEOMETRY, assert_same, random_tokens, randomise, variant
+from torch import Tensor
+
+from gsm.memory.memory import Memory, _tensors
+from gsm.mixers.recurrence import Recurrence
+from gsm.models.base import LanguageModel, Trace
+from gsm.models.report import count_parameters
+from gsm.models.stack import Stack
+from gsm.nn.block import Block
+from gsm.nn.convolution import ShortConvolution
+from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.residual import Plain, Streams
+from gsm.observe import record
+from gsm.paths import ROOT, variants
+from gsm.span import Span
+
+
+def yaml_of(name: str):
+    return OmegaConf.load(ROOT / "configs/model/mixer" / f"{name}.yaml")
+
+
+NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_of(name)._target_), Recurrence)]
+LENGTH = 41
+
+
+class Recurrent(LanguageModel):
+    """Two blocks around a mixer."""
+
+    def __init__(self, mixer) -> None:
+        super().__init__(GEOMETRY.vocabulary, GEOMETRY.dim)
+        self.decoder = Stack(
+            [
+                Block(
+                    GEOMETRY.dim,
+                    mixer(GEOMETRY.shape(), geometry=GEOMETRY, name=f"decoder/{layer}"),
+                    feed_forward=lambda dim: SwiGLU(dim, 12),
+                    residual=Plain,
+                )
+                for layer in (1, 2)
+            ]
+        )
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        out = self.decoder(Streams.copies(x_BTD, 1), span, [x_BTD.shape[1], span.rows], memory.decoder)
+        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns))
+
+    def empty_memory(self, batch: int) -> dict:
+        return {"decoder": self.decoder.start(batch, "decoder")}
+
+    def forgetful_memory(self) -> dict:
+        return {"decoder": (None, None)}
+
+
+def mixer_of(name: str, **knobs) -> Recurrence:
+    mixer = instantiate(yaml_of(name), **knobs)(GEOMETRY.shape(), geometry=GEOMETRY, name="decoder/1").double()
+    randomise(mixer)
+    return mixer
+
+
+def build(name: str) -> Recurrent:
+    model = Recurrent(variant("mixer", name)).double()
+    randomise(model)
+    return model.eval()
+
+
+def some_documents(batch: int, length: int, draw: random.Random) -> Tensor:
+    """Runs of ids that differ between sequences; every other sequence is padded on the left."""
+    rows = []
+    for row in range(batch):
+        ids = [-1] * (draw.randint(1, 6) if row % 2 else 0)
+        while len(ids) < length:
+            ids += [len(ids)] * draw.randint(1, 15)
+        rows.append(ids[:length])
+    return torch.tensor(rows)
+
+
+# The equations, token by token and head by head.
+
+
+def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
+    """What a mixer makes of one document, from its parameters."""
+    heads, width, steps, delta = mixer.heads, mixer.width, mixer.steps, hasattr(mixer, "beta")
+    parts = [mixer.query(x_TD[None])[0][0].flatten(-2), mixer.key(x_TD), mixer.value(x_TD)]
+    raw_TC = torch.cat(parts, dim=-1)
+    taps_CW = torch.ones_like(raw_TC[0])[:, None] if mixer.convolution is None else mixer.convolution.weight
+    state_HCC, rows = x_TD.new_zeros(heads, width, width), []
+    for t in range(len(x_TD)):
+        mixed_C = sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, taps_CW.shape[1])))
+        q_HC, k_SHC, v_SHC = (
+            part.view(-1, heads, width)
+            for part in mixed_C.split([heads * width, steps * heads * width, steps * heads * width])
+        )
+        if delta:
+            q_HC, k_SHC = (a / a.norm(dim=-1, keepdim=True) for a in (F.silu(q_HC), F.silu(k_SHC)))
+            v_SHC, beta_SH = F.silu(v_SHC), mixer.largest_beta * torch.sigmoid(mixer.beta(x_TD[t])).view(steps, heads)
+        else:
+            q_HC, k_SHC = (torch.where(a > 0, a + 1, a.exp()) for a in (q_HC, k_SHC))
+        if hasattr(mixer, "decay"):
+            step_H = torch.log1p(torch.exp(mixer.decay(x_TD[t]) + mixer.decay_bias))
+            state_HCC = torch.exp(-mixer.decay_rate.exp() * step_H)[:, None, None] * state_HCC
+        for i in range(steps):
+            answer_HC = torch.einsum("hkv,hk->hv", state_HCC, k_SHC[i])
+            write_HC = beta_SH[i][:, None] * (v_SHC[i] - answer_HC) if delta else v_SHC[i]
+            state_HCC = state_HCC + torch.einsum("hk,hv->hkv", k_SHC[i], write_HC)
+        out_HC = mixer.norm(torch.einsum("hkv,hk->hv", state_HCC, q_HC.view(heads, width)))
+        if hasattr(mixer, "gate"):
+            out_HC = out_HC * F.silu(mixer.gate(x_TD[t])).view(heads, width)
+        rows.append(mixer.output(out_HC.flatten()))
+    return torch.stack(rows)
+
+
+KNOBS = [(name, {}) for name in NAMES] + [
+    ("linear_attention", {"convolution": 1}),
+    ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
+    ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=[f"{name}{knobs or ''}" for name, knobs in KNOBS])
+@torch.no_grad()
+def test_a_mixer_equals_its_equations(name, knobs):
+    mixer, x_BTD = mixer_of(name, **knobs), torch.randn(2, LENGTH, GEOMETRY.dim, dtype=torch.float64)
+    span = Span(torch.arange(LENGTH).expand(2, -1), rows=7)
+    got = mixer(x_BTD, span, None, None).update_BRD
+    want = torch.stack([written_out(mixer, x_TD) for x_TD in x_BTD])[:, -7:]
+    assert_same(got, want, name)
+
+
+@torch.no_grad()
+def test_delta_product_of_one_step_is_delta_net():
+    one, net = mixer_of("delta_product", steps=1), mixer_of("delta_net")
+    one.load_state_dict(net.state_dict())
+    x_BTD = torch.randn(2, 9, GEOMETRY.dim, dtype=torch.float64)
+    span = Span(torch.arange(9).expand(2, -1), rows=9)
+    assert torch.equal(one(x_BTD, span, None, None).update_BRD, net(x_BTD, span, None, None).update_BRD)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("delta_net", {"largest_beta": 2.5}, "largest_beta must lie above 0 and be at most 2, .* got 2.5"),
+        ("delta_product", {"steps": 0}, "steps must be at least 1 write for a token, got 0"),
+        ("linear_attention", {"convolution": 0}, "convolution must see at least 1 token, .* got 0"),
+    ],
+)
+def test_a_knob_that_cannot_be_is_named(name, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        mixer_of(name, **knobs)
+
+
+def test_the_convolution_equals_pytorch_s_on_one_document():
+    convolution, x_BTC = ShortConvolution(6, 4).double(), torch.randn(2, 11, 6, dtype=torch.float64)
+    want = F.conv1d(F.pad(x_BTC.mT, (3, 0)), convolution.weight.flip(-1)[:, None], groups=6).mT
+    assert_same(convolution(x_BTC, torch.arange(11).expand(2, -1)), want, "the short convolution")
+
+
+def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2():
+    torch.manual_seed(0)
+    mixer = instantiate(yaml_of("gated_delta_net"))(
+        replace(GEOMETRY.shape(), heads=64), geometry=GEOMETRY, name="decoder/1"
+    )
+    step_H, rate_H = F.softplus(mixer.decay_bias), mixer.decay_rate.exp()
+    assert 0.001 <= step_H.min() < 0.003 and 0.03 < step_H.max() <= 0.1001
+    assert 1 <= rate_H.min() < 3 and 14 < rate_H.max() <= 16
+
+
+# In a model: one path, documents, memory.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_any_split_into_calls_equals_the_full_forward(name):
+    model, draw = build(name), random.Random(0)
+    tokens, documents = random_tokens(3, LENGTH), some_documents(3, LENGTH, draw)
+    full = model(tokens, documents=documents).logits
+    for chunks, capacity in (((1,), LENGTH), ((1, 2, 3, 7), None), ((1, 5, 17), LENGTH), ((2, 33), None)):
+        memory, done = model.start(3, capacity), 0
+        while done < LENGTH:
+            chunk = min(draw.choice(chunks), LENGTH - done)
+            part, rows = slice(done, done + chunk), draw.choice((1, chunk))
+            out = model(tokens[:, part], documents=documents[:, part], memory=memory, rows=rows)
+            memory, done = out.memory, done + chunk
+            read = documents[:, done - rows : done] >= 0
+            assert_same(out.logits[read], full[:, done - rows : done][read], f"{name}: {chunk} tokens up to {done}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_packed_documents_equal_each_alone_and_padding_changes_nothing(name):
+    model, lengths = build(name), [5, 1, 2, 12, 20]
+    tokens = random_tokens(1, sum(lengths))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)) + 3, torch.tensor(lengths))[None]
+    packed = model(tokens, documents=ids).logits.split(lengths, dim=1)
+    for inside, alone in zip(packed, tokens.split(lengths, dim=1), strict=True):
+        assert_same(inside, model(alone).logits, f"{name}: a document of {alone.shape[1]}")
+        padded, padding = F.pad(alone, (3, 0), value=7), torch.tensor([[-1] * 3 + [0] * alone.shape[1]])
+        assert_same(model(padded, documents=padding).logits[:, 3:], model(alone).logits, f"{name}: padded")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_token_reaches_all_later_logits_and_none_before(name):
+    model, tokens = build(name), random_tokens(1, LENGTH)
+    full = model(tokens).logits[0]
+    for t in (0, 1, 20, LENGTH - 1):
+        other = tokens.clone()
+        other[0, t] = (other[0, t] + 1) % GEOMETRY.vocabulary
+        moved_T = (model(other).logits[0] - full).abs().amax(dim=-1)
+        assert moved_T[:t].max().item() <= 1e-9 if t else True, f"{name}: token {t} changes what stands before it"
+        assert moved_T[t:].min() > 1e-7, f"{name}: token {t} does not reach every later row"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_gets_a_gradient(name):
+    model, tokens = build(name).train(), random_tokens(2, 12)
+    model(tokens, targets=tokens).loss.backward()
+    for parameter, value in model.named_parameters():
+        assert value.grad is not None and value.grad.abs().max() > 0, f"{name}: {parameter} gets no gradient"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_memory_is_as_large_as_it_will_ever_be(name):
+    model = build(name).to(torch.bfloat16)
+    inner = GEOMETRY.heads * GEOMETRY.entry_dim
+    steps = model.decoder.blocks[0].attention.steps
+    sizes = {
+        "decoder_state": 2 * 3 * inner * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
+        "decoder_convolution": 2 * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
+    }
+    for capacity in (None, 20, 40):
+        memory = model.start(3, capacity)
+        memory = model(random_tokens(3, 7), memory=memory).memory
+        assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
+        memory = model(random_tokens(3, 9), memory=memory, rows=1).memory
+        assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
+
+
+@torch.no_grad()
+def test_a_memory_can_be_forked_repeated_and_taken_over():
+    model, tokens = build("gated_delta_net"), random_tokens(2, 20)
+    full = model(tokens).logits
+    for capacity in (None, 20):
+        memory = model(tokens[:, :11], memory=model.start(2, capacity)).memory
+        copy, twice = memory.clone(), memory.expand(2)
+        model(tokens[:, :5], memory=memory)
+        assert_same(model(tokens[:, 11:], memory=copy).logits, full[:, 11:], "a clone")
+        again = model(tokens[:, 11:].repeat_interleave(2, 0), memory=twice).logits
+        assert_same(again, full[:, 11:].repeat_interleave(2, 0), "each sequence twice")
+    prefix, buffers = model.start(2, 20), model.start(2, 20)
+    places = [tensor.data_ptr() for _, tensor in _tensors(buffers, "")]
+    model(tokens[:, :11], memory=prefix)
+    model(tokens[:, 3:9], memory=buffers)
+    buffers.load(prefix)
+    assert_same(model(tokens[:, 11:], memory=buffers).logits, full[:, 11:], "a loaded prefix")
+    assert places == [tensor.data_ptr() for _, tensor in _tensors(buffers, "")], "a buffer has moved"
+
+
+@torch.no_grad()
+def test_a_memory_fits_no_model_of_other_widths():
+    memory = build("delta_net").start()
+    with pytest.raises(ValueError, match="memory was made by another model"):
+        build("delta_product")(random_tokens(1, 3), memory=memory)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
+    model = build(name)
+    with record("decoder/*/state") as seen:
+        model(random_tokens(2, 5))
+    assert set(seen) == {"decoder/1/state", "decoder/2/state"}
+    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, GEOMETRY.entry_dim)
+    parts = count_parameters(model).parts
+    assert parts["recurrence"] > 0 and parts["query, output, sink"] > 0
