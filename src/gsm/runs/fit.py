@@ -226,7 +226,8 @@ def _memory(run: Run) -> dict[str, Any]:
     memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
     assert memory is not None  # one was given
     sizes = memory.breakdown()
-    return {"state_bytes": sizes.get("shared_state"), "memory_bytes": sizes, "memory_after_tokens": tokens_BT.shape[1]}
+    kept = {"state_bytes": sizes.get("shared_state"), "cache_bytes": memory.nbytes(), "memory_bytes": sizes}
+    return {**kept, "memory_after_tokens": tokens_BT.shape[1]}
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:
