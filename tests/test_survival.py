@@ -135,6 +135,7 @@ def test_signals_end_a_run_at_the_next_batch_and_the_same_call_goes_on(home: Pat
         (signal.SIGTERM, 143, partial(signalled_in_a_batch, 7, signal.SIGTERM), "interrupted at step 3 of 30"),
         (signal.SIGINT, 130, partial(signalled_in_a_validation, signal.SIGINT), "interrupted at step 7 of 30"),
         (signal.SIGUSR1, 138, partial(signalled_in_a_batch, 4, signal.SIGUSR1), "interrupted at step 9 of 30"),
+        (signal.SIGUSR2, 140, partial(signalled_in_a_batch, 4, signal.SIGUSR2), "interrupted at step 11 of 30"),
     ]
     for number, code, injected, said in signals:
         given = arguments(home, "signals", "callbacks.latest.minutes=10")

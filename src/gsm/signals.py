@@ -4,4 +4,5 @@ from __future__ import annotations
 
 import signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is Slurm's warning before the time is up
+# The last two are a cluster's warning before the time is up: Lightning's custom with Slurm, and submitit's.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

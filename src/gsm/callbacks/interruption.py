@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: training ends at the next batch, in a state that it can go on from."""
+"""SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C: training ends at the next batch, in a state that it can go on from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Interrupted(SystemExit):
 class Interruption(lightning.Callback):
     """Asks for signals while training runs. A second one ends the process at once, as it would have without this.
 
-    A handler for SIGUSR1 that somebody else put there before, such as submitit's, stays: it restarts the job.
+    A handler for SIGUSR1 or SIGUSR2 that somebody else put there before, such as submitit's, stays: it restarts the
+    job.
 
     Attributes:
         signal: the number of the first signal, None as long as there was none.
@@ -42,9 +43,9 @@ class Interruption(lightning.Callback):
         self._foreign: set[signal.Signals] = set()
 
     def setup(self, trainer: lightning.Trainer, pl_module: LanguageModeling, stage: str) -> None:
-        """Looks who handles SIGUSR1, before Lightning puts handlers of its own; it restores all of them in the end."""
-        taken = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN, None)
-        self._foreign = {signal.SIGUSR1} if taken else set()
+        """Looks who handles them, before Lightning puts handlers of its own; it restores all of them in the end."""
+        warnings = (signal.SIGUSR1, signal.SIGUSR2)
+        self._foreign = {number for number in warnings if callable(signal.getsignal(number))}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Asks for the signals, where Python allows it."""

@@ -5,6 +5,7 @@ Lines are appended, so that an interrupted run loses nothing and a resumed one g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,22 @@ from gsm.files import replacing
 
 HEADER = "step,name,value\n"
 LINE = re.compile(r"(\d+),[^,\n]+,[^,\n]+\n")
+
+
+def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
+    """What such a file holds: by name and step, the value; of a step that stands there twice, the later line.
+
+    Lines that a killed process has garbled are left out, and so is a value that is no number. A file that is not there
+    holds nothing. Raises OSError where it cannot be read.
+    """
+    metrics: dict[str, dict[int, float]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        for line in filter(LINE.fullmatch, text.splitlines(keepends=True)):
+            step, name, value = line.rstrip("\n").split(",")
+            with contextlib.suppress(ValueError):
+                metrics.setdefault(name, {})[int(step)] = float(value)
+    return metrics
 
 
 class MetricsFile(Logger):

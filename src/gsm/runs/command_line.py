@@ -6,6 +6,7 @@ import contextlib
 import errno
 import inspect
 import os
+import re
 import shlex
 import signal
 import sys
@@ -22,6 +23,7 @@ from omegaconf import DictConfig
 
 from gsm.runs.check import ConfigError, unknown
 from gsm.runs.compose import check_overrides, from_job, register_resolvers
+from gsm.runs.launcher import check_available
 
 ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
 ACCESS = "choose a folder that you may write to with logs="
@@ -34,6 +36,7 @@ REMEDIES = {
 }
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
+NAMED = re.compile(r"[A-Za-z_]\w*=")
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
@@ -52,6 +55,7 @@ def prepare(arguments: Sequence[str] | None = None) -> None:
         return
     directories = [Path(parsed.config_dir).resolve()] if parsed.config_dir else []
     with errors_as_sentences():
+        check_available(parsed.overrides)
         check_overrides(parsed.overrides, directories)
 
 
@@ -64,14 +68,20 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
     """For scripts without a configuration: calls ``function`` with the ``name=value`` arguments it takes.
 
-    Values are taken literally, so that a prompt may hold any character.
+    Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
+    (``*folders``), what is no ``name=value`` is one of them.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    taken = inspect.signature(function, eval_str=True).parameters
+    several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or "--help" in given or "-h" in given:
-        print(f"python {script} name=value ...\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
+        usage = " ".join(["python", script, *(f"{name} ..." for name in several), "name=value ..."])
+        print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
         return
+    words = [word for word in given if several and not NAMED.match(word)]
     with errors_as_sentences():
-        function(**_read(given, inspect.signature(function, eval_str=True).parameters, script))
+        named = {name: parameter for name, parameter in taken.items() if name not in several}
+        function(*words, **_read([word for word in given if word not in words], named, script))
 
 
 def _read(given: Sequence[str], taken: Mapping[str, inspect.Parameter], script: str) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
     except HydraException as error:
         raise ConfigError(" ".join(str(error).split())) from error
     finally:
+        GlobalHydra.set_instance(main)  # what initialize_config_dir leaves in its place is an empty copy
         main.hydra = before
 
 

@@ -23,17 +23,20 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from gsm.callbacks.progress import clock
-from gsm.runs import report
+from gsm.runs import launcher, report
 from gsm.runs.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
 from gsm.runs.check import ConfigError, few
 from gsm.runs.children import Child, work_off
 from gsm.runs.command_line import again
+from gsm.runs.compare import unfinished, write
 from gsm.runs.compose import compose, job_directories
 from gsm.runs.fit import train
 from gsm.runs.folder import finished, locked, prepare, unlike
 from gsm.runs.load import CheckpointError
-from gsm.runs.table import WIDTH, RunSummary, Table, read_runs, shown, summarise
+from gsm.runs.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown, summarise
 
+LOG = "train.log"
+Failure = tuple[Path, list[str]]  # what a run that has failed has written, and its last words
 NOT_OF_DATA = ("seed", "cache_dir", "num_workers", "prepare_workers")  # keys of data that do not change its content
 
 
@@ -145,19 +148,24 @@ class Experiment:
 def run(config: Mapping[str, Any]) -> None:
     """What ``train.py`` does inside of Hydra: one run, or, where the configuration has arms or seeds, all of those."""
     if config["arms"] is None and config["seeds"] is None:
+        if launcher.chosen() and HydraConfig.get().mode != RunMode.MULTIRUN:
+            raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
         train(config)
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
-    train_all(Experiment(config, list(HydraConfig.get().overrides.task), job_directories()), _script())
+    train_all(
+        Experiment(config, list(HydraConfig.get().overrides.task), job_directories()), _script(), launcher.chosen()
+    )
 
 
-def train_all(experiment: Experiment, script: Sequence[str]) -> Table:
+def train_all(experiment: Experiment, script: Sequence[str], hand_to: str | None = None) -> Table:
     """Trains what is not finished yet, and prints and writes the table.
 
     Args:
         experiment: what to train.
         script: the command that trains one run, as words; overrides are added to it.
+        hand_to: the launcher of Hydra's that trains; None: processes of this machine.
 
     Raises:
         ConfigError: an arm is wrong, or another process works on this experiment.
@@ -170,12 +178,12 @@ def train_all(experiment: Experiment, script: Sequence[str]) -> Table:
             _set_aside(jobs)
         waiting = [job for job in jobs if not _is_finished(job)]
         print(_header(experiment, jobs, waiting), flush=True)
-        failed, stopped = _Runs(waiting, script, experiment).train()
+        runs = _Runs(waiting, script, experiment)
+        failed, stopped = runs.hand_over(hand_to) if hand_to and waiting else runs.train()
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
         table = experiment.table()
-        table.write(experiment.folder)
         print(_conclusion(experiment, table), flush=True)
     if failed:
         print(_complaints(failed), flush=True)
@@ -190,29 +198,40 @@ class _Runs:
         self.jobs, self.script = jobs, script
         self.at_once = min(experiment.config["jobs"], len(jobs))
         self.columns = experiment.columns
-        self.failed: dict[str, Child] = {}
+        self.failed: dict[str, Failure] = {}
 
-    def train(self) -> tuple[dict[str, Child], int | None]:
+    def train(self) -> tuple[dict[str, Failure], int | None]:
         """Those that have failed, by name, and the signal that has ended it all, if one has."""
         stopped = work_off([partial(self._start, n) for n in range(len(self.jobs))], self.at_once, self._ended)
         return self.failed, stopped
 
+    def hand_over(self, hand_to: str) -> tuple[dict[str, Failure], None]:
+        """The same, with a launcher of Hydra's: all of them at once, and it is heard of them when all have ended."""
+        print(f"{len(self.jobs)} runs go to {hand_to}; what each says: <arm>/seed<k>/train.log", flush=True)
+        for number, (code, words) in enumerate(launcher.launch(self.jobs, self.script)):
+            known = 0 if code is None and _is_finished(self.jobs[number]) else code
+            self._tell(number, known, "", self.jobs[number].folder / LOG, words)
+        return self.failed, None
+
     def _start(self, number: int) -> Child:
         job = self.jobs[number]
         command = [*self.script, *job.overrides]
-        log = job.folder / "train.log"
+        log = job.folder / LOG
         print(f"[{number + 1}/{len(self.jobs)}] {job.name}: started, output in {report.shown(log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(command), "    "), flush=True)
         return Child(command, log, self._environment(), follow=self.at_once == 1)
 
     def _ended(self, number: int, child: Child, code: int) -> None:
+        self._tell(number, code, f" after {clock(child.seconds())}", child.log, child.tail())
+
+    def _tell(self, number: int, code: int | None, after: str, log: Path, words: list[str]) -> None:
+        """Prints how a run has ended, and remembers one that has failed."""
         job = self.jobs[number]
-        if code:
-            self.failed[job.name] = child
-        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
-        numbers = "" if code else self._numbers(job)
-        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: {how} after {clock(child.seconds())}{numbers}", flush=True)
+        if code != 0:
+            self.failed[job.name] = (log, words)
+        numbers = self._numbers(job) if code == 0 else ""
+        print(f"[{number + 1}/{len(self.jobs)}] {job.name}: {_how(code)}{after}{numbers}", flush=True)
 
     def _numbers(self, job: Job) -> str:
         """The columns of the table, of this run."""
@@ -228,6 +247,13 @@ class _Runs:
         return {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}
 
 
+def _how(code: int | None) -> str:
+    """A run's end in words."""
+    if code is None:
+        return "has not come to its end"
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
+
+
 def _script() -> list[str]:
     """What trains one run: this script, with the flags that say where yaml files are, and Hydra's own overrides."""
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
@@ -238,7 +264,8 @@ def _script() -> list[str]:
                 "and add yaml files of your own with --config-dir"
             )
     folder = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
-    own = [line for line in HydraConfig.get().overrides.hydra if not line.startswith(("hydra.run.", "hydra.mode="))]
+    ours = ("hydra.run.", "hydra.mode=", f"{launcher.GROUP}=", "hydra.launcher.")
+    own = [line for line in HydraConfig.get().overrides.hydra if not line.startswith(ours)]
     return [sys.executable, sys.argv[0], *folder, *own]
 
 
@@ -278,9 +305,10 @@ def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job])
 
 
 def _conclusion(experiment: Experiment, table: Table) -> str:
-    lines = ["", table.text(), "", "mean +- sample standard deviation over the seeds; also in"]
-    lines[-1] += f" {report.shown(experiment.folder / 'results.md')}, .csv and .json"
-    for sentence in experiment.other_data(table):
+    notes = [*experiment.other_data(table), *unfinished([experiment.folder])]
+    written = write(table, experiment.folder, "results", notes)
+    lines = ["", table.text(), ""]
+    for sentence in [FOOTNOTE, *notes, *written]:
         lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
@@ -288,9 +316,9 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     return "\n".join(lines)
 
 
-def _complaints(failed: Mapping[str, Child]) -> str:
+def _complaints(failed: Mapping[str, Failure]) -> str:
     """Who has failed, with their last words."""
     lines = []
-    for name, child in failed.items():
-        lines += ["", f"{name} failed; the end of {report.shown(child.log)}:", *(f"  {line}" for line in child.tail())]
+    for name, (log, words) in failed.items():
+        lines += ["", f"{name} failed; the end of {report.shown(log)}:", *(f"  {line}" for line in words)]
     return "\n".join([*lines, "", f"failed: {', '.join(failed)}; to try again:\n  {again()}"])

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gsm.files import replacing
-
 COLUMNS = ("bits_per_byte", "val_loss")
 WIDTH = 100
+FOOTNOTE = (
+    "mean +- sample standard deviation over the seeds; of differences, mean +- standard error over the seeds that both "
+    "arms have"
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,30 @@ class Cell:
         if self.spread is None:
             return shown(self.mean)
         return f"{shown(self.mean)} +- {shown(self.spread, like=self.mean)}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One column of an arm minus that of the first arm, seed by seed: its mean and standard error.
+
+    Runs of one seed see the same data in the same order: what a seed does to both of them is gone from the difference.
+
+    Attributes:
+        count: how many seeds have both values.
+        error: standard error of the mean, None for a single seed.
+        like: the size of the values themselves, which decides how many digits are shown.
+    """
+
+    count: int = 0
+    mean: float | None = None
+    error: float | None = None
+    like: float | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        if self.mean is None:
+            return "-"
+        number = f"{'-' if self.mean < 0 else '+'}{shown(abs(self.mean), like=self.like)}"
+        return number if self.error is None else f"{number} +- {shown(self.error, like=self.like)}"
 
 
 @dataclass(frozen=True)
@@ -113,28 +139,61 @@ class Table:
             }
             for row in self.rows
         }
-        return {"columns": list(self.columns), "spread": "sample standard deviation over seeds", "arms": arms}
+        differences = {
+            arm: {
+                name: {"count": found.count, "mean": found.mean, "standard_error": found.error}
+                for name, found in columns.items()
+            }
+            for arm, columns in self.differences().items()
+        }
+        return {
+            "columns": list(self.columns),
+            "spread": "sample standard deviation over seeds",
+            "arms": arms,
+            "differences": {"to": self.rows[0].arm if self.rows else None, "arms": differences},
+        }
+
+    def differences(self) -> dict[str, dict[str, Difference]]:
+        """Every other arm minus the first, column by column, over the seeds that both have."""
+        values = {(run.arm, run.seed, column): run.value(column) for run in self.runs for column in self.columns}
+        seeds = sorted({run.seed for run in self.runs})
+        return {
+            row.arm: {
+                column: _difference(
+                    [
+                        (values.get((row.arm, seed, column)), values.get((self.rows[0].arm, seed, column)))
+                        for seed in seeds
+                    ]
+                )
+                for column in self.columns
+            }
+            for row in self.rows[1:]
+        }
 
     def empty_columns(self) -> list[str]:
         """Columns that no run has a value for, though there are runs."""
         return [c for c in self.columns if self.runs and all(row.cells[c].count == 0 for row in self.rows)]
 
-    def write(self, folder: Path) -> None:
-        """Writes ``results.md``, ``results.csv`` and ``results.json``, each whole or not at all. Raises OSError."""
-        contents = {"md": self.markdown(), "csv": self.csv(), "json": json.dumps(self.plain(), indent=2) + "\n"}
-        for suffix, content in contents.items():
-            with replacing(folder / f"results.{suffix}") as file:
-                file.write(content.encode())
-
     def _grids(self) -> list[list[list[str]]]:
-        """Means over seeds; where there are several seeds, also the first column seed by seed."""
+        """Means over seeds; where there are several seeds, also the first column seed by seed, and differences."""
         first = [["arm", "runs", *self.columns]]
         first += [[row.arm, str(row.runs), *(str(row.cells[column]) for column in self.columns)] for row in self.rows]
         seeds = sorted({run.seed for run in self.runs})
         if len(seeds) < 2:
             return [first]
         second = [[self.columns[0], *(f"seed {seed}" for seed in seeds)]]
-        return [first, second + [[row.arm, *(shown(row.seeds.get(seed)) for seed in seeds)] for row in self.rows]]
+        second += [[row.arm, *(shown(row.seeds.get(seed)) for seed in seeds)] for row in self.rows]
+        return [first, second, *self._paired()]
+
+    def _paired(self) -> list[list[list[str]]]:
+        """The differences as a grid, where two arms share two seeds or more."""
+        counts = {arm: max(found.count for found in columns.values()) for arm, columns in self.differences().items()}
+        if max(counts.values(), default=0) < 2:
+            return []
+        grid = [[f"minus {self.rows[0].arm}", "seeds", *self.columns]]
+        for arm, columns in self.differences().items():
+            grid.append([arm, str(counts[arm]), *(str(columns[column]) for column in self.columns)])
+        return [grid]
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
@@ -189,6 +248,15 @@ def _cell(values: list[float]) -> Cell:
     if not values:
         return Cell()
     return Cell(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> Difference:
+    both = [(value, first) for value, first in pairs if value is not None and first is not None]
+    if not both:
+        return Difference()
+    apart = [value - first for value, first in both]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
+    return Difference(len(apart), statistics.fmean(apart), error, max(abs(first) for _, first in both))
 
 
 def _widths(grid: list[list[str]]) -> list[int]:

@@ -1,0 +1,167 @@
+"""Pictures of runs: learning curves, final values with every seed, and one number against another.
+
+Every function draws on axes that it is given, so that a notebook may arrange them as it likes:
+
+    figure, (left, right) = plots.figure(columns=2)
+    plots.curves(left, {"mhc": [{50: 3.1, 100: 2.8}], "plain": [{50: 3.3, 100: 2.9}]}, "optimizer step", "loss")
+
+matplotlib is imported when the first figure is made. Colours are those of Okabe and Ito (2008), which people with any
+kind of colour vision can tell apart; lines and markers differ too, for print without colour.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+LINES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+PANEL = (3.6, 2.8)  # inches
+REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'"
+LABELS = {
+    "accuracy": "questions answered (fraction)",
+    "bits_per_byte": "bits per byte of held-out text",
+    "state_bytes": "shared state (bytes)",
+    "tokens_per_second": "training speed (tokens/s)",
+    "val/accuracy": "held-out questions answered (fraction)",
+    "val/loss": "held-out loss (nats per token)",
+    "val_loss": "held-out loss (nats per token)",
+    "val_perplexity": "held-out perplexity",
+}
+UNITS = {"bytes": "bytes", "seconds": "s", "tokens": "tokens", "gib": "GiB"}
+
+
+@dataclass(frozen=True)
+class Style:
+    """What an arm is drawn with, in every picture of it."""
+
+    colour: str
+    line: str
+    marker: str
+
+
+def styles(arms: Iterable[str]) -> dict[str, Style]:
+    """A style for each arm, by its place: seven colours, then the same ones with other lines and markers."""
+    found: dict[str, Style] = {}
+    for number, arm in enumerate(dict.fromkeys(arms)):
+        again, place = divmod(number, len(COLOURS))
+        line, marker = LINES[(place + again) % len(LINES)], MARKERS[(place + again) % len(MARKERS)]
+        found[arm] = Style(COLOURS[place], line, marker)
+    return found
+
+
+def label(name: str) -> str:
+    """A key of ``summary.json`` or a metric as the label of an axis, with its unit where the name tells it."""
+    if name in LABELS:
+        return LABELS[name]
+    words = name.replace("/", ", ").replace(".", ", ").replace("_", " ")
+    first, _, last = words.rpartition(" ")
+    return f"{first} ({UNITS[last]})" if first and last in UNITS else words
+
+
+def figure(columns: int = 1, width: float = PANEL[0], height: float = PANEL[1]) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many panels side by side, each of this size in inches; it needs no display and no pyplot.
+
+    Raises ImportError, with the way to install matplotlib, where it is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(REMEDY) from error
+    made = Figure(figsize=(width * columns, height), layout="constrained")
+    panels = list(made.subplots(1, columns, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=8)
+    return made, panels
+
+
+def png(made: Figure, dots_per_inch: int = 200) -> bytes:
+    """The figure as a file's content."""
+    content = io.BytesIO()
+    made.savefig(content, format="png", dpi=dots_per_inch)
+    return content.getvalue()
+
+
+def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str, y: str) -> None:
+    """One line per arm: the mean over its seeds, in a band of a sample standard deviation to either side.
+
+    Args:
+        axes: to draw on.
+        arms: by name, for each seed its values by step; of an arm, what all its seeds have is drawn.
+        x, y: labels of the axes, with units.
+    """
+    chosen = styles(arms)
+    for arm, seeds in arms.items():
+        steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
+        if not steps:
+            continue
+        values = [[seed[step] for seed in seeds] for step in steps]
+        means, style = [statistics.fmean(column) for column in values], chosen[arm]
+        axes.plot(steps, means, label=arm, color=style.colour, linestyle=style.line, linewidth=1.4)
+        if len(seeds) > 1:
+            spreads = [statistics.stdev(column) for column in values]
+            low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+            high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+            axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
+    _name(axes, x, y)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
+    """One row per arm: each seed's value as a dot, and their mean as a bar; arms without a value keep an empty row."""
+    chosen = styles(arms)
+    rows = range(len(arms), 0, -1)
+    for row, (arm, values) in zip(rows, arms.items(), strict=True):
+        style = chosen[arm]
+        axes.plot(values, [row] * len(values), style.marker, color=style.colour, markersize=5, alpha=0.7)
+        if values:
+            axes.plot(statistics.fmean(values), row, "|", color=style.colour, markersize=18, markeredgewidth=1.6)
+    axes.set_yticks(list(rows), list(arms))
+    axes.set_ylim(0.4, len(arms) + 0.6)
+    axes.locator_params(axis="x", nbins=5)
+    _name(axes, x, "")
+
+
+def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str) -> None:
+    """One point per arm, at the means of its seeds; bars show a sample standard deviation. The x axis is logarithmic.
+
+    Args:
+        axes: to draw on.
+        arms: by name, its seeds' values along x, all above 0, and along y.
+        x, y: labels of the axes, with units.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for (arm, (across, up)), style in zip(arms.items(), styles(arms).values(), strict=True):
+        if across and up:
+            bars: dict[str, Any] = {"xerr": _spread(across), "yerr": _spread(up)}
+            how: dict[str, Any] = {"color": style.colour, "markersize": 6, "capsize": 2, "linewidth": 1}
+            axes.errorbar(statistics.fmean(across), statistics.fmean(up), fmt=style.marker, label=arm, **bars, **how)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", rotation=30)
+    _name(axes, x, y)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    """The sample standard deviation, None where there is none to draw."""
+    return (statistics.stdev(values) or None) if len(values) > 1 else None
+
+
+def _name(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)

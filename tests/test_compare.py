@@ -1,0 +1,220 @@
+"""Comparisons of runs: what compare.py says, writes and draws, from summaries that were written by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsm.callbacks.metrics_file import read_metrics
+from gsm.eval import plots
+from gsm.runs import command_line
+from gsm.runs.compare import compare
+
+ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
+
+
+def write_run(experiment: Path, arm: str, seed: int, accuracy: float, **summary: Any) -> Path:
+    run = experiment / arm / f"seed{seed}"
+    run.mkdir(parents=True)
+    facts = {"status": "finished", "accuracy": accuracy, "val_loss": 2 - accuracy, "steps": 10, "tokens": 1000}
+    (run / "summary.json").write_text(json.dumps({**facts, "cache_bytes": 512, **summary}))
+    lines = [f"{step},val/loss,{2 - accuracy * step / 10}\n" for step in (5, 10)]
+    (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
+    return run
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """Two arms of three seeds; by its configuration, paper is the first."""
+    folder = tmp_path / "logs/recall"
+    for arm, values in ACCURACY.items():
+        for seed, value in enumerate(values):
+            write_run(folder, arm, seed, value)
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra/config.yaml").write_text("arms: {paper: [], control: []}\ntable: [accuracy]\nlogs: ${root:}/x\n")
+    return folder
+
+
+def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: Path):
+    table = compare(str(experiment))
+    assert [row.arm for row in table.rows] == ["paper", "control"]
+    assert table.columns == ("accuracy",)
+    found = table.differences()["control"]["accuracy"]
+    apart = [-0.8, -0.6, -0.7]
+    assert (found.count, found.mean) == (3, pytest.approx(sum(apart) / 3))
+    assert found.error == pytest.approx(0.1 / 3**0.5), "of differences seed by seed; unpaired it would be 0.08"
+    assert "| control | 3 | -0.7000 +- 0.0577 |" in (experiment / "comparison.md").read_text()
+    plain = json.loads((experiment / "comparison.json").read_text())
+    assert plain["differences"]["to"] == "paper"
+    assert plain["arms"]["control"]["columns"]["accuracy"]["mean"] == pytest.approx(0.2)
+    assert (experiment / "comparison.csv").read_text().splitlines()[1] == "paper,0,0.9"
+
+
+def test_only_seeds_that_both_arms_have_are_paired(experiment: Path):
+    write_run(experiment, "control", 7, 100.0)
+    assert compare(str(experiment)).differences()["control"]["accuracy"].mean == pytest.approx(-0.7)
+
+
+def test_the_arm_to_compare_with_can_be_chosen(experiment: Path):
+    table = compare(str(experiment), against="control", columns="[val_loss, steps]")
+    assert table.columns == ("val_loss", "steps")
+    assert table.differences()["paper"]["val_loss"].mean == pytest.approx(-0.7)
+
+
+def test_runs_that_are_not_finished_are_named_and_do_not_count(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
+    write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
+    (experiment / "control/seed3").mkdir()
+    table = compare(str(experiment))
+    assert [row.runs for row in table.rows] == [3, 3]
+    for said in (capsys.readouterr().out, (experiment / "comparison.md").read_text()):
+        assert "paper/seed3, failed at step 4: FloatingPointError: the loss is nan" in said
+        assert "paper/seed4, running, or killed, at step 2" in said
+        assert "control/seed3, without a summary.json that can be read" in said
+        assert "seed0," not in said
+
+
+def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, experiment: Path):
+    other = tmp_path / "logs/longer"
+    write_run(other, "paper", 0, 0.5)
+    write_run(other, "wide", 0, 0.6)
+    table = compare(str(experiment), str(other))
+    assert [row.arm for row in table.rows] == ["recall/paper", "control", "longer/paper", "wide"]
+    assert (tmp_path / "logs/comparison.md").is_file(), "in the folder above both"
+
+
+def test_what_does_not_compare_is_said(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(experiment, "later", 0, 0.5, tokens=2000, fingerprint={"context": 128})
+    (experiment / "paper/seed0/summary.json").write_text(
+        json.dumps({"status": "finished", "accuracy": 0.9, "tokens": 1000, "fingerprint": {"context": 96}})
+    )
+    compare(str(experiment))
+    said = "later differs from paper in the data's context (96 there, 128 here), the tokens trained on (1,000 there"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"columns": "acuracy"}, "unknown column 'acuracy'; did you mean accuracy. Known in the summaries: .*val_loss"),
+        ({"x": "cache_bites", "y": "accuracy"}, "unknown column 'cache_bites'; did you mean cache_bytes"),
+        ({"x": "cache_bytes"}, "x and y make one picture together"),
+        ({"against": "papper"}, "unknown arm 'papper'; did you mean paper"),
+        ({"metric": "val/los"}, "unknown metric 'val/los'; did you mean val/loss"),
+        ({"axis": "epoch"}, "axis is 'epoch', but has to be step or tokens"),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(experiment: Path, given: dict[str, str], said: str):
+    with pytest.raises(ValueError, match=said):
+        compare(str(experiment), **given)
+    assert not (experiment / "comparison.md").exists()
+
+
+def test_a_folder_without_finished_runs_is_said(tmp_path: Path, experiment: Path):
+    with pytest.raises(ValueError, match="compare needs the folder of an experiment"):
+        compare()
+    with pytest.raises(FileNotFoundError, match="no folder .*nowhere"):
+        compare(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="no run in .*; the experiments below it are recall"):
+        compare(str(experiment.parent))
+    write_run(tmp_path / "begun", "paper", 0, 0.5, status="interrupted")
+    with pytest.raises(ValueError, match="no run in .*begun is finished: .*paper/seed0, interrupted at step 10"):
+        compare(str(tmp_path / "begun"))
+
+
+def test_pictures_are_written_where_they_are_shown(experiment: Path):
+    pytest.importorskip("matplotlib")
+    compare(str(experiment), x="cache_bytes", y="accuracy")
+    text = (experiment / "comparison.md").read_text()
+    for name in ("curves", "values", "accuracy_by_cache_bytes"):
+        assert (experiment / f"comparison_{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"(comparison_{name}.png)" in text
+
+
+def test_an_arm_without_the_number_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    write_run(experiment, "bare", 0, 0.5, cache_bytes=None)
+    compare(str(experiment), x="cache_bytes", y="accuracy")
+    assert "not in the picture of accuracy against cache_bytes" in (said := capsys.readouterr().out)
+    assert "lack one of the two: bare\n" in said
+
+
+def test_without_matplotlib_there_are_tables(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    compare(str(experiment))
+    assert "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'" in capsys.readouterr().out
+    assert "paper" in (experiment / "comparison.md").read_text()
+    assert not list(experiment.glob("*.png"))
+
+
+def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
+    pytest.importorskip("matplotlib")
+    _, (axes,) = plots.figure()
+    plots.curves(axes, {"none": [], "a": [{1: 1.0, 2: 4.0, 3: 9.0}, {1: 3.0, 2: 8.0}]}, "step", "loss")
+    (line,) = axes.lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [2.0, 6.0])
+    band = axes.collections[0].get_paths()[0].vertices
+    assert sorted({round(y, 6) for x, y in band if x == 1}) == [pytest.approx(2 - 2**0.5), pytest.approx(2 + 2**0.5)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
+
+
+def test_every_seed_is_a_dot_and_every_arm_keeps_its_style(experiment: Path):
+    pytest.importorskip("matplotlib")
+    _, (left, middle, right) = plots.figure(columns=3)
+    plots.seeds(left, {"a": [1.0, 3.0], "b": [2.0]}, "loss")
+    dots_a, mean_a, dots_b, _ = left.lines
+    assert (list(dots_a.get_xdata()), list(mean_a.get_xdata())) == ([1.0, 3.0], [2.0])
+    plots.against(middle, {"a": ([], []), "b": ([10.0, 30.0], [0.5, 0.7])}, "bytes", "accuracy")
+    (point,) = (container[0] for container in middle.containers)
+    assert (list(point.get_xdata()), list(point.get_ydata())) == ([20.0], [pytest.approx(0.6)])
+    assert middle.get_xscale() == "log"
+    plots.curves(right, {"a": [], "b": [{1: 1.0}]}, "step", "loss")
+    assert {dots_b.get_color(), point.get_color(), right.lines[0].get_color()} == {plots.COLOURS[1]}
+
+
+def test_fourteen_arms_look_different():
+    assert len(set(plots.styles(map(str, range(14))).values())) == 14
+    looks = {(style.colour, style.line) for style in plots.styles(map(str, range(14))).values()}
+    assert len(looks) == 14, "lines of one colour have to differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("val_loss", "held-out loss (nats per token)"),
+        ("peak_memory_bytes", "peak memory (bytes)"),
+        ("data.train_tokens", "data, train (tokens)"),
+        ("parameters", "parameters"),
+    ],
+)
+def test_labels_have_units(name: str, text: str):
+    assert plots.label(name) == text
+
+
+def test_metrics_are_read_without_what_was_garbled(tmp_path: Path):
+    file = tmp_path / "metrics.csv"
+    assert read_metrics(file) == {}
+    file.write_bytes(b"step,name,value\n1,val/loss,2.5\n1,val/loss,2.25\n\xff2,val/loss,1\n2,a,x\n3,val/lo")
+    assert read_metrics(file) == {"val/loss": {1: 2.25}}
+
+
+def test_words_that_are_no_arguments_are_folders(capsys: pytest.CaptureFixture[str]):
+    taken: list[Any] = []
+
+    def script(*folders: str, columns: str = "") -> None:
+        """Compares."""
+        taken.append((folders, columns))
+
+    command_line.call(script, "compare.py", ["logs/a", "columns=x,y", "logs/lr=3", "b"])
+    assert taken == [(("logs/a", "logs/lr=3", "b"), "x,y")]
+    command_line.call(script, "compare.py", ["--help"])
+    assert capsys.readouterr().out.startswith("python compare.py folders ... name=value ...\n\nCompares.")
+    with pytest.raises(SystemExit, match="unknown argument 'colums'; did you mean columns"):
+        command_line.call(script, "compare.py", ["logs/a", "colums=x"])

@@ -1,0 +1,216 @@
+"""Experiments on a cluster: what goes to one of Hydra's launchers, and what is made of what comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
+from test_experiment import TOY, configs, fake, place, read_csv, signal_when, starts, toy
+from test_experiment_cli import TINY, output
+
+from gsm.paths import ROOT
+from gsm.runs import experiment as experiments
+from gsm.runs import launcher
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.experiment import train_all
+from gsm.runs.table import read_runs
+
+__all__ = ["fake"]  # a fixture
+
+
+class InTurn:
+    """A launcher that runs its jobs one after another, in this process, as Hydra would call them."""
+
+    def __init__(self, task: Callable[[DictConfig], object], folder: Path) -> None:
+        self.task, self.folder = task, folder
+        self.given: list[list[str]] = []
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        return [self.run(list(overrides)) for overrides in job_overrides]
+
+    def run(self, overrides: list[str]) -> JobReturn:
+        self.given.append(overrides)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HydraConfig, "get", lambda: hydra_node(task=overrides))
+            words = dict(line.split("=", 1) for line in overrides)
+            folder = self.folder / words["arm"] / f"seed{words['seed']}"
+            return JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(DictConfig({"folder": str(folder)})))
+
+
+class KilledAtTheSecond(InTurn):
+    """As submitit does: it raises at the first job that has not come back, whatever the others did."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        self.run(list(job_overrides[0]))
+        raise RuntimeError("job 17_1 was killed by the cluster\nits log: ...")
+
+
+def hydra_node(task: Sequence[str] = (), hydra: Sequence[str] = (), name: str = "submitit_slurm") -> SimpleNamespace:
+    overrides = SimpleNamespace(task=list(task), hydra=list(hydra))
+    return SimpleNamespace(overrides=overrides, runtime=SimpleNamespace(choices={"hydra/launcher": name}), mode=None)
+
+
+@pytest.fixture
+def made(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch, request: Any) -> list[InTurn]:
+    """The launchers that Hydra was asked for, of the kind that the test has as its parameter."""
+    found: list[InTurn] = []
+
+    def make(plugins: object, context: object, task: Callable[[DictConfig], object], config: object) -> InTurn:
+        found.append(getattr(request, "param", InTurn)(task, place(tmp_path, "")))
+        return found[-1]
+
+    def is_finished(config: DictConfig) -> bool:
+        return any(run.finished for run in read_runs(place(tmp_path, "")) if str(run.folder) == config["folder"])
+
+    monkeypatch.setattr(Plugins, "instantiate_launcher", make)
+    monkeypatch.setattr(GlobalHydra, "config_loader", lambda self: None)
+    monkeypatch.setattr(HydraConfig, "get", hydra_node)
+    monkeypatch.setattr(launcher, "_is_finished", is_finished)
+    return found
+
+
+def test_every_waiting_run_goes_to_the_launcher_at_once_as_a_child_would_get_it(
+    tmp_path: Path, fake: list[str], made: list[InTurn]
+):
+    experiment = toy(tmp_path)
+    train_all(experiment, fake, "submitit_slurm")
+    assert made[0].given == [list(job.overrides) for job in experiment.jobs()]
+    log = (place(tmp_path, "plain/seed1") / "train.log").read_text().splitlines()
+    assert log[0].startswith("$ ") and "arm=plain seed=1" in log[0]
+    assert len(read_csv(tmp_path)) == 4
+    train_all(toy(tmp_path), fake, "submitit_slurm")
+    assert len(made) == 1, "nothing waits, so nothing is handed over"
+
+
+def test_a_job_that_fails_loses_no_other_and_a_second_command_sends_it_alone(
+    tmp_path: Path, fake: list[str], made: list[InTurn], capsys: pytest.CaptureFixture[str]
+):
+    place(tmp_path, "mhc").mkdir(parents=True)
+    (place(tmp_path, "mhc") / "fails").touch()
+    with pytest.raises(SystemExit) as stopped:
+        train_all(toy(tmp_path), fake, "submitit_slurm")
+    assert stopped.value.code == 1
+    printed = capsys.readouterr().out
+    assert "[1/4] mhc/seed0: ended with exit code 1\n" in printed
+    assert "failed: mhc/seed0, mhc/seed1; to try again" in printed
+    assert "  it broke, as told" in printed
+    assert [row["arm"] for row in read_csv(tmp_path)] == ["plain", "plain"]
+    (place(tmp_path, "mhc") / "fails").unlink()
+    train_all(toy(tmp_path), fake, "submitit_slurm")
+    assert [words[2:4] for words in made[1].given] == [["arm=mhc", "seed=0"], ["arm=mhc", "seed=1"]]
+
+
+@pytest.mark.parametrize("made", [KilledAtTheSecond], indirect=True)
+def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
+    tmp_path: Path, fake: list[str], made: list[InTurn], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        train_all(toy(tmp_path), fake, "submitit_slurm")
+    printed = capsys.readouterr().out
+    assert "[1/4] mhc/seed0: finished, bits_per_byte 1.0000" in printed
+    assert "[2/4] plain/seed0: has not come to its end" in printed
+    assert "  submitit_slurm ended with RuntimeError: job 17_1 was killed by the cluster" in printed
+    assert "failed: plain/seed0, mhc/seed1, plain/seed1; to try again" in printed
+
+
+def test_what_another_submission_has_finished_is_not_trained_again(tmp_path: Path, fake: list[str], made: list[InTurn]):
+    """The parent was killed while its jobs waited in the queue, and the same command put them there once more."""
+    job = toy(tmp_path).jobs()[0]
+    outcomes = [InTurn(launcher.Task(fake), place(tmp_path, "")).run(list(job.overrides)) for _ in range(2)]
+    assert [outcome.return_value[0] for outcome in outcomes] == [0, 0]
+    assert starts(tmp_path) == {"mhc/seed0": 1}
+
+
+def test_the_launchers_own_handler_is_called_once_the_run_has_saved(tmp_path: Path, made: list[InTurn]):
+    """submitit queues a job again when it hears the cluster's warning, and ends the process there and then."""
+    run = (
+        "import pathlib, signal, sys, time; here = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: [time.sleep(0.3), (here / 'saved').touch(), sys.exit(140)])\n"
+        "(here / 'ready').touch(); time.sleep(60)"
+    )
+    heard: list[bool] = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append((tmp_path / "saved").exists()))
+    warning = threading.Thread(target=signal_when, args=(tmp_path / "ready", os.getpid(), signal.SIGUSR2))
+    try:
+        warning.start()
+        task = launcher.Task([sys.executable, "-S", "-c", run, str(tmp_path)])
+        outcome = InTurn(task, place(tmp_path, "")).run(["arm=mhc", "seed=0"])
+    finally:
+        warning.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [True]
+    assert outcome.return_value[0] == 140
+
+
+def test_the_runs_themselves_are_not_told_of_the_launcher(monkeypatch: pytest.MonkeyPatch):
+    own = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9", "hydra.mode=RUN", "hydra.verbose=true"]
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra_node(hydra=own))
+    monkeypatch.setattr(sys, "argv", ["train.py", "experiment=toy", *own])
+    assert experiments._script() == [sys.executable, "train.py", "hydra.verbose=true"]
+
+
+def test_a_single_run_is_not_quietly_trained_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(HydraConfig, "get", hydra_node)
+    with pytest.raises(ConfigError, match="^hydra/launcher=submitit_slurm is for experiments; for a single run: seeds"):
+        experiments.run({"arms": None, "seeds": None})
+
+
+def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "PLUGIN", "hydra_plugins_of_nobody.launcher")
+    with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs the extra cluster: pip install"):
+        launcher.check_available(["experiment=toy", "hydra/launcher=submitit_slurm"])
+    launcher.check_available(["experiment=toy", "hydra/launcher=basic"])
+
+
+def test_composing_a_configuration_leaves_hydra_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    """It was replaced by a copy that was not at work, and no launcher could be made from that."""
+    main = GlobalHydra.instance()
+    monkeypatch.setattr(main, "hydra", "at work")
+    compose([])
+    assert GlobalHydra.instance() is main
+    assert main.hydra == "at work"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_submitit_trains_an_experiment(tmp_path: Path):
+    """With its local launcher, so without a cluster; one arm composes, but no such model can be built."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra cluster")
+    import tiny_text
+
+    (tmp_path / "text").mkdir()
+    given = [*TINY, f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
+    given += ["experiment=toy", f"logs={tmp_path / 'logs'}", "trainer.max_steps=2", "hydra/launcher=submitit_local"]
+
+    def type_in(stages: str) -> tuple[int, str]:
+        arms = f'arms:\n  mhc: []\n  lost: ["model.stages=[{stages}]"]\nseeds:'
+        directory = configs(tmp_path, TOY[: TOY.index("arms:")] + arms + TOY.partition("seeds:")[2])
+        command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        parent = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        return (output(parent), parent.returncode)[::-1]
+
+    code, printed = type_in("9")
+    assert code == 1, printed
+    assert "failed: lost/seed0, lost/seed1; to try again" in printed
+    assert "error: model: stages [9] exceed" in printed
+    assert [row["arm"] for row in read_csv(tmp_path)] == ["mhc", "mhc"]
+
+    code, printed = type_in("2")
+    assert code == 0, printed
+    assert "2 runs go to submitit_local" in printed
+    assert sorted(row["arm"] for row in read_csv(tmp_path)) == ["lost", "lost", "mhc", "mhc"]
