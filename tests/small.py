@@ -19,7 +19,7 @@ from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 from gsm.models.gsm import GSM
-from gsm.nn.residual import HyperConnection
+from gsm.nn.residual import HyperConnection, Plain
 from gsm.paths import ROOT, variants
 from gsm.writers.base import StateWriter
 
@@ -82,18 +82,31 @@ def without_keys(node: dict) -> dict:
 
 
 def cases() -> list[str]:
-    """All models: GSM with every variant of every slot, the baseline likewise and with its pool, and the
-    comparators as they are."""
-    slots = ("encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward", "indexer_training")
-    gsm = [f"gsm-{slot}={name}" for slot in slots for name in variants(f"model/{slot}")]
+    """All models: GSM as it is and with every other variant of every slot, the baseline likewise and with its pool, the
+    comparators as they are. Variants stand on a plain residual: hyper-connections cost most of the time, and are those
+    of the models as they are."""
     return [
-        *gsm,
+        "gsm",
+        *choices("gsm", "encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward"),
         "gsm-stages=none",
         "gsm-ratio=3",
-        *(f"baseline-{slot}={name}" for slot in slots[-3:] for name in variants(f"model/{slot}")),
+        "baseline",
+        *choices("baseline", "residual", "feed_forward"),
         "baseline-pool",
         *comparators(),
     ]
+
+
+def training_cases() -> list[str]:
+    """Those, and what differs in training alone."""
+    return [*cases(), *choices("gsm", "indexer_training"), *choices("baseline", "indexer_training")]
+
+
+def choices(model: str, *slots: str) -> list[str]:
+    """The variants in these slots that the model does not have as it is."""
+    defaults = OmegaConf.load(ROOT / "configs" / "model" / f"{model}.yaml").defaults
+    has = {choice for one in defaults if not isinstance(one, str) for choice in one.items()}
+    return [f"{model}-{slot}={name}" for slot in slots for name in variants(f"model/{slot}") if (slot, name) not in has]
 
 
 def writes_its_own_way(name: str) -> bool:
@@ -103,7 +116,7 @@ def writes_its_own_way(name: str) -> bool:
 
 # The cases whose memories differ in what they hold, or in what is read from them: the others share one of these.
 MEMORIES = (
-    "gsm-retriever=shared_topk",
+    "gsm",
     "gsm-retriever=separate_indexer",
     "gsm-retriever=random_topk",
     "gsm-retriever=dense",
@@ -133,7 +146,8 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         options.setdefault("state_size", -(-M // count) * count)
     if slot == "encoder_reading":  # with one that selects nothing, the stages have to
         options.setdefault("retriever", variant("retriever", "separate_indexer"))
-    options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS))
+    whole = not slot and family not in comparators() or choice == "residual=mhc"
+    options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS) if whole else Plain)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if family in comparators():

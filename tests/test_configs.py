@@ -144,6 +144,20 @@ def test_an_experiment_has_arms_of_any_name(tmp_path: Path):
     assert alone["folder"].endswith("/default/small/seed1")
 
 
+def test_a_new_variant_is_one_more_arm_of_the_experiment_on_its_slot(tmp_path: Path):
+    folder = write(tmp_path, "model/writer/mine.yaml", "_target_: gsm.writers.additive.Additive\n_partial_: true\n")
+    arms = compose(["experiment=ablate_writer"], [folder])["arms"]
+    assert next(iter(arms)) == "additive" and arms["mine"] == ["model/writer=mine"]
+    assert "shared_topk" not in compose(["experiment=ablate_retriever"])["arms"]
+
+
+@pytest.mark.parametrize("asked", ["model/writr,additive", "model/writer,aditive"])
+def test_arms_of_a_group_or_a_variant_that_does_not_exist_are_an_error(tmp_path: Path, asked: str):
+    text = f"# @package _global_\narms: ${{variants:{asked}}}\n"
+    with pytest.raises(ConfigError, match="additive|model/writer"):
+        compose(["experiment=mine"], [write(tmp_path, "experiment/mine.yaml", text)])
+
+
 @pytest.mark.parametrize(
     ("given", "folder"),
     [([], "/l/default/gsm/seed0"), (["seeds=2"], "/l/default"), (["arms={a: []}", "name=n", "arm=a"], "/l/n")],

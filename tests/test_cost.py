@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, M, build, cases, comparators, random_tokens, reads
+from small import GEOMETRY, M, build, comparators, random_tokens, reads, training_cases
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,16 +37,7 @@ CALLS = ((41, 1, 0), (7, 2, 35))
 POOL = replace(GEOMETRY, candidate_blocks=2)
 
 
-# These are built like another case, and only their yaml differs.
-SAME = {
-    "gsm-encoder_reading=topk",
-    "gsm-retriever=shared_topk",
-    "gsm-stage_query=accumulated",
-    "gsm-writer=additive",
-    *(f"{model}-{choice}" for model in ("gsm", "baseline") for choice in ("feed_forward=dense", "indexer_training=kl")),
-}
-KNOWN = [case for case in cases() if case not in comparators()]
-CASES = [case for case in KNOWN if case not in SAME]
+CASES = [case for case in training_cases() if case not in comparators()]
 
 
 def model_of(case: str, **options) -> GSM | Baseline:
@@ -143,7 +134,7 @@ def predicted(parts: Parts) -> dict[str, int]:
     return {**rest, "hyper-connections": sum(parts[part] for part in mixing)}
 
 
-@pytest.mark.parametrize("case", KNOWN)
+@pytest.mark.parametrize("case", CASES)
 def test_products_with_weights_are_those_that_pytorch_counts(case: str, without_cores: None):
     model = model_of(case)
     for tokens, rows, before in CALLS:

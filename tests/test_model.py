@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from small import GEOMETRY, M, assert_same, build, cases, random_tokens, reads, variant
+from small import GEOMETRY, M, assert_same, build, random_tokens, reads, training_cases, variant
 
 from gsm.models.gsm import GSM
 from gsm.nn.residual import HyperConnection, Streams
@@ -40,7 +40,7 @@ def unread(model) -> str:
     return "|".join(pattern for pattern, one in zip(behind, read, strict=True) if not one) or "nothing"
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", training_cases())
 def test_every_parameter_learns_from_its_own_loss_and_from_no_other(case):
     model = build(case)
     training = model.indexer_training

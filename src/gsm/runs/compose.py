@@ -117,10 +117,13 @@ def register_resolvers() -> None:
 
     * ``${root:}``: the folder of the repository;
     * ``${local_reach:size,state_size}``: how far back anything is carried without a bank;
+    * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
+      yaml is one more arm; the first one named leads, the others named are left out;
     * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
     OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
+    OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
 
 
@@ -131,6 +134,14 @@ def _local_reach(size: DictConfig, state_size: int | None) -> int:
         window=size.window,
         state_size=state_size or size.window + size.top_k,
     )
+
+
+def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
+    known = _groups(_folders(job_directories())).get(group, set())
+    for name in (first, *without):
+        if name not in known:
+            raise unknown("variant", name, known, f"the group '{group}'")
+    return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
 
 
 def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:

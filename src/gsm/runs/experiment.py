@@ -118,7 +118,7 @@ class Experiment:
 
     def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
         mine = [line for line in self.given if key(line) == "experiment"]
-        theirs = [line for line in self.given if key(line) not in (*OWN, "experiment")]
+        theirs = [line for line in self.given if key(line).partition(".")[0] not in (*OWN, "experiment")]
         return (*mine, "arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", *self.arms[arm], *theirs)
 
     def table(self) -> Table:
