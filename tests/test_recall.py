@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
 TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL], ids=lambda task: type(task).__name__)
 
 
-def sequences(task: Task, length: int, count: int = 50):
-    return (task.draw(np.random.default_rng([3, i]), length) for i in range(count))
+def sequences(task: Task, length: int, count: int = 50, whole: int | None = None):
+    return (task.draw(np.random.default_rng([3, i]), length, whole) for i in range(count))
 
 
 def places(token_T: np.ndarray, task) -> dict[int, list[int]]:
@@ -69,7 +70,7 @@ def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_orde
 
 def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_room():
     for length in (16, 24, 32, 39, 48, 64):
-        for token_T, target_T in sequences(NEEDLE, length):
+        for token_T, target_T in sequences(NEEDLE, length, whole=64):
             told = [at for at, _ in places(token_T, NEEDLE).values()]
             assert len(token_T) == length and np.sum(target_T != -100) == 4
             gap = min(NEEDLE.gap, length // 2)
@@ -78,6 +79,18 @@ def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_roo
             assert not packed or length <= 32, "with so much room they spread"
     with pytest.raises(ValueError, match="cannot hold 4 needles"):
         NEEDLE.draw(np.random.default_rng(0), 15)
+
+
+@TASKS
+def test_the_whole_gap_is_kept_at_the_length_that_just_holds_it(task):
+    task = replace(task, gap=41)
+    least = 4 * task.pairs + task.gap + (task == replace(RECALL, gap=41))  # whose questions stand at even places
+    task.check(least)
+    for token_T, _ in sequences(task, least, whole=least):
+        told, asked = zip(*places(token_T, task).values(), strict=True)
+        assert min(asked) - max(told) - 2 >= task.gap
+    with pytest.raises(ValueError, match=f"context {least - 1} is too short .* a gap of 41: it takes {least}"):
+        task.check(least - 1)
 
 
 def test_near_questions_are_more_frequent_in_multi_query_recall():

@@ -7,6 +7,8 @@ The target is the value, at the position of the key that asks; nothing else is t
                              needles in filler     | gap, filler only    | questions and answers
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
                              all pairs         | questions and answers at distances that follow a power law
+
+While the lengths of a run still grow, a gap is what a sequence has room for, at most half of it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Task(Protocol):
         """Raises ValueError if sequences of this length cannot hold the task."""
         ...
 
-    def draw(self, random: np.random.Generator, length: int) -> Drawn:
-        """One sequence."""
+    def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
+        """One sequence of ``length``; ``whole`` is the length at which it is the task in full (None: this one)."""
         ...
 
 
@@ -106,8 +108,8 @@ class Needle(Alphabet):
     """Needles at random places, at any parity, then filler, then all the questions.
 
     Attributes:
-        gap: more than so many positions lie between any needle and any question; in a sequence shorter than two gaps
-            (while lengths grow) half of the sequence, or what is left when the needles stand one behind the other.
+        gap: more than so many positions lie between any needle and any question. In a sequence that is to grow, half of
+            it, if that is less, or what is left when the needles stand one behind the other.
     """
 
     gap: int
@@ -119,16 +121,16 @@ class Needle(Alphabet):
 
     def check(self, length: int) -> None:
         """Raises ValueError if a sequence cannot hold needles, questions and the whole gap."""
-        least = max(4 * self.pairs + self.gap, 2 * self.gap)
+        least = 4 * self.pairs + self.gap
         if length < least:
             raise ValueError(
                 f"context {length} is too short for {self.pairs} needles, as many questions and a gap of {self.gap}: "
                 f"it takes {least}"
             )
 
-    def draw(self, random: np.random.Generator, length: int) -> Drawn:
+    def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
-        gap = min(self.gap, length // 2)
+        gap = growing(self.gap, length, whole)
         room = max(length - 2 * self.pairs - gap, 2 * self.pairs)  # what needles may stand in
         if length < 4 * self.pairs:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
@@ -146,22 +148,41 @@ class MultiQueryRecall(Alphabet):
 
     Attributes:
         power: exponent of the law, p(distance) ~ distance ** (power - 1); 1 is uniform.
+        gap: at least so many positions of filler lie between the last pair and the first question. In a sequence that
+            is to grow, half of it, if that is less, or what the questions leave.
     """
 
     power: float = 0.1
+    gap: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gap < 0:
+            raise ValueError(f"gap must be 0 or more, got {self.gap}")
 
     def check(self, length: int) -> None:
-        """Raises ValueError if a sequence cannot hold pairs and questions."""
-        if length < 4 * self.pairs:
-            raise ValueError(f"context {length} is too short for {self.pairs} pairs and questions: {4 * self.pairs}")
+        """Raises ValueError if a sequence cannot hold pairs, questions and the whole gap."""
+        least = 4 * self.pairs + self.gap + self.gap % 2  # questions stand at even places, as pairs do
+        if length < least:
+            raise ValueError(
+                f"context {length} is too short for {self.pairs} pairs, as many questions and a gap of {self.gap}: "
+                f"it takes {least}"
+            )
 
-    def draw(self, random: np.random.Generator, length: int) -> Drawn:
+    def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold pairs and questions."""
-        self.check(length)
+        if length < 4 * self.pairs:
+            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} pairs and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
         token_T[: 2 * self.pairs : 2], token_T[1 : 2 * self.pairs : 2] = key_P, value_P
-        places = length // 2 - self.pairs
-        weight = np.arange(1, places + 1) ** (self.power - 1.0)
-        chosen_P = random.choice(places, self.pairs, replace=False, p=weight / weight.sum())
+        places = length // 2 - self.pairs  # of two tokens, behind the pairs
+        first = min(-(-growing(self.gap, length, whole) // 2), places - self.pairs)
+        weight = np.arange(first + 1, places + 1) ** (self.power - 1.0)
+        chosen_P = first + random.choice(places - first, self.pairs, replace=False, p=weight / weight.sum())
         return self._ask(random, token_T, 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)
+
+
+def growing(gap: int, length: int, whole: int | None) -> int:
+    """The gap of a sequence that will grow to ``whole``: at most half of it, until it is there."""
+    return gap if whole is None or length >= whole else min(gap, length // 2)

@@ -30,10 +30,11 @@ class Generated:
         task: what they are.
         seed: of all of them.
         length: of the sequence with a given number.
+        whole: the length that they grow to; None: each is the task in full.
     """
 
-    def __init__(self, task: Task, seed: int, length: Callable[[int], int]) -> None:
-        self.task, self.seed, self.length = task, seed, length
+    def __init__(self, task: Task, seed: int, length: Callable[[int], int], whole: int | None = None) -> None:
+        self.task, self.seed, self.length, self.whole = task, seed, length, whole
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sequence: `tokens`, `targets` and `documents`, int64 [T] each."""
@@ -45,7 +46,8 @@ class Generated:
         All have the length of the first one.
         """
         length = self.length(int(indices[0]))
-        drawn = [self.task.draw(np.random.default_rng([self.seed, max(int(i), 0)]), length) for i in indices]
+        numbers = (np.random.default_rng([self.seed, max(int(i), 0)]) for i in indices)
+        drawn = [self.task.draw(random, length, self.whole) for random in numbers]
         token_BT, target_BT = (torch.from_numpy(np.stack(rows)) for rows in zip(*drawn, strict=True))
         target_BT[torch.as_tensor(np.asarray(indices)) < 0] = IGNORED
         return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
@@ -119,7 +121,7 @@ class SyntheticData(Placed):
     def train_dataloader(self) -> Batches:
         """All batches that are left; their number follows from the trainer's steps."""
         total = self._steps * self._accumulated
-        train = Generated(self.task, self.seed, self._length_of)
+        train = Generated(self.task, self.seed, self._length_of, self.context)
         return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
 
     def val_dataloader(self) -> Batches:

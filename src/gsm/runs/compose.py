@@ -116,24 +116,35 @@ def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
-    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank;
+    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank, in GSM and the baseline;
+      with a third argument, ``gsm``, in GSM alone, or ``delta``, in GSM with that writer, whose state carries more;
+    * ``${layers_with_bank:size}``: the encoder layers that read a bank, on which a stage may stand;
+    * ``${share:number,parts}``: the whole part of number / parts;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
     * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
     OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
+    OmegaConf.register_new_resolver("layers_with_bank", _layers_with_bank, replace=True)
+    OmegaConf.register_new_resolver("share", lambda number, parts: number // parts, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
 
 
-def _local_reach(size: DictConfig, state_size: int | None) -> int:
+def _local_reach(size: DictConfig, state_size: int | None, only: str = "") -> int:
+    state_size = state_size or size.window + size.top_k
     return local_reach(
         encoder_layers=size.encoder_layers,
-        decoder_layers=size.decoder_layers,
+        decoder_layers=0 if only else size.decoder_layers,
         window=size.window,
-        state_size=state_size or size.window + size.top_k,
+        state_size=state_size,
+        reach=state_size - 1 if only == "delta" else 0,
     )
+
+
+def _layers_with_bank(size: DictConfig) -> list[int]:
+    return list(range(min(size.bank_layers), size.encoder_layers + 1))
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
