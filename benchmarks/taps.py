@@ -117,6 +117,8 @@ def seconds_of_a_call(repetitions: int = 200_000) -> float:
 
 def main(repetitions: int) -> None:
     """Prints a line for a training step, and one for decoding."""
+    if repetitions < 2:
+        raise SystemExit(f"error: repetitions is {repetitions}, but a spread takes 2 or more")
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "kernels")]
     bare, tapped = fresh_model(taps=False), fresh_model(taps=True)
     one = seconds_of_a_call()

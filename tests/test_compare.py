@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_experiment import TOY, composed, fake, place
 
 from gsm.callbacks.metrics_file import read_metrics
 from gsm.eval import plots
+from gsm.eval.plots import png
 from gsm.runs import command_line
 from gsm.runs.compare import compare
+from gsm.runs.experiment import train_all
+
+__all__ = ["fake"]  # a fixture
 
 ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
 
@@ -22,21 +27,28 @@ def write_run(experiment: Path, arm: str, seed: int, accuracy: float, **summary:
     run.mkdir(parents=True)
     facts = {"status": "finished", "accuracy": accuracy, "val_loss": 2 - accuracy, "steps": 10, "tokens": 1000}
     (run / "summary.json").write_text(json.dumps({**facts, "cache_bytes": 512, **summary}))
-    lines = [f"{step},val/loss,{2 - accuracy * step / 10}\n" for step in (5, 10)]
+    lines = [f"{step},val/loss,{2 - accuracy * step / 10}\n{step},train/tokens,{step**2}\n" for step in (5, 10)]
     (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
     return run
 
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
-    """Two arms of three seeds; by its configuration, paper is the first."""
+    """Two arms of three seeds; of these, paper is the first."""
     folder = tmp_path / "logs/recall"
     for arm, values in ACCURACY.items():
         for seed, value in enumerate(values):
             write_run(folder, arm, seed, value)
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra/config.yaml").write_text("arms: {paper: [], control: []}\ntable: [accuracy]\nlogs: ${root:}/x\n")
+    (folder / "experiment.json").write_text('{"arms": {"paper": [], "control": []}, "table": ["accuracy"]}')
     return folder
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures, in order; to make files of them takes most of the time."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "png", lambda figure, *_: [figures.append(figure), b"a picture"][1])
+    return figures
 
 
 def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: Path):
@@ -52,6 +64,16 @@ def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: 
     assert plain["differences"]["to"] == "paper"
     assert plain["arms"]["control"]["columns"]["accuracy"]["mean"] == pytest.approx(0.2)
     assert (experiment / "comparison.csv").read_text().splitlines()[1] == "paper,0,0.9"
+
+
+def test_the_variant_that_leads_is_what_the_others_are_compared_with_later_too(tmp_path: Path, fake: list[str]):
+    """`${variants:...}` stood unresolved in .hydra, and compare.py put the arms in the order of the alphabet."""
+    arms = "arms: ${variants:model/residual,plain}\n"
+    text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
+    train_all(composed(tmp_path, "seeds=1", text=text), fake)
+    table = compare(str(place(tmp_path, "")))
+    assert [row.arm for row in table.rows] == ["plain", "mhc"]
+    assert table.columns == ("bits_per_byte", "data.train_tokens")
 
 
 def test_only_seeds_that_both_arms_have_are_paired(experiment: Path):
@@ -87,14 +109,26 @@ def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, expe
     assert (tmp_path / "logs/comparison.md").is_file(), "in the folder above both"
 
 
-def test_what_does_not_compare_is_said(experiment: Path, capsys: pytest.CaptureFixture[str]):
-    write_run(experiment, "later", 0, 0.5, tokens=2000, fingerprint={"context": 128})
-    (experiment / "paper/seed0/summary.json").write_text(
-        json.dumps({"status": "finished", "accuracy": 0.9, "tokens": 1000, "fingerprint": {"context": 96}})
-    )
-    compare(str(experiment))
-    said = "later differs from paper in the data's context (96 there, 128 here), the tokens trained on (1,000 there"
-    assert said in capsys.readouterr().out
+def test_one_folder_in_two_spellings_is_one_experiment(experiment: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(experiment.parent)
+    table = compare(str(experiment), experiment.name, f"{experiment}/../recall")
+    assert [(row.arm, row.runs) for row in table.rows] == [("paper", 3), ("control", 3)]
+    assert (experiment / "comparison.md").is_file()
+
+
+def test_what_does_not_compare_is_said_of_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Only the first run of each arm was looked at."""
+    runs = [("a", 0, 96, 10), ("a", 1, 128, 10), ("a", 2, 128, 10), ("b", 0, 96, 10), ("b", 1, 96, 20)]
+    for arm, seed, context, steps in runs:
+        facts = {"steps": steps, "tokens": 100 * steps, "fingerprint": {"context": context}}
+        write_run(tmp_path, arm, seed, 0.5, **facts)
+    compare(str(tmp_path))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compare with care")]
+    assert said == [
+        "compare with care: a (seed1, seed2) differs from a (seed0) in the data's context (96 there, 128 here)",
+        "compare with care: b (seed1) differs from a (seed0) in the steps (10 there, 20 here), the tokens trained on "
+        "(1,000 there, 2,000 here)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +166,49 @@ def test_pictures_are_written_where_they_are_shown(experiment: Path):
     compare(str(experiment), x="cache_bytes", y="accuracy")
     text = (experiment / "comparison.md").read_text()
     for name in ("curves", "values", "accuracy_by_cache_bytes"):
-        assert (experiment / f"comparison_{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (experiment / f"comparison_{name}.png").read_bytes() == b"a picture"
         assert f"(comparison_{name}.png)" in text
+
+
+def test_curves_are_means_over_the_seeds_by_step_or_by_the_tokens_until_then(experiment: Path, drawn: list[Any]):
+    """Tokens were steps times their mean number, which is wrong where sequences grow."""
+    pytest.importorskip("matplotlib")
+    compare(str(experiment))
+    compare(str(experiment), axis="tokens")
+    for figure, across in ((drawn[0], [5, 10]), (drawn[2], [25, 100])):
+        paper, control = figure.axes[0].lines
+        assert (paper.get_label(), control.get_label()) == ("paper", "control")
+        assert list(paper.get_xdata()) == list(control.get_xdata()) == across
+        assert list(paper.get_ydata()) == pytest.approx([1.55, 1.1])
+        assert list(control.get_ydata()) == pytest.approx([1.9, 1.8])
+    assert drawn[2].axes[0].get_xlabel() == "tokens trained on"
+
+
+def test_final_values_and_pairs_are_those_of_the_summaries(experiment: Path, drawn: list[Any]):
+    pytest.importorskip("matplotlib")
+    write_run(experiment, "paper", 3, 0.6, cache_bytes=1024)
+    compare(str(experiment), columns="accuracy,val_loss", x="cache_bytes", y="accuracy")
+    left, right = drawn[1].axes
+    assert [list(line.get_xdata()) for line in left.lines[::2]] == [[0.9, 0.8, 1.0, 0.6], [0.1, 0.2, 0.3]]
+    assert list(right.lines[3].get_xdata()) == pytest.approx([1.8]), "the bar is the mean of control's loss"
+    points = [(*box[0].get_xdata(), *box[0].get_ydata()) for box in drawn[2].axes[0].containers]
+    assert points == [pytest.approx((640, 0.825)), pytest.approx((512, 0.2))]
+    assert drawn[2].axes[0].get_xlabel() == "everything remembered (bytes)"
+
+
+def test_an_arm_without_a_curve_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_run(experiment, "old", 0, 0.5) / "metrics.csv"
+    file.write_text("step,name,value\n5,val/loss,1.5\n")
+    compare(str(experiment), axis="tokens")
+    assert "not in the learning curves, as they lack val/loss by tokens: old\n" in capsys.readouterr().out
+
+
+def test_a_figure_is_a_file_and_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plots, "png", png)
+    figure: Any = plots.figure(width=1, height=1)[0]
+    assert png(figure).startswith(b"\x89PNG")
+    assert figure._repr_png_() == png(figure, 100)
 
 
 def test_an_arm_without_the_number_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):
@@ -201,7 +276,7 @@ def test_labels_have_units(name: str, text: str):
 def test_metrics_are_read_without_what_was_garbled(tmp_path: Path):
     file = tmp_path / "metrics.csv"
     assert read_metrics(file) == {}
-    file.write_bytes(b"step,name,value\n1,val/loss,2.5\n1,val/loss,2.25\n\xff2,val/loss,1\n2,a,x\n3,val/lo")
+    file.write_bytes(b"step,name,value\n1,val/loss,2.5\n1,val/loss,2.25\n\xff2,val/loss,1\n2,a,x\n2,b,nan\n3,val/lo")
     assert read_metrics(file) == {"val/loss": {1: 2.25}}
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gsm.eval import plots
 from gsm.paths import variants
 from gsm.runs import experiment as experiments
 from gsm.runs.check import ConfigError
@@ -99,6 +100,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(experiments, "finished", is_finished)
     monkeypatch.setattr(experiments, "compose", no_composition)
+    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "fake.py").write_text(FAKE)
     return [sys.executable, "-S", str(tmp_path / "fake.py")]
@@ -307,7 +309,17 @@ def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
     capfd.readouterr()
     train_all(experiment, fake)
     said = " ".join(capfd.readouterr().out.split())
-    assert "do not compare plain/seed0 with mhc/seed0: it differs in the data's corpus (old there, new here)" in said
+    assert "with care: plain (seed0) differs from mhc (seed0) in the data's corpus (old there, new here)" in said
+
+
+def test_a_finished_run_of_another_configuration_is_left_out_and_named(
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    train_all(toy(tmp_path), fake)
+    monkeypatch.setattr(experiments, "finished", lambda config: (config["arm"], config["seed"]) != ("plain", 1))
+    train_all(toy(tmp_path, "seeds=1"), fake)
+    assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("mhc", "1"), ("plain", "0")]
 
 
 @pytest.mark.parametrize("flag", ["--config-name", "--config-path"])

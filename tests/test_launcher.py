@@ -55,7 +55,8 @@ class KilledAtTheSecond(InTurn):
     """As submitit does: it raises at the first job that has not come back, whatever the others did."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        self.run(list(job_overrides[0]))
+        for overrides in job_overrides[:2]:
+            self.run(list(overrides))
         raise RuntimeError("job 17_1 was killed by the cluster\nits log: ...")
 
 
@@ -118,12 +119,18 @@ def test_a_job_that_fails_loses_no_other_and_a_second_command_sends_it_alone(
 def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
     tmp_path: Path, fake: list[str], made: list[InTurn], capsys: pytest.CaptureFixture[str]
 ):
+    """Its reason stood below every run, as if it were the end of that run's log."""
+    place(tmp_path, "plain").mkdir(parents=True)
+    (place(tmp_path, "plain") / "fails").touch()
     with pytest.raises(SystemExit):
         train_all(toy(tmp_path), fake, "submitit_slurm")
     printed = capsys.readouterr().out
     assert "[1/4] mhc/seed0: finished, bits_per_byte 1.0000" in printed
     assert "[2/4] plain/seed0: has not come to its end" in printed
-    assert "  submitit_slurm ended with RuntimeError: job 17_1 was killed by the cluster" in printed
+    assert printed.count("submitit_slurm ended with RuntimeError: job 17_1 was killed by the cluster") == 1
+    said = printed[printed.index("plain/seed0 failed; ") :].splitlines()
+    assert said[0].endswith("plain/seed0/train.log:") and said[3] == "  it broke, as told"
+    assert "mhc/seed1 failed; it has written no log" in said
     assert "failed: plain/seed0, mhc/seed1, plain/seed1; to try again" in printed
 
 
@@ -131,7 +138,7 @@ def test_what_another_submission_has_finished_is_not_trained_again(tmp_path: Pat
     """The parent was killed while its jobs waited in the queue, and the same command put them there once more."""
     job = toy(tmp_path).jobs()[0]
     outcomes = [InTurn(launcher.Task(fake), place(tmp_path, "")).run(list(job.overrides)) for _ in range(2)]
-    assert [outcome.return_value[0] for outcome in outcomes] == [0, 0]
+    assert [outcome.return_value for outcome in outcomes] == [0, 0]
     assert starts(tmp_path) == {"mhc/seed0": 1}
 
 
@@ -153,7 +160,7 @@ def test_the_launchers_own_handler_is_called_once_the_run_has_saved(tmp_path: Pa
         warning.join()
         signal.signal(signal.SIGUSR2, before)
     assert heard == [True]
-    assert outcome.return_value[0] == 140
+    assert outcome.return_value == 140
 
 
 def test_the_runs_themselves_are_not_told_of_the_launcher(monkeypatch: pytest.MonkeyPatch):

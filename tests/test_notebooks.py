@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from small import GEOMETRY, RATIO, M, W, build, random_tokens
+from small import GEOMETRY, RATIO, W, build, random_tokens
 
 import gsm
 from gsm.eval.attention import attention_map
@@ -38,13 +38,17 @@ def test_a_notebook_runs_and_draws(path: Path):
             assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
 
 
-def test_the_map_of_a_decoder_layer_is_a_band_as_wide_as_the_state():
-    model = build("gsm-writer=additive")
+@pytest.mark.parametrize("writer", ["additive", "multi_slot"])
+def test_the_map_of_a_decoder_layer_is_a_band_of_the_positions_in_the_state(writer: str):
+    """With several entries a position, every entry was drawn as a position of its own."""
+    model = build(f"gsm-writer={writer}")
+    positions = model.writer.positions
+    assert (positions < model.state_size) == (writer == "multi_slot")
     with gsm.record() as seen:
         model(random_tokens(1, 20))
     map_RT = attention_map(model, seen, "decoder/5")
     for row in range(20):
-        assert (map_RT[row] > 0).nonzero().flatten().tolist() == list(range(max(0, row - M + 1), row + 1))
+        assert (map_RT[row] > 0).nonzero().flatten().tolist() == list(range(max(0, row - positions + 1), row + 1))
     sink_R = seen["decoder/5/weights"][0, :, :, -1].mean(1)
     assert torch.allclose(map_RT.sum(1) + sink_R, torch.ones_like(sink_R))
 

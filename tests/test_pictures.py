@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
 import pytest
 import torch
 from short_runs import UNSTEADY
-from small import GEOMETRY, M, build, random_tokens
+from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
 import gsm
@@ -20,7 +21,7 @@ from gsm.observe import tap
 from gsm.runs.compose import compose
 from gsm.runs.fit import assemble
 
-STEPS = ["trainer.max_steps=4", "trainer.log_every_n_steps=1", "trainer.val_check_interval=2"]
+STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 
 
 class Sizes(lightning.Callback):
@@ -35,24 +36,32 @@ class Sizes(lightning.Callback):
             self.seen.append(sum(value.nbytes for value in held["_batch"].values()))
 
 
-def trained(folder: Path, *overrides: str) -> tuple[dict, list[str], list[int]]:
-    """The weights after four steps, the metrics that were logged but for the overlap, and what pictures held on to."""
-    run, sizes = (
-        assemble(compose([*arguments(folder), *STEPS, "model/retriever=separate_indexer", *overrides])),
-        Sizes(),
-    )
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all runs here: to compose it takes as long as to train."""
+    given = [*arguments(tmp_path_factory.mktemp("text")), *STEPS, "model/retriever=separate_indexer"]
+    return compose(given)
+
+
+def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[dict, list[str], list[int]]:
+    """The weights after two steps, the metrics that were logged but for the overlap, and what pictures held on to."""
+    places = {"csv": {"path": str(folder / "metrics.csv")}, "tensorboard": {"save_dir": str(folder)}}
+    logger = {name: {**node, **places[name]} for name, node in config["logger"].items()}
+    own = {name: None for name in ("best", "latest")} | callbacks
+    run = assemble({**config, "folder": str(folder), "logger": logger, "callbacks": {**config["callbacks"], **own}})
+    sizes = Sizes()
     run.trainer.callbacks.append(sizes)
     run.trainer.fit(run.task, datamodule=run.data)
-    lines = (Path(run.config["folder"]) / "metrics.csv").read_text().splitlines()
+    lines = (folder / "metrics.csv").read_text().splitlines()
     names = [line.split(",")[1] for line in lines]
-    skipped = [name in UNSTEADY or name.startswith("overlap/") for name in names]
+    skipped = [name in UNSTEADY or name.startswith("overlap_sample/") for name in names]
     kept = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
     return run.model.state_dict(), kept, sizes.seen
 
 
-def test_a_run_is_the_same_with_pictures_and_without_and_they_do_not_grow(tmp_path: Path):
-    with_weights, with_lines, sizes = trained(tmp_path, "name=with")
-    without_weights, without_lines, nothing = trained(tmp_path, "name=without", "callbacks.pictures=null")
+def test_a_run_is_the_same_with_pictures_and_without_and_they_do_not_grow(config: dict[str, Any], tmp_path: Path):
+    with_weights, with_lines, sizes = trained(config, tmp_path / "with")
+    without_weights, without_lines, nothing = trained(config, tmp_path / "without", pictures=None)
     assert with_lines == without_lines and len(with_lines) > 20
     for name, value in with_weights.items():
         assert torch.equal(value, without_weights[name]), name
@@ -67,8 +76,8 @@ class Drawing(torch.nn.Module):
         return x
 
 
-def test_a_model_that_draws_random_numbers_does_not_draw_others_for_it(tmp_path: Path):
-    run = assemble(compose([*arguments(tmp_path), *STEPS]))
+def test_a_model_that_draws_random_numbers_does_not_draw_others_for_it(config: dict[str, Any]):
+    run = assemble(config)
     pictures = next(one for one in run.trainer.callbacks if isinstance(one, Pictures))
     run.model.norm = torch.nn.Sequential(run.model.norm, Drawing())
     pictures._batch = {"tokens": torch.zeros(1, 32, dtype=torch.int64), "documents": torch.zeros(1, 32).long()}
@@ -94,15 +103,17 @@ def test_they_are_drawn_at_validations_once_enough_steps_were_taken(monkeypatch,
     assert drawn == steps + ([6] if steps[-1] == 6 else [])
 
 
-def test_the_decoders_attention_is_the_mean_over_heads_and_rows_that_see_a_whole_state():
-    model = build("gsm-writer=additive")
+@pytest.mark.parametrize("writer", ["additive", "multi_slot"])
+def test_the_decoders_attention_is_the_mean_over_heads_and_rows_that_see_a_whole_state(writer: str):
+    model = build(f"gsm-writer={writer}")
+    positions = model.writer.positions
     with gsm.record(*TAPS) as seen:
         model(random_tokens(2, 20), documents=torch.tensor([[-1] * 3 + [0] * 17, [0] * 20]), rows=19)
     found = decoder_attention(model, seen)
-    assert found.shape == (GEOMETRY.decoder_layers, M + 1)
+    assert found.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
     assert torch.allclose(found.sum(1), torch.ones(4))
     last = seen["decoder/8/weights"]  # of rows 1 to 19, at positions -1, -1, 0, ... and 1, 2, ...
-    whole = torch.cat([last[0, M + 1 :], last[1, M - 2 :]])
+    whole = torch.cat([last[0, positions + 1 :], last[1, positions - 2 :]])
     assert torch.allclose(found[3].double(), whole.mean((0, 1)), atol=1e-6)
 
 

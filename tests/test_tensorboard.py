@@ -17,19 +17,29 @@ from werkzeug.test import Client
 from gsm.callbacks.charts import LAYOUT
 from gsm.callbacks.hyperparameters import COLUMNS, METRICS
 from gsm.runs.compose import compose
+from gsm.runs.evaluate import evaluate
 from gsm.runs.fit import train
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],
-    "no_stages": ["model.stages=[]", "model/residual=plain"],
+    "no_stages": ["model.stages=[]"],
     "baseline": ["model=baseline"],
+    "transformer": ["model=transformer"],
+    "gated_delta_net": ["model=gated_delta_net"],
 }
-QUICK = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "ngrams=false", "sample=false"]
+LACKS = {  # the metrics that a model has nothing to measure of, besides the accuracy, which text has not
+    "gsm": set(),
+    "no_stages": {"overlap/mean"},
+    "baseline": {"overlap/mean"},
+    "transformer": {"overlap/mean", "train/indexer_recall"},
+    "gated_delta_net": {"overlap/mean", "train/indexer_recall"},
+}
+QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of two steps: of two models, and of two arms of one."""
+    """Runs of one step: of two arms of one model, and of others, of which two are among the comparators."""
     folder = tmp_path_factory.mktemp("runs")
     for arm, overrides in RUNS.items():
         train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
@@ -94,7 +104,27 @@ def test_metrics_are_those_of_the_summaries_and_nan_where_nothing_was_measured(s
         assert values["val/loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
         assert values["val/bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
         unmeasured = {name for name, value in values.items() if not math.isfinite(value)}
-        assert unmeasured == {"val/accuracy"} | ({"overlap/mean"} if arm != "gsm" else set())
+        assert unmeasured == {"val/accuracy"} | LACKS[arm]
+        if arm == "gsm":
+            assert values["overlap/mean"] == pytest.approx(summary["overlap"]["mean"], rel=1e-6)
+
+
+def test_summaries_say_what_every_model_remembers(logs: Path):
+    found = {arm: json.loads((logs / arm / "seed0" / "summary.json").read_text()) for arm in RUNS}
+    for summary in found.values():
+        by_kind = summary["memory_bytes"]
+        assert summary["cache_bytes"] == sum(by_kind.values()) - by_kind["bookkeeping"] > 0
+    for arm in ("transformer", "gated_delta_net"):
+        assert found[arm]["state_bytes"] == found[arm]["cache_bytes"], "all that these remember is read by every row"
+    assert found["gsm"]["state_bytes"] == found["gsm"]["memory_bytes"]["shared_state"] < found["gsm"]["cache_bytes"]
+    assert found["baseline"]["state_bytes"] is None, "its decoder has no state of its own"
+
+
+def test_a_comparator_is_evaluated_like_any_other_model(logs: Path):
+    (result,) = evaluate(str(logs / "gated_delta_net"), overlap=True, device="cpu")
+    summary = json.loads((logs / "gated_delta_net" / "seed0" / "summary.json").read_text())
+    assert result["text"]["loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+    assert result["overlap"] is None
 
 
 def test_every_run_has_the_scalars_of_the_table(server: Client):
@@ -118,8 +148,8 @@ def test_charts_put_the_curves_of_all_runs_together(server: Client):
     stages = tabs["retrieval"]["indexer recall by stage"]
     assert curves(server, "gsm/seed0", stages) == {f"train/indexer_recall/stage{s}" for s in (1, 2)}
     assert curves(server, "baseline/seed0", stages) == set()
-    overlap = tabs["retrieval"]["overlap of stages with the encoder"]
-    assert curves(server, "gsm/seed0", overlap) == {"overlap/stage1", "overlap/stage2"}
+    overlap = tabs["retrieval"]["overlap of stages with the encoder, of a few sequences"]
+    assert curves(server, "gsm/seed0", overlap) == {"overlap_sample/stage1", "overlap_sample/stage2"}
 
 
 def curves(server: Client, run: str, patterns: list[str]) -> set[str]:

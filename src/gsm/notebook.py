@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gsm.eval import plots
 from gsm.eval.attention import attention_map, decoder_attention
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -29,18 +30,17 @@ def show_attention(model: GSM, seen: Seen, names: Sequence[str]) -> Figure:
 
     Each from 0 to its own maximum, on a square-root scale, so that small weights are seen: ``attention_map``.
     """
-    figure = _figure(3.2 * len(names), 3.4)
-    for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure, axes = plots.figure(len(names), width=3.2, height=3.4, grid=False)
+    for axis, name in zip(axes, names, strict=True):
         axis.imshow(attention_map(model, seen, name).sqrt().cpu(), vmin=0, interpolation="nearest")
         axis.set(title=name, xlabel="position that is read")
-    figure.axes[0].set_ylabel("position that reads")
+    axes[0].set_ylabel("position that reads")
     return figure
 
 
 def show_increments(seen: Seen) -> Figure:
     """Lengths of the encoder's output e, of every stage's increment, and of z, by position."""
-    figure = _figure(7, 3)
-    axis = figure.subplots()
+    figure, (axis,) = plots.figure(width=7, height=3)
     stages = sorted(name for name in seen if name.endswith("/increment"))
     for name in ("state/e", *stages, "state/z"):
         axis.plot(seen[name][0].norm(dim=-1).cpu(), label=name, linestyle="--" if name == "state/z" else "-")
@@ -52,8 +52,7 @@ def show_increments(seen: Seen) -> Figure:
 def show_state(model: GSM, seen: Seen) -> Figure:
     """The decoder's attention over the shared state: a line a layer, a column an entry, the sink at the right."""
     weight_LE, first = decoder_attention(model, seen), model.geometry.encoder_layers + 1
-    figure = _figure(7, 2.2)
-    axis = figure.subplots()
+    figure, (axis,) = plots.figure(width=7, height=2.2, grid=False)
     picture = axis.imshow(weight_LE.sqrt().cpu(), vmin=0, aspect="auto", interpolation="nearest")
     axis.set(xlabel="entry, from the oldest to the row's own; the sink", ylabel="decoder layer")
     axis.set_yticks(range(len(weight_LE)), [str(first + layer) for layer in range(len(weight_LE))])
@@ -71,21 +70,11 @@ def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -
         lengths: in tokens, ascending.
     """
     sizes = [model.prefill(token_T[:length], model.start(1)).memory.breakdown() for length in lengths]  # pyright: ignore[reportOptionalMemberAccess]
-    figure = _figure(7, 3)
-    axis = figure.subplots()
+    figure, (axis,) = plots.figure(width=7, height=3)
     kinds = sorted(sizes[-1], key=lambda kind: sizes[-1][kind] - sizes[0].get(kind, 0))  # what grows lies on top
     axis.stackplot(
         lengths, [[size.get(kind, 0) for size in sizes] for kind in kinds], labels=[k.replace("_", " ") for k in kinds]
     )
     axis.set(xlabel="tokens that were read", ylabel="bytes")
     axis.legend(frameon=False, reverse=True, loc="upper left")
-    return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, that a notebook shows where it stands at the end of a cell, and only there."""
-    from matplotlib import pyplot  # which, unlike Figure itself, tells a notebook how to show one
-
-    figure = pyplot.figure(figsize=(width, height), layout="constrained")
-    pyplot.close(figure)
     return figure

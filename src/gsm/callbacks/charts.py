@@ -15,7 +15,7 @@ LAYOUT = {
     "retrieval": {
         "indexer recall by stage": [r"train/indexer_recall/stage\d+$"],
         "indexer recall by layer": [r"train/indexer_recall/(encoder|decoder)\d+$"],
-        "overlap of stages with the encoder": [r"overlap/stage\d+$"],
+        "overlap of stages with the encoder, of a few sequences": [r"overlap_sample/stage\d+$"],
         "length of what was retrieved, up to each stage": [r"train/retrieved_norm/stage\d+$"],
     },
     "speed": {

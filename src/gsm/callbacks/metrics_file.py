@@ -6,6 +6,7 @@ Lines are appended, so that an interrupted run loses nothing and a resumed one g
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from pathlib import Path
@@ -23,8 +24,8 @@ LINE = re.compile(r"(\d+),[^,\n]+,[^,\n]+\n")
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
     """What such a file holds: by name and step, the value; of a step that stands there twice, the later line.
 
-    Lines that a killed process has garbled are left out, and so is a value that is no number. A file that is not there
-    holds nothing. Raises OSError where it cannot be read.
+    Lines that a killed process has garbled are left out, and so is a value that is no finite number. A file that is
+    not there holds nothing. Raises OSError where it cannot be read.
     """
     metrics: dict[str, dict[int, float]] = {}
     with contextlib.suppress(FileNotFoundError):
@@ -32,7 +33,8 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
         for line in filter(LINE.fullmatch, text.splitlines(keepends=True)):
             step, name, value = line.rstrip("\n").split(",")
             with contextlib.suppress(ValueError):
-                metrics.setdefault(name, {})[int(step)] = float(value)
+                if math.isfinite(number := float(value)):
+                    metrics.setdefault(name, {})[int(step)] = number
     return metrics
 
 

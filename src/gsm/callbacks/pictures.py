@@ -34,7 +34,8 @@ COLOURS += ((253, 231, 37),)
 class Pictures(lightning.Callback):
     """Writes, where the model has it, and nothing for models other than GSM:
 
-    * ``overlap/stage<s>`` and ``overlap/mean``: scalars of stages that select for themselves (``gsm.eval.overlap``);
+    * ``overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.eval.overlap``), of these few
+      sequences; ``overlap/mean`` of the finished run, which its summary has too, is of more;
     * ``retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
     * ``state/gate``: histogram of a writer's gate;
     * ``decoder/attention``: an image, one line a layer from the first at the top, and a column for each entry of the
@@ -119,9 +120,8 @@ def scalars(model: GSM, seen: Seen) -> dict[str, float]:
     """The overlap of stages that select for themselves; nothing where no row sees more than K entries."""
     if not overlap.selects_for_itself(model):
         return {}
-    means = {stage: float(one_N.mean()) for stage, one_N in overlap.overlaps_seen(model, seen).items() if len(one_N)}
-    named = {f"overlap/stage{stage}": mean for stage, mean in means.items()}
-    return {**named, "overlap/mean": sum(means.values()) / len(means)} if means else {}
+    found = overlap.overlaps_seen(model, seen)
+    return {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in found.items() if len(one_N)}
 
 
 def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:

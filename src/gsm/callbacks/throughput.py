@@ -14,7 +14,8 @@ from gsm.task import LanguageModeling
 
 
 class Throughput(lightning.Callback):
-    """Logs ``train/tokens_per_second`` over each logging interval, validation left out, and ``train/peak_memory_gib``.
+    """Logs ``train/tokens_per_second`` over each logging interval, validation left out, and ``train/peak_memory_gib``;
+    there and at every validation also ``train/tokens``, those that the run has trained on until then.
 
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.
@@ -56,12 +57,13 @@ class Throughput(lightning.Callback):
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
             self._interval = (self.tokens, self.seconds)
             self.latest = speed = tokens / seconds
-            pl_module.report(
-                {"train/tokens_per_second": speed, "train/peak_memory_gib": peak_memory_bytes(self._device) / 2**30}
-            )
+            memory = peak_memory_bytes(self._device) / 2**30
+            measured = {"train/tokens_per_second": speed, "train/peak_memory_gib": memory}
+            pl_module.report({"train/tokens": float(self._ended), **measured})
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Stops the clock."""
+        pl_module.report({"train/tokens": float(self._ended)})
         self._read_clock()
         self._clock = None
 

@@ -16,7 +16,8 @@ from gsm.shapes import last
 def attention_map(model: GSM, seen: Seen, name: str) -> Tensor:
     """How much every row looks at every position of the first sequence, float [R, T]: the mean over heads.
 
-    The weight of a bank entry is divided evenly among its tokens. What a row of the map lacks to 1 goes to the sink.
+    The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
+    are added up. What a row of the map lacks to 1 goes to the sink.
 
     Args:
         model: the model that was recorded.
@@ -27,8 +28,9 @@ def attention_map(model: GSM, seen: Seen, name: str) -> Tensor:
     weight_RE, length = seen[f"{name}/weights"][0].mean(dim=1), seen["position"].shape[1]
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
+    entries = model.writer.slots if name.startswith("decoder/") else 1  # of a position
     row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
-    position_RW = row_R1 - torch.arange(window - 1, -1, -1, device=weight_RE.device)
+    position_RW = row_R1 - torch.arange(window - 1, -1, -1, device=weight_RE.device) // entries
     map_RT = weight_RE.new_zeros(rows, length)
     map_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
     if chosen_BRK is not None:
@@ -45,6 +47,6 @@ def decoder_attention(model: GSM, seen: Seen) -> Tensor:
     first = model.geometry.encoder_layers + 1
     weights = [seen[f"decoder/{layer}/weights"] for layer in range(first, model.geometry.depth + 1)]
     position_BR = last(seen["position"], weights[0].shape[1])
-    whole_BR = position_BR >= model.state_size - 1
+    whole_BR = position_BR >= model.writer.positions - 1
     counted_BR = whole_BR if whole_BR.any() else position_BR >= 0
     return torch.stack([weight_BRHE[counted_BR].float().mean(dim=(0, 1)) for weight_BRHE in weights])

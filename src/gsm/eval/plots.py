@@ -1,6 +1,6 @@
 """Pictures of runs: learning curves, final values with every seed, and one number against another.
 
-Every function draws on axes that it is given, so that a notebook may arrange them as it likes:
+Every function draws on axes that it is given, so that they can be arranged at will, in a file or in a notebook:
 
     figure, (left, right) = plots.figure(columns=2)
     plots.curves(left, {"mhc": [{50: 3.1, 100: 2.8}], "plain": [{50: 3.3, 100: 2.9}]}, "optimizer step", "loss")
@@ -15,6 +15,7 @@ import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'
 LABELS = {
     "accuracy": "questions answered (fraction)",
     "bits_per_byte": "bits per byte of held-out text",
-    "state_bytes": "shared state (bytes)",
+    "cache_bytes": "everything remembered (bytes)",
+    "state_bytes": "decoder's state (bytes)",
     "tokens_per_second": "training speed (tokens/s)",
     "val/accuracy": "held-out questions answered (fraction)",
     "val/loss": "held-out loss (nats per token)",
@@ -67,20 +69,25 @@ def label(name: str) -> str:
     return f"{first} ({UNITS[last]})" if first and last in UNITS else words
 
 
-def figure(columns: int = 1, width: float = PANEL[0], height: float = PANEL[1]) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many panels side by side, each of this size in inches; it needs no display and no pyplot.
+def figure(
+    columns: int = 1, width: float = PANEL[0], height: float = PANEL[1], grid: bool = True
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many panels side by side, each of this size in inches, with grid lines or without.
 
-    Raises ImportError, with the way to install matplotlib, where it is missing.
+    It needs no display and no pyplot; a notebook shows it where it stands at the end of a cell, and only there. Raises
+    ImportError, with the way to install matplotlib, where it is missing.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(REMEDY) from error
     made = Figure(figsize=(width * columns, height), layout="constrained")
+    made._repr_png_ = partial(png, made, 100)  # pyright: ignore[reportAttributeAccessIssue]  # what IPython asks for
     panels = list(made.subplots(1, columns, squeeze=False)[0])
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.5)
+        if grid:
+            axes.grid(alpha=0.25, linewidth=0.5)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8)
     return made, panels

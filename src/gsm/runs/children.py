@@ -74,11 +74,16 @@ class Child:
         """Since it was started."""
         return time.monotonic() - self.since
 
-    def tail(self, lines: int = 15) -> list[str]:
+    def tail(self) -> list[str]:
         """The last lines that it has written."""
-        with self.log.open("rb") as file:
-            file.seek(self._begin)
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+        return tail(self.log, self._begin)
+
+
+def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
+    """The last lines of a file, of those from the byte ``begin`` on. Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace").splitlines()[-lines:]
 
 
 def work_off(tasks: Sequence[Callable[[], Child]], jobs: int, ended: Callable[[int, Child, int], None]) -> int | None:

@@ -10,21 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from gsm.callbacks.metrics_file import read_metrics
 from gsm.eval import plots
 from gsm.files import replacing
-from gsm.runs.check import ConfigError, unknown
+from gsm.runs.check import ConfigError, few, unknown
 from gsm.runs.folder import unlike
 from gsm.runs.report import shown as shown_path
 from gsm.runs.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
 
 USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
+CONTENTS = "experiment.json"  # which arms an experiment has, in their order, and what its table shows
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
+AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
+Curves = dict[str, list[dict[float, float]]]  # arm -> of each of its runs, values by step or by tokens
 PANELS = 4  # columns of the table that a picture of final values shows at most
 
 
@@ -41,86 +42,97 @@ def compare(
     """Prints finished runs side by side, and writes that with pictures to comparison.md, .csv, .json and .png.
 
     Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
-    curves, and which runs are not finished.
+    curves, and which runs are not finished. Every finished run counts, also one that was trained with other settings
+    than the experiment's last command (results.md leaves those out).
 
     Args:
         folders: of experiments, logs/<name>; arms called alike in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
         against: the arm that the others are compared with; left out: the first
         metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss
-        axis: of the learning curves: step, or tokens (steps times the mean tokens of a step of that run)
+        axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
         y: what that picture shows against x
         output: the folder to write to; left out: the experiment's, and for several the folder above all of them
 
     Raises:
-        ConfigError, FileNotFoundError: a folder without finished runs, or a name that they do not know.
+        ConfigError: no run is finished, or a name that the runs do not know.
+        FileNotFoundError: a folder without runs.
+        OSError: the comparison cannot be written; the error names the file.
     """
     if axis not in AXES:
         raise ConfigError(f"axis is '{axis}', but has to be step or tokens")
     if bool(x) != bool(y):
         raise ConfigError("x and y make one picture together: give both, for example x=cache_bytes y=accuracy")
-    runs = collect(folders)
+    places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    runs = collect(places)
     finished = [run for run in runs if run.finished]
     arms = list(dict.fromkeys(run.arm for run in finished))
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
-    chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(folders, finished)
+    chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
     _check(finished, [*chosen, *([x, y] if x else [])])
     table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
-    notes = [*unfinished(folders), *apart(table)]
+    notes = [*unfinished(places), *apart(table.runs)]
     print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
-    place = Path(output or (folders[0] if len(folders) == 1 else os.path.commonpath(map(os.path.abspath, folders))))
+    place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
     print("\n".join(write(table, place, notes=notes, metric=metric, axis=axis, x=x, y=y)))
     return table
 
 
-def collect(folders: Sequence[str | Path]) -> list[RunSummary]:
+def collect(folders: Sequence[Path]) -> list[RunSummary]:
     """All runs of these experiments, finished or not, arms in the experiments' order, each name once.
 
     Raises ConfigError where none is finished, FileNotFoundError where there is none.
     """
     if not folders:
         raise ConfigError("compare needs the folder of an experiment, such as logs/ablate_residual")
-    found = {str(folder): _in_order(Path(folder)) for folder in folders}
+    found = {folder: _in_order(folder) for folder in folders}
     times = Counter(arm for runs in found.values() for arm in {run.arm for run in runs})
-    names = Counter(Path(folder).resolve().name for folder in found)
+    names = Counter(folder.name for folder in found)
     all_runs = []
     for folder, runs in found.items():
-        name = Path(folder).resolve().name
-        before = name if names[name] == 1 else shown_path(folder)
+        before = folder.name if names[folder.name] == 1 else shown_path(folder)
         all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
     if not any(run.finished for run in all_runs):
-        raise ConfigError(f"no run in {' or '.join(found)} is finished: {'; '.join(unfinished(folders))}")
+        raise ConfigError(
+            f"no run in {' or '.join(map(shown_path, found))} is finished: {'; '.join(unfinished(folders))}"
+        )
     return all_runs
 
 
-def unfinished(folders: Sequence[str | Path]) -> list[str]:
+def unfinished(folders: Sequence[Path]) -> list[str]:
     """A sentence for each run that is not finished: how far it came, and what ended it."""
     return [
         f"not finished: {shown_path(run)}, {_state(run)}"
         for folder in folders
-        for run in sorted(Path(folder).glob("*/seed*"))
+        for run in sorted(folder.glob("*/seed*"))
         if run.is_dir() and not run.parent.name.startswith(".") and _state(run)
     ]
 
 
-def apart(table: Table) -> list[str]:
-    """A sentence for each arm that saw other data than the first, or another amount, so that they compare with care."""
-    sentences = []
-    first: dict[str, RunSummary] = {}
-    for run in table.runs:
-        first.setdefault(run.arm, run)
-    ours, *others = first.values()
-    for other in others:
-        prints = [run.summary.get("fingerprint") or {} for run in (ours, other)]
-        changes = unlike(*prints) if all(prints) else []
-        tokens = [run.value("tokens") for run in (ours, other)]
-        if None not in tokens and tokens[0] != tokens[1]:
-            changes.append(f"the tokens trained on ({tokens[0]:,.0f} there, {tokens[1]:,.0f} here)")
+def apart(runs: Sequence[RunSummary]) -> list[str]:
+    """A sentence for each arm with runs that saw other data than the first run, or more or less of it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        changes = _changes(runs[0], run)
         if changes:
-            sentences.append(f"compare with care: {other.arm} differs from {ours.arm} in {', '.join(changes)}")
-    return sentences
+            found.setdefault((run.arm, few(changes)), []).append(f"seed{run.seed}")
+    return [
+        f"compare with care: {arm} ({', '.join(seeds)}) differs from {runs[0].arm} (seed{runs[0].seed}) in {changes}"
+        for (arm, changes), seeds in found.items()
+    ]
+
+
+def _changes(one: RunSummary, two: RunSummary) -> list[str]:
+    """What two runs differ in: the content of their data, the number of steps, of tokens."""
+    prints = [run.summary.get("fingerprint") or {} for run in (one, two)]
+    changes = unlike(*prints) if all(prints) else []
+    for key, what in AMOUNTS.items():
+        there, here = one.value(key), two.value(key)
+        if there is not None and here is not None and there != here:
+            changes.append(f"{what} ({there:,.0f} there, {here:,.0f} here)")
+    return changes
 
 
 def write(
@@ -144,10 +156,13 @@ def write(
         metric, axis, x, y: as in ``compare``.
 
     Raises:
-        ConfigError: no run has such a metric, or the folder cannot be written to.
+        ConfigError: no run has such a metric.
+        OSError: a file cannot be written; the error names it.
     """
+    by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
+    curves, metric = _curves(by_arm, metric, axis)
     try:
-        drawn = dict(_pictures(table, metric, axis, x, y))
+        drawn = dict(_pictures(table, by_arm, (curves, AXES[axis], plots.label(metric)), x, y))
         said = []
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
         drawn, said = {}, [str(error)]
@@ -162,16 +177,21 @@ def write(
         with replacing(folder / name) as file:
             file.write(content)
     names = [f"{stem}.md, .csv, .json", *pictures]
-    return [*said, *_missing(table, x, y), f"written to {shown_path(folder)}: {', '.join(names)}"]
-
-
-def _pictures(table: Table, metric: str, axis: str, x: str, y: str) -> Iterator[tuple[str, bytes]]:
-    """The pictures that the runs have numbers for, by name. Raises ImportError where matplotlib is missing."""
-    by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
-    curves, metric = _curves(by_arm, metric, axis)
     if any(curves.values()):
+        said += _missing(curves, f"the learning curves, as they lack {metric} by {axis}")
+    if x:
+        points = {arm: _points(runs, x, y)[0] for arm, runs in by_arm.items()}
+        said += _missing(points, f"the picture of {y} against {x}, as they lack one of the two")
+    return [*said, f"written to {shown_path(folder)}: {', '.join(names)}"]
+
+
+def _pictures(
+    table: Table, by_arm: Mapping[str, Sequence[RunSummary]], curves: tuple[Curves, str, str], x: str, y: str
+) -> Iterator[tuple[str, bytes]]:
+    """The pictures that the runs have numbers for, by name. Raises ImportError where matplotlib is missing."""
+    if any(curves[0].values()):
         figure, (axes,) = plots.figure(height=3.2, width=5.2)
-        plots.curves(axes, curves, AXES[axis], plots.label(metric))
+        plots.curves(axes, *curves)
         yield "curves", plots.png(figure)
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
@@ -187,28 +207,21 @@ def _pictures(table: Table, metric: str, axis: str, x: str, y: str) -> Iterator[
         yield f"{y}_by_{x}", plots.png(figure)
 
 
-def _curves(
-    by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str
-) -> tuple[dict[str, list[dict[float, float]]], str]:
+def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) -> tuple[Curves, str]:
     """The learning curve of every run, by arm, and the metric that they are of. Raises ConfigError."""
     metrics = {run.folder: read_metrics(run.folder / "metrics.csv") for runs in by_arm.values() for run in runs}
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
     chosen = metric or ("val/accuracy" if "val/accuracy" in known else "val/loss")
-    curves: dict[str, list[dict[float, float]]] = {arm: [] for arm in by_arm}
+    curves: Curves = {arm: [] for arm in by_arm}
     for arm, runs in by_arm.items():
         for run in runs:
-            scale = _tokens_per_step(run) if axis == "tokens" else 1
-            found = metrics[run.folder].get(chosen)
-            if found and scale:
-                curves[arm].append({step * scale: value for step, value in found.items()})
+            found = metrics[run.folder].get(chosen, {})
+            across = metrics[run.folder].get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
+            curve = {across[step]: value for step, value in found.items() if step in across}
+            curves[arm] += [curve] if curve else []
     return curves, chosen
-
-
-def _tokens_per_step(run: RunSummary) -> float | None:
-    tokens, steps = run.value("tokens"), run.value("steps")
-    return tokens / steps if tokens and steps else None
 
 
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
@@ -222,10 +235,10 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
     return [across for across, _ in both], [up for _, up in both]
 
 
-def _missing(table: Table, x: str, y: str) -> list[str]:
-    """A sentence on the arms that the picture of y against x cannot show."""
-    lost = [row.arm for row in table.rows if x and not _points([r for r in table.runs if r.arm == row.arm], x, y)[0]]
-    return [f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(lost)}"] if lost else []
+def _missing(drawn: Mapping[str, Sequence[object]], where: str) -> list[str]:
+    """A sentence on the arms that a picture cannot show."""
+    lost = [arm for arm, values in drawn.items() if not values]
+    return [f"not in {where}: {', '.join(lost)}"] if lost else []
 
 
 def _markdown(table: Table, folder: Path, notes: Sequence[str], pictures: Sequence[str]) -> str:
@@ -236,30 +249,36 @@ def _markdown(table: Table, folder: Path, notes: Sequence[str], pictures: Sequen
 
 
 def _in_order(folder: Path) -> list[RunSummary]:
-    """The runs of one experiment, arms as in its configuration. Raises FileNotFoundError where there is none."""
+    """The runs of one experiment, arms in its own order. Raises FileNotFoundError where there is none."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}: give that of an experiment, logs/<name>")
+        raise FileNotFoundError(f"no folder {shown_path(folder)}: give that of an experiment, logs/<name>")
     runs = read_runs(folder)
     if not runs:
         below = sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path))
         hint = (
             f"the experiments below it are {', '.join(below)}" if below else "give that of an experiment, logs/<name>"
         )
-        raise FileNotFoundError(f"no run in {folder} has a summary.json (<arm>/seed<k>/summary.json); {hint}")
-    order = list(_configured(folder).get("arms") or {})
+        raise FileNotFoundError(
+            f"no run in {shown_path(folder)} has a summary.json (<arm>/seed<k>/summary.json); {hint}"
+        )
+    order = list(_contents(folder).get("arms", ()))
     return sorted(runs, key=lambda run: order.index(run.arm) if run.arm in order else len(order))
 
 
-def _configured(folder: Path) -> dict[Any, Any]:
-    """What the experiment's last command was composed to; empty where its runs were started one by one."""
-    file = folder / ".hydra" / "config.yaml"
-    plain = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file.is_file() else {}
-    return plain if isinstance(plain, dict) else {}
+def _contents(folder: Path) -> dict[str, Any]:
+    """``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
+
+    Not from ``.hydra``, where ``${variants:...}`` stands unresolved.
+    """
+    try:
+        return json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
-def _columns(folders: Sequence[str], runs: Sequence[RunSummary]) -> list[str]:
+def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     """The columns that the experiments themselves show, and otherwise the usual ones; only what a run has."""
-    own = dict.fromkeys(column for folder in folders for column in _configured(Path(folder)).get("table") or [])
+    own = dict.fromkeys(column for folder in folders for column in _contents(folder).get("table", ()))
     known = [column for column in own or USUAL if _numbers(runs, column)]
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 

@@ -7,7 +7,6 @@ not finished yet, and puts their summaries together. So it can be stopped and gi
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -23,21 +22,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from gsm.callbacks.progress import clock
+from gsm.files import write_json
 from gsm.runs import launcher, report
 from gsm.runs.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
-from gsm.runs.check import ConfigError, few
-from gsm.runs.children import Child, work_off
+from gsm.runs.check import ConfigError
+from gsm.runs.children import Child, tail, work_off
 from gsm.runs.command_line import again
-from gsm.runs.compare import unfinished, write
+from gsm.runs.compare import CONTENTS, apart, unfinished, write
 from gsm.runs.compose import compose, job_directories
 from gsm.runs.fit import train
-from gsm.runs.folder import finished, locked, prepare, unlike
+from gsm.runs.folder import finished, locked, prepare
 from gsm.runs.load import CheckpointError
 from gsm.runs.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown, summarise
 
 LOG = "train.log"
 Failure = tuple[Path, list[str]]  # what a run that has failed has written, and its last words
-NOT_OF_DATA = ("seed", "cache_dir", "num_workers", "prepare_workers")  # keys of data that do not change its content
 
 
 @dataclass(frozen=True)
@@ -129,20 +128,13 @@ class Experiment:
     def _is_ours(self, run: RunSummary) -> bool:
         return run.finished and _is_finished(self.job(run.arm, run.seed))
 
-    def other_data(self, table: Table) -> list[str]:
-        """Sentences about runs that say they trained on the same data, but whose data had another content."""
-        first: dict[str, RunSummary] = {}
-        found = []
-        for run in table.runs:
-            configured = {**self.job(run.arm, run.seed).config.get("data", {}), **dict.fromkeys(NOT_OF_DATA)}
-            known = first.setdefault(json.dumps(configured, sort_keys=True, default=str), run)
-            changes = unlike(known.summary.get("fingerprint") or {}, run.summary.get("fingerprint") or {})
-            if changes and known.summary.get("fingerprint") and run.summary.get("fingerprint"):
-                found.append(
-                    f"do not compare {run.arm}/seed{run.seed} with {known.arm}/seed{known.seed}: it differs in "
-                    f"{few(changes)}; force=true trains them again"
-                )
-        return found
+    def others(self, table: Table) -> list[str]:
+        """A sentence on finished runs of another configuration, which lie in the folder, but are not in the table."""
+        mine = {run.folder for run in table.runs}
+        names = [
+            f"{run.arm}/seed{run.seed}" for run in read_runs(self.folder) if run.finished and run.folder not in mine
+        ]
+        return [f"left out, being of another configuration: {', '.join(names)}"] if names else []
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -174,6 +166,7 @@ def train_all(experiment: Experiment, script: Sequence[str], hand_to: str | None
     _refuse_ranks()
     jobs = experiment.jobs()
     with locked(experiment.folder):
+        write_json(experiment.folder / CONTENTS, {"arms": experiment.arms, "table": experiment.columns})
         if experiment.config["force"]:
             _set_aside(jobs)
         waiting = [job for job in jobs if not _is_finished(job)]
@@ -208,9 +201,14 @@ class _Runs:
     def hand_over(self, hand_to: str) -> tuple[dict[str, Failure], None]:
         """The same, with a launcher of Hydra's: all of them at once, and it is heard of them when all have ended."""
         print(f"{len(self.jobs)} runs go to {hand_to}; what each says: <arm>/seed<k>/train.log", flush=True)
-        for number, (code, words) in enumerate(launcher.launch(self.jobs, self.script)):
-            known = 0 if code is None and _is_finished(self.jobs[number]) else code
-            self._tell(number, known, "", self.jobs[number].folder / LOG, words)
+        try:
+            codes: Sequence[int | None] = launcher.launch(self.jobs, self.script)
+        except launcher.GaveUp as error:
+            print(error, flush=True)
+            codes = [0 if _is_finished(job) else None for job in self.jobs]
+        for number, code in enumerate(codes):
+            log = self.jobs[number].folder / LOG
+            self._tell(number, code, "", log, tail(log) if log.is_file() else [])
         return self.failed, None
 
     def _start(self, number: int) -> Child:
@@ -305,7 +303,7 @@ def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job])
 
 
 def _conclusion(experiment: Experiment, table: Table) -> str:
-    notes = [*experiment.other_data(table), *unfinished([experiment.folder])]
+    notes = [*apart(table.runs), *experiment.others(table), *unfinished([experiment.folder])]
     written = write(table, experiment.folder, "results", notes)
     lines = ["", table.text(), ""]
     for sentence in [FOOTNOTE, *notes, *written]:
@@ -320,5 +318,6 @@ def _complaints(failed: Mapping[str, Failure]) -> str:
     """Who has failed, with their last words."""
     lines = []
     for name, (log, words) in failed.items():
-        lines += ["", f"{name} failed; the end of {report.shown(log)}:", *(f"  {line}" for line in words)]
+        said = f"the end of {report.shown(log)}:" if words else "it has written no log"
+        lines += ["", f"{name} failed; {said}", *(f"  {line}" for line in words)]
     return "\n".join([*lines, "", f"failed: {', '.join(failed)}; to try again:\n  {again()}"])

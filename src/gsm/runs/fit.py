@@ -201,6 +201,7 @@ def _conclude(run: Run) -> dict[str, Any]:
     with torch.no_grad():
         found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
         facts = run.summary.add(run.trainer, status=status, **found)
+        _log_overlap(run, facts["overlap"])
         sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
     print(report.conclusion(run, facts, sample), flush=True)
     return facts
@@ -242,6 +243,14 @@ def _overlap(run: Run) -> dict[str, Any] | None:
         return None
     sequences = functools.partial(run.data.of_length, most=OVERLAP_SEQUENCES)
     return overlap.by_length(run.model, sequences, run.data.context)
+
+
+def _log_overlap(run: Run, found: Mapping[str, Any] | None) -> None:
+    """Gives the loggers, which training has closed, the number that the summary has under this name."""
+    if run.trainer.is_global_zero and found and found["mean"] is not None:
+        for logger in run.trainer.loggers:
+            logger.log_metrics({"overlap/mean": found["mean"]}, run.trainer.global_step)
+            logger.finalize("success")
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 GROUP = "hydra/launcher"
 HERE = "basic"  # Hydra's default, in whose place runs are processes of this machine (gsm.runs.children)
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
-Outcome = tuple[int | None, list[str]]  # a run's exit code, None if nobody knows it; and its last words
+
+
+class GaveUp(Exception):
+    """A launcher has ended with an error, so that nobody knows how its runs have; the message is its reason."""
 
 
 def chosen() -> str | None:
@@ -48,7 +51,7 @@ def check_available(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{asked[-1]} needs the extra cluster: pip install -c constraints.txt -e '.[cluster]'")
 
 
-def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[Outcome]:
+def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[int]:
     """Hands all runs over at once, and waits until they have ended.
 
     Args:
@@ -56,8 +59,10 @@ def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[Outcome]:
         script: the command that trains one run, as words; overrides are added to it.
 
     Returns:
-        How each has ended. A launcher gives up at the first job that the cluster has killed: what it then says stands
-        for all of them.
+        The exit code of each.
+
+    Raises:
+        GaveUp: as a launcher does at the first job that the cluster has killed, whatever the others have done.
     """
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     try:
@@ -69,8 +74,7 @@ def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[Outcome]:
         print(f"\nwhat {chosen()} has accepted goes on there; when it has ended, the same command makes the table")
         raise
     except Exception as error:  # a plugin, and the cluster behind it, may raise anything
-        words = f"{chosen()} ended with {type(error).__name__}: {error}".strip().splitlines()
-        return [(None, words)] * len(jobs)
+        raise GaveUp(f"{chosen()} ended with {type(error).__name__}: {error}".strip()) from error
 
 
 class Task:
@@ -83,14 +87,14 @@ class Task:
     def __init__(self, script: Sequence[str]) -> None:
         self.script = list(script)
 
-    def __call__(self, config: DictConfig) -> Outcome:
-        """Trains, unless another submission has meanwhile."""
+    def __call__(self, config: DictConfig) -> int:
+        """Trains, unless another submission has meanwhile; returns the exit code."""
         if _is_finished(config):
-            return 0, []
+            return 0
         command = [*self.script, *HydraConfig.get().overrides.task]
-        ended: list[Outcome] = []
+        ended: list[int] = []
         start = partial(Child, command, Path(config["folder"]) / "train.log", {}, follow=False)
-        stopped = work_off([start], 1, lambda number, child, code: ended.append((code, child.tail())))
+        stopped = work_off([start], 1, lambda number, child, code: ended.append(code))
         if stopped is not None and callable(signal.getsignal(stopped)):
             signal.raise_signal(stopped)  # the run has saved what it has; now the launcher may queue the job once more
         return ended[0]
