@@ -36,7 +36,7 @@ def with_writer(writer, **options) -> GSM:
     """A small float64 model with any writer; the weights that the paper's writer has too are the same for all."""
     model = GSM(GEOMETRY, writer=writer, **options).double().eval()
     randomise(model)
-    model.load_state_dict(build("gsm-writer=additive").state_dict(), strict=False)
+    model.load_state_dict(build("gsm").state_dict(), strict=False)
     return model
 
 
@@ -122,7 +122,7 @@ def test_concat_starts_as_the_papers_writer():
     model = GSM(GEOMETRY, writer=variant("writer", "concat")).double().eval()
     started = model.writer.correction.weight.clone()
     randomise(model)
-    model.load_state_dict(build("gsm-writer=additive").state_dict(), strict=False)
+    model.load_state_dict(build("gsm").state_dict(), strict=False)
     assert (logits(model) - logits(additive())).abs().max() > 1e-3
     model.writer.correction.weight.copy_(started)
     assert_same(logits(model), logits(additive()), "concat at its first step")
