@@ -82,9 +82,9 @@ def without_keys(node: dict) -> dict:
 
 
 def cases() -> list[str]:
-    """All models: GSM as it is and with every other variant of every slot, the baseline likewise and with its pool, the
-    comparators as they are. Variants stand on a plain residual: hyper-connections cost most of the time, and are those
-    of the models as they are."""
+    """All models: GSM as it is and with every other variant of every slot, the baseline likewise and with its pool, and
+    the comparators. Variants and comparators stand on a plain residual, since hyper-connections cost most of the time;
+    the models as they are have them, and so has one comparator."""
     return [
         "gsm",
         *choices("gsm", "encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward"),
@@ -94,6 +94,7 @@ def cases() -> list[str]:
         *choices("baseline", "residual", "feed_forward"),
         "baseline-pool",
         *comparators(),
+        "hybrid-residual=mhc",
     ]
 
 

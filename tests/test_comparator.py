@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from small import GEOMETRY, W, assert_same, build, comparators, random_tokens
+from small import GEOMETRY, W, assert_same, build, comparators, random_tokens, variant
 
 import gsm
 from gsm.mixers.attention import Attention
@@ -15,8 +15,10 @@ from gsm.mixers.sliding_window import SlidingWindow
 from gsm.models.comparator import Comparator
 from gsm.models.matching import BARE, head_counts, match, note
 from gsm.models.schedule import comparator_rows
+from gsm.nn.block import Mixed
 from gsm.nn.key_value import KeyValue
-from gsm.nn.residual import Plain
+from gsm.nn.residual import HyperConnection, Plain
+from gsm.paths import variants
 from gsm.span import Span
 from gsm_kernels import attend_range, listening, using
 
@@ -72,6 +74,12 @@ def test_a_part_that_cannot_be_is_named():
         KeyValue(GEOMETRY.shape(), 3)
     with pytest.raises(ValueError, match="window must be at least 1 token, got 0; null means the size's window"):
         SlidingWindow(GEOMETRY.shape(), geometry=GEOMETRY, name="", window=0)
+
+
+def test_every_mixer_stands_in_a_model_whose_yaml_enrols_it_in_the_tests():
+    used = {type(block.attention) for name in comparators() for block in build(name).decoder}
+    mixers = [variant("mixer", name)(GEOMETRY.shape(), geometry=GEOMETRY, name="") for name in variants("model/mixer")]
+    assert {type(mixer) for mixer in mixers} <= used
 
 
 @torch.no_grad()
@@ -163,10 +171,14 @@ def test_a_cache_grows_by_its_heads_and_a_window_does_not():
 def test_prefill_asks_yoco_s_second_half_for_one_row(monkeypatch):
     model, asked = build("yoco"), []
     right = type(model.decoder).forward
-    watch = lambda self, streams, span, *rest: asked.append(span.rows) or right(self, streams, span, *rest)  # noqa: E731
+
+    def watch(stack, streams, span, rows, *rest):
+        asked.append((streams.mixed_BTD.shape[1], rows))
+        return right(stack, streams, span, rows, *rest)
+
     monkeypatch.setattr(type(model.decoder), "forward", watch)
     model(TOKENS, rows=1)
-    assert asked == [1, 1] and model.decoder is not model.encoder
+    assert asked == [(40, [40] * GEOMETRY.encoder_layers), (1, [1] * GEOMETRY.decoder_layers)]
 
 
 def test_matching_takes_the_first_heads_whose_rank_fits():
@@ -184,6 +196,73 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
     tiny = match(GEOMETRY, head_counts(4), make, lambda: make(1, 1))
     assert tiny.heads == 1 and tiny.rank == 3 and tiny.difference == count(make(1, 3)) - count(make(1, 1))
     assert "more than the baseline" in note(tiny.difference, make(1, 3))
+
+
+def test_matching_tries_only_heads_between_too_few_and_too_many():
+    tried = []
+
+    def make(heads, rank):
+        tried.append(heads)
+        return torch.nn.Linear(1, heads * (400 + rank), bias=False)
+
+    found = match(GEOMETRY, head_counts(32), make, lambda: torch.nn.Linear(1, 7 * (400 + 5), bias=False))
+    assert found == (7, 5, 0) and set(tried) == {32, 16, 8, 4, 6, 7}
+
+
+def test_heads_that_the_caller_s_key_heads_do_not_divide_are_passed_over():
+    three = partial(Attention, key_value_heads=3)
+    model = Comparator(GEOMETRY, mixers={"all": three}, layers=["all"], residual=Plain)
+    assert model.shape.heads == 3
+    with pytest.raises(ValueError, match="key_value_heads 5 must divide the 4 query heads"):
+        Comparator(GEOMETRY, mixers={"all": partial(Attention, key_value_heads=5)}, layers=["all"])
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(1, 1), (3, 1), (4, 1), (6, 1), (8, 2), (30, 6), (31, 1), (32, 8)])
+def test_a_key_head_serves_at_least_four_query_heads_and_divides_them(heads, shared):
+    assert KeyValue(replace(GEOMETRY.shape(), heads=heads)).heads == shared
+
+
+def test_a_rank_given_by_hand_is_compared_too():
+    said = plain(["all"], heads=4, query_rank=40).parameter_note
+    assert said.startswith("4 heads, query rank 40; ") and said.endswith("more than the baseline")
+
+
+class Averaged(torch.nn.Module):
+    """A mixer that the house does not know: the mean of the last two inputs, times a vector."""
+
+    reach = 1
+
+    def __init__(self, shape, *, geometry, name):
+        super().__init__()
+        self.strange = torch.nn.Parameter(torch.ones(shape.dim))
+        self.query = torch.nn.Linear(shape.dim, shape.query_rank)
+
+    def start(self, batch, kind):
+        return None
+
+    def forward(self, x_BTD, span, own, view):
+        before_BTD = torch.nn.functional.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+        return Mixed((self.strange * (x_BTD + before_BTD) / 2)[:, -span.rows :], None, view)
+
+
+def test_a_mixer_with_parameters_of_its_own_kind_is_counted_and_runs():
+    model = Comparator(GEOMETRY, mixers={"mean": Averaged}, layers=["mean"], query_rank=2, residual=Plain)
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    parts = model.parameter_report().parts
+    assert parts["attention, other"] == GEOMETRY.depth * GEOMETRY.dim and parts["other"] == 3
+    assert model(TOKENS).logits.shape == (2, 40, GEOMETRY.vocabulary) and model.reach == GEOMETRY.depth
+
+
+@torch.no_grad()
+def test_an_implementation_may_be_forced_that_few_operations_have():
+    model = build("hybrid", residual=partial(HyperConnection, sinkhorn_rounds=3))
+    want = model(TOKENS).logits
+    for name, op in (("sdpa", "attend_range"), ("chunked", "delta_rule")):
+        with using(name), listening() as heard:
+            assert_same(model(TOKENS).logits, want, name)
+        assert (op, name) in heard and ("mhc_boundary", "reference") in heard
+    with using("triton"), pytest.raises(RuntimeError, match="cannot run as 'triton'"):
+        model(TOKENS)
 
 
 def test_matching_draws_no_random_numbers():

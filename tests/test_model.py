@@ -43,11 +43,11 @@ def unread(model) -> str:
 @pytest.mark.parametrize("case", training_cases())
 def test_every_parameter_learns_from_its_own_loss_and_from_no_other(case):
     model = build(case)
-    training = model.indexer_training
     for name, (by_loss, by_index) in gradients(model).items():
         if re.match(unread(model), name):
             assert not touched(by_loss), f"{case}: {name} learns although the writer does not read what it makes"
         elif ".indexer." in name:
+            training = model.indexer_training
             assert touched(by_loss) == training.by_attention, f"{case}: the language-model loss and {name}"
             assert touched(by_index) == training.by_loss, f"{case}: the indexers' loss and {name}"
         else:
@@ -146,7 +146,7 @@ def test_a_pool_that_holds_everything_is_a_no_op():
     from dataclasses import replace
 
     wide = replace(GEOMETRY, candidate_blocks=8)
-    with_pool, without = build("baseline-pool", geometry=wide), build("baseline-residual=mhc", geometry=wide)
+    with_pool, without = build("baseline-pool", geometry=wide), build("baseline-residual=plain", geometry=wide)
     narrow = build("baseline-pool")
     tokens = random_tokens(1, 60)
     assert_same(with_pool(tokens).logits, without(tokens).logits, "a pool of 64 entries for 60 tokens")

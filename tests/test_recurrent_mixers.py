@@ -1,8 +1,8 @@
-"""Recurrent mixers: each against its equations, and in a small model that answers to one path, documents and memory."""
+"""Recurrent mixers: each against its equations, its knobs, and the size of what it remembers. That they answer to one
+path, to documents and to memory is tested with all other models (`small.cases`)."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -13,15 +13,10 @@ from omegaconf import OmegaConf
 from small import GEOMETRY, assert_same, random_tokens, randomise, variant
 from torch import Tensor
 
-from gsm.memory.memory import Memory, _tensors
 from gsm.mixers.recurrence import Recurrence
-from gsm.models.base import LanguageModel, Trace
-from gsm.models.report import count_parameters
-from gsm.models.stack import Stack
-from gsm.nn.block import Block
+from gsm.models.comparator import Comparator
 from gsm.nn.convolution import ShortConvolution
-from gsm.nn.feed_forward import SwiGLU
-from gsm.nn.residual import Plain, Streams
+from gsm.nn.residual import Plain
 from gsm.observe import record
 from gsm.paths import ROOT, variants
 from gsm.span import Span
@@ -35,55 +30,18 @@ NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_o
 LENGTH = 41
 
 
-class Recurrent(LanguageModel):
-    """Two blocks around a mixer."""
-
-    def __init__(self, mixer) -> None:
-        super().__init__(GEOMETRY.vocabulary, GEOMETRY.dim)
-        self.decoder = Stack(
-            [
-                Block(
-                    GEOMETRY.dim,
-                    mixer(GEOMETRY.shape(), geometry=GEOMETRY, name=f"decoder/{layer}"),
-                    feed_forward=lambda dim: SwiGLU(dim, 12),
-                    residual=Plain,
-                )
-                for layer in (1, 2)
-            ]
-        )
-
-    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        out = self.decoder(Streams.copies(x_BTD, 1), span, [x_BTD.shape[1], span.rows], memory.decoder)
-        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns))
-
-    def empty_memory(self, batch: int) -> dict:
-        return {"decoder": self.decoder.start(batch, "decoder")}
-
-    def forgetful_memory(self) -> dict:
-        return {"decoder": (None, None)}
-
-
 def mixer_of(name: str, **knobs) -> Recurrence:
     mixer = instantiate(yaml_of(name), **knobs)(GEOMETRY.shape(), geometry=GEOMETRY, name="decoder/1").double()
     randomise(mixer)
     return mixer
 
 
-def build(name: str) -> Recurrent:
-    model = Recurrent(variant("mixer", name)).double()
+def build(name: str) -> Comparator:
+    """A comparator whose layers are all of this kind."""
+    mixers = {name: variant("mixer", name)}
+    model = Comparator(GEOMETRY, mixers=mixers, layers=[name], query_rank=GEOMETRY.query_rank, residual=Plain).double()
     randomise(model)
     return model.eval()
-
-
-def some_documents(batch: int, length: int, draw: random.Random) -> Tensor:
-    """Runs of ids that differ between sequences; every other sequence is padded on the left."""
-    rows = []
-    for row in range(batch):
-        ids = [-1] * (draw.randint(1, 6) if row % 2 else 0)
-        while len(ids) < length:
-            ids += [len(ids)] * draw.randint(1, 15)
-        rows.append(ids[:length])
-    return torch.tensor(rows)
 
 
 # The equations, token by token and head by head.
@@ -176,69 +134,15 @@ def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2():
     assert 1 <= rate_H.min() < 3 and 14 < rate_H.max() <= 16
 
 
-# In a model: one path, documents, memory.
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_any_split_into_calls_equals_the_full_forward(name):
-    model, draw = build(name), random.Random(0)
-    tokens, documents = random_tokens(3, LENGTH), some_documents(3, LENGTH, draw)
-    full = model(tokens, documents=documents).logits
-    for chunks, capacity in (((1,), LENGTH), ((1, 2, 3, 7), None), ((1, 5, 17), LENGTH), ((2, 33), None)):
-        memory, done = model.start(3, capacity), 0
-        while done < LENGTH:
-            chunk = min(draw.choice(chunks), LENGTH - done)
-            part, rows = slice(done, done + chunk), draw.choice((1, chunk))
-            out = model(tokens[:, part], documents=documents[:, part], memory=memory, rows=rows)
-            memory, done = out.memory, done + chunk
-            read = documents[:, done - rows : done] >= 0
-            assert_same(out.logits[read], full[:, done - rows : done][read], f"{name}: {chunk} tokens up to {done}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_packed_documents_equal_each_alone_and_padding_changes_nothing(name):
-    model, lengths = build(name), [5, 1, 2, 12, 20]
-    tokens = random_tokens(1, sum(lengths))
-    ids = torch.repeat_interleave(torch.arange(len(lengths)) + 3, torch.tensor(lengths))[None]
-    packed = model(tokens, documents=ids).logits.split(lengths, dim=1)
-    for inside, alone in zip(packed, tokens.split(lengths, dim=1), strict=True):
-        assert_same(inside, model(alone).logits, f"{name}: a document of {alone.shape[1]}")
-        padded, padding = F.pad(alone, (3, 0), value=7), torch.tensor([[-1] * 3 + [0] * alone.shape[1]])
-        assert_same(model(padded, documents=padding).logits[:, 3:], model(alone).logits, f"{name}: padded")
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_a_token_reaches_all_later_logits_and_none_before(name):
-    model, tokens = build(name), random_tokens(1, LENGTH)
-    full = model(tokens).logits[0]
-    for t in (0, 1, 20, LENGTH - 1):
-        other = tokens.clone()
-        other[0, t] = (other[0, t] + 1) % GEOMETRY.vocabulary
-        moved_T = (model(other).logits[0] - full).abs().amax(dim=-1)
-        assert moved_T[:t].max().item() <= 1e-9 if t else True, f"{name}: token {t} changes what stands before it"
-        assert moved_T[t:].min() > 1e-7, f"{name}: token {t} does not reach every later row"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_gets_a_gradient(name):
-    model, tokens = build(name).train(), random_tokens(2, 12)
-    model(tokens, targets=tokens).loss.backward()
-    for parameter, value in model.named_parameters():
-        assert value.grad is not None and value.grad.abs().max() > 0, f"{name}: {parameter} gets no gradient"
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_memory_is_as_large_as_it_will_ever_be(name):
     model = build(name).to(torch.bfloat16)
-    inner = GEOMETRY.heads * GEOMETRY.entry_dim
+    inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
     sizes = {
-        "decoder_state": 2 * 3 * inner * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
-        "decoder_convolution": 2 * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
+        "decoder_state": layers * 3 * inner * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
+        "decoder_convolution": layers * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
     }
     for capacity in (None, 20, 40):
         memory = model.start(3, capacity)
@@ -246,26 +150,6 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
         assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
         memory = model(random_tokens(3, 9), memory=memory, rows=1).memory
         assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
-
-
-@torch.no_grad()
-def test_a_memory_can_be_forked_repeated_and_taken_over():
-    model, tokens = build("gated_delta_net"), random_tokens(2, 20)
-    full = model(tokens).logits
-    for capacity in (None, 20):
-        memory = model(tokens[:, :11], memory=model.start(2, capacity)).memory
-        copy, twice = memory.clone(), memory.expand(2)
-        model(tokens[:, :5], memory=memory)
-        assert_same(model(tokens[:, 11:], memory=copy).logits, full[:, 11:], "a clone")
-        again = model(tokens[:, 11:].repeat_interleave(2, 0), memory=twice).logits
-        assert_same(again, full[:, 11:].repeat_interleave(2, 0), "each sequence twice")
-    prefix, buffers = model.start(2, 20), model.start(2, 20)
-    places = [tensor.data_ptr() for _, tensor in _tensors(buffers, "")]
-    model(tokens[:, :11], memory=prefix)
-    model(tokens[:, 3:9], memory=buffers)
-    buffers.load(prefix)
-    assert_same(model(tokens[:, 11:], memory=buffers).logits, full[:, 11:], "a loaded prefix")
-    assert places == [tensor.data_ptr() for _, tensor in _tensors(buffers, "")], "a buffer has moved"
 
 
 @torch.no_grad()
@@ -281,7 +165,8 @@ def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
     model = build(name)
     with record("decoder/*/state") as seen:
         model(random_tokens(2, 5))
-    assert set(seen) == {"decoder/1/state", "decoder/2/state"}
+    assert set(seen) == {f"decoder/{layer}/state" for layer in range(1, GEOMETRY.depth + 1)}
     assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, GEOMETRY.entry_dim)
-    parts = count_parameters(model).parts
+    parts = model.parameter_report().parts
     assert parts["recurrence"] > 0 and parts["query, output, sink"] > 0
+    assert not {"other", "attention, other"} & set(parts), "a parameter without a name of its own"

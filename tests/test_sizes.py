@@ -11,13 +11,22 @@ from omegaconf import OmegaConf
 
 import gsm
 from gsm.models.geometry import Geometry
+from gsm.models.matching import CLOSE
 from gsm.paths import ROOT, variants
 from gsm.runs import parameters
 
+# Where no number of heads comes within 2 % of the baseline's parameters: by how many percent each misses them.
+NOT_MATCHED = {("delta_product", "pico"): 7.0}
+
+
+@functools.cache
+def model_of(name: str, size: str):
+    with torch.device("meta"):
+        return gsm.build_model(name, size=size)
+
 
 def report(model: str, size: str):
-    with torch.device("meta"):
-        return gsm.build_model(model, size=size).parameter_report()
+    return model_of(model, size).parameter_report()
 
 
 def test_the_paper_s_15b_scale_is_met():
@@ -39,20 +48,17 @@ def test_the_parts_sum_to_the_parameters_there_are(model, size):
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
 
 
-@functools.cache
-def model_of(name: str, size: str):
-    with torch.device("meta"):
-        return gsm.build_model(name, size=size)
-
-
-@pytest.mark.parametrize("size", ["nano", "tiny", "0p5b"])
+@pytest.mark.parametrize("size", ["pico", "nano", "tiny", "0p5b"])
 @pytest.mark.parametrize("name", [name for name in variants("model") if name not in ("gsm", "baseline")])
-def test_comparators_have_the_baseline_s_parameters_or_say_how_many_more(name, size):
+def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(name, size):
     model, baseline = model_of(name, size), model_of("baseline", size)
     total, goal = (one.parameter_report().total for one in (model, baseline))
-    assert abs(total - goal) <= 0.02 * goal or f"{abs(total - goal):,} parameters" in model.parameter_note
-    if abs(total - goal) <= 0.02 * goal:
-        assert not model.parameter_note
+    assert model.parameter_note.startswith(f"{model.shape.heads} heads, query rank {model.shape.query_rank}")
+    if (name, size) in NOT_MATCHED:
+        assert NOT_MATCHED[name, size] == round(100 * (total / goal - 1), 1)
+        assert f"{abs(total - goal):,} parameters" in model.parameter_note
+    else:
+        assert abs(total - goal) <= CLOSE * goal and "parameters" not in model.parameter_note
 
 
 @pytest.mark.parametrize("size", ["0p5b", "1p5b"])
@@ -70,14 +76,15 @@ def test_every_size_names_every_width(size):
     assert written == {field.name for field in fields(Geometry)}
 
 
-def test_the_table_stands_beside_the_paper_s_numbers(capsys):
+def test_the_table_stands_beside_the_paper_s_numbers(capsys, monkeypatch):
+    monkeypatch.setattr(parameters, "build_model", model_of)
     parameters.main(["1p5b"])
     printed = capsys.readouterr().out
     assert "1.5 B, difference 32 M" in printed and "+31,9" in printed, printed
     for name in variants("model"):
         assert f"\n{name} " in printed, f"{name} is missing in:\n{printed}"
+    assert printed.count(" heads, query rank ") == len(variants("model")) - 2, "matching is shown"
 
 
 def _geometry(size: str) -> Geometry:
-    with torch.device("meta"):
-        return gsm.build_model("gsm", size=size).geometry
+    return model_of("gsm", size).geometry

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, assert_same, build, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, assert_same, build, comparators, random_tokens
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gsm.memory.memory import Memory, _tensors
@@ -72,7 +72,14 @@ def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
         decode_step_without_values(SEPARATE)
 
 
-def test_a_growing_memory_does_ask_which_is_why_there_is_another():
+@pytest.mark.parametrize("case", comparators())
+def test_a_growing_memory_of_every_token_asks_nobody_either(case):
+    with without_values(case) as model:
+        memory = model(torch.zeros(2, 3, dtype=torch.int64), memory=model.start(2)).memory
+        assert model(torch.zeros(2, 1, dtype=torch.int64), memory=memory).memory.used == 4
+
+
+def test_a_growing_bank_does_ask_which_is_why_there_is_another_memory():
     with without_values(SEPARATE) as model:
         with pytest.raises(DataDependentOutputException):
             model(torch.zeros(2, 1, dtype=torch.int64), memory=model.start(2))

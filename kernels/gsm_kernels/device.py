@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import importlib.util
 
 import torch
@@ -28,6 +30,30 @@ def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in the precision that operations compute in: float32, or its own if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@functools.cache
+def absent(package: str, *modules: str) -> str | None:
+    """Why a package of GPU kernels cannot be used here, found out by importing these modules of it; None if it can."""
+    if not torch.cuda.is_available():
+        return f"{package} runs on CUDA devices alone"
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        return f"{package} cannot be imported ({error})"
+    return None
+
+
+def needs_one_half_type(*tensors: Tensor) -> str | None:
+    """Why these are not for a kernel that wants its inputs all in bfloat16 or all in float16; None if they are."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
+        return None
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return f"needs query, key and value all in bfloat16 or all in float16, got {names}"
 
 
 def triton_version() -> str | None:

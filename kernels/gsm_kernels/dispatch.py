@@ -10,7 +10,8 @@ giving a reason; the first that does not refuse runs. There is no cache and no l
     assert heard == [("attend", "triton")]
 
 The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and
-the context manager `using` force a choice.
+the context manager `using` force a choice. "reference" and "triton" are forced on every operation; any other name on
+those that have such an implementation, and the others choose for themselves.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Op:
             RuntimeError: if a forced implementation refuses; the message gives the operation and the reason.
         """
         for impl in self.impls:
-            if _forced in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
+            if self._asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
                 return impl
         reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
@@ -113,16 +114,22 @@ class Op:
         absent = {impl.name: self.retired.get(impl.name) or impl.missing() for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
-            if _forced in ("auto", impl.name) and absent[impl.name] is None:
+            if self._asked in ("auto", impl.name) and absent[impl.name] is None:
                 return impl.name, reasons or "first choice on this machine"
-        return ("none", _cannot_force(self.name, reasons)) if _forced != "auto" else ("reference", reasons)
+        return ("none", _cannot_force(self.name, reasons)) if self._asked != "auto" else ("reference", reasons)
+
+    @property
+    def _asked(self) -> str:
+        """The choice in force for this operation."""
+        known = _forced == "triton" or any(impl.name == _forced for impl in self.impls)
+        return _forced if known else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
         return self.retired.get(impl.name) or impl.missing() or impl.refuses(*args, **kwargs)
 
     def _retire(self, impl: Impl, error: KernelBuildError) -> None:
         self.retired[impl.name] = f"its kernel could not be built ({error})"
-        if _forced == "auto":
+        if self._asked == "auto":
             message = f"{self.name}: the {impl.name} kernel could not be built and is not tried again: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 

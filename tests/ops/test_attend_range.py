@@ -6,6 +6,8 @@ from calls import gradients, ranges
 
 from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range import reference, sdpa, xformers
+from gsm_kernels.device import needs_one_half_type
+from gsm_kernels.slots import visible
 from gsm_kernels.testing import assert_close
 
 CALLS = {
@@ -74,6 +76,17 @@ def test_a_row_that_sees_nothing_returns_zero_and_gives_no_gradient(name):
     assert all((grad[0] == 0).all() for grad in grads.values())
 
 
+@pytest.mark.parametrize("width", [None, 4])
+def test_keys_may_be_wider_than_queries_as_from_a_memory_under_autocast(width):
+    call = ranges(rows=5, width=width)
+    call = {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in call.items()}
+    half = {**call, "query_BRHC": call["query_BRHC"].bfloat16()}
+    with listening() as heard:
+        out = attend_range(**half)
+    assert heard == [("attend_range", "sdpa")] and out.dtype == torch.bfloat16
+    assert_close(out, attend_range(**{**call, "query_BRHC": half["query_BRHC"].float()}).bfloat16())
+
+
 def test_without_slots_there_is_nothing_to_see():
     call = ranges(rows=3)
     nothing = {"first_BR": call["first_BR"] * 0, "last_BR": call["last_BR"] * 0}
@@ -124,6 +137,10 @@ def test_xformers_says_which_calls_it_cannot_take():
     call = ranges(rows=17, channels=12, padding=0)
     cuda = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     assert "runs on CUDA" in str(xformers.refuses(**call)) and "runs on CUDA" in str(xformers.refuses(**cuda))
+    half, full = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    assert needs_one_half_type(half, half, half) is None
+    assert "all in float16, got bfloat16, float32" in str(needs_one_half_type(half, full, full))
+    assert "got float32" in str(needs_one_half_type(full, full, full))
 
 
 @pytest.mark.parametrize("width", [None, 1, 3])
@@ -151,7 +168,7 @@ def test_the_masks_of_xformers_are_our_ranges(width, sizes, rows):
     if rows == 5 and not whole:
         assert mask is None
         return
-    ours = reference.visible(first, last, slice(0, 17))
+    ours = visible(first, last, slice(0, 17))
     if whole:
         assert torch.equal(mask.materialize((rows, 17)) == 0, ours[0])
         return

@@ -26,6 +26,7 @@ from ..joint import (
     window_visible,
 )
 from ..rope import turn
+from ..slots import flat_slots, gather_slots
 
 
 def attend(
@@ -173,23 +174,17 @@ def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
 
 
 def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None) -> Far:
-    batch, slots, channels = bank_BFC.shape
+    slots = bank_BFC.shape[1]
     if _dense(slots, index_BRK.shape[2], bias_BRK):
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
         times_BRF = times_BRF[..., :slots]
         # The bias is log(times); the CPU's vector log is a hundred times slower on zeros, so these are filled in.
         return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
-    keys = bank_BFC.reshape(-1, channels).index_select(0, _flat(index_BRK, slots))
+    keys = gather_slots(bank_BFC, index_BRK)
     hidden = index_BRK < 0
     bias = as_bias(~hidden, bank_BFC.dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
-    return Far(keys.view(-1, index_BRK.shape[2], channels), bias)
-
-
-def _flat(index_BRK: Tensor, slots: int) -> Tensor:
-    """Rows of the bank with its batch folded in; slot 0 stands in for none."""
-    batch = torch.arange(index_BRK.shape[0], device=index_BRK.device)[:, None, None]
-    return (index_BRK.clamp(min=0) + batch * slots).flatten()
+    return Far(keys, bias)
 
 
 def _mix(chunk: _Chunk) -> Tensor:
@@ -240,4 +235,4 @@ def _add_far_grad(
         bank_grad += grad
         return
     grad = grad.unflatten(0, (bank_grad.shape[0], -1))[:, : index_BRK.shape[1]]
-    bank_grad.view(-1, channels).index_add_(0, _flat(index_BRK, bank_grad.shape[1]), grad.reshape(-1, channels))
+    bank_grad.view(-1, channels).index_add_(0, flat_slots(index_BRK, bank_grad.shape[1]), grad.reshape(-1, channels))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, scratch_elements
+from ..slots import visible
 
 
 def attend_range(
@@ -90,9 +91,3 @@ def _chunks(
         # A row that sees nothing has a softmax of NaN, filled with zeros like every weight of what is hidden.
         weight = logit.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0)
         yield _Chunk(here, seen, query_BRGMC, key, value, weight)
-
-
-def visible(first_BR: Tensor, last_BR: Tensor, slots: slice) -> Tensor:
-    """Which of these slots a row sees, bool [B, R, F]."""
-    slot_F = torch.arange(slots.start, slots.stop, device=first_BR.device)
-    return (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])

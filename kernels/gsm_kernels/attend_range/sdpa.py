@@ -1,5 +1,8 @@
 """PyTorch's own attention under masks made from the ranges: all slots for some rows at a time, or blocks of a window.
 
+Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated, and nobody
+asks for PyTorch's grouped attention, which on a GPU leaves its fused kernels where there is a mask.
+
 Rows that see nothing are let see one slot, lest a softmax of nothing spread NaN through backward, and set to 0 after.
 """
 
@@ -11,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..device import at_least_float32, scratch_elements
 from ..joint import Cut, cut, pad_rows, window_blocks
-from .reference import visible
+from ..slots import visible
 
 
 def refuses(
@@ -39,7 +42,9 @@ def attend_range(
     """See `gsm_kernels.attend_range`."""
     dtype = query_BRHC.dtype
     if query_BRHC.device.type != "cuda":  # whose kernels sum in float32; a CPU's round the weights to a half type
-        query_BRHC, key_BFGC, value_BFGC = (at_least_float32(x) for x in (query_BRHC, key_BFGC, value_BFGC))
+        query_BRHC = at_least_float32(query_BRHC)
+    # Under autocast new queries may be of a half type, and keys from a memory not.
+    key_BFGC, value_BFGC = key_BFGC.to(query_BRHC.dtype), value_BFGC.to(query_BRHC.dtype)
     rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
     if whole and rows == slots and (width is None or width >= slots):
         return _attend(query_BRHC, key_BFGC, value_BFGC, None).to(dtype)
@@ -52,8 +57,8 @@ def attend_range(
 
 def _by_rows(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR: Tensor, last_BR: Tensor) -> Tensor:
     """All slots for so many rows at a time as their mask has room."""
-    batch, slots = key_BFGC.shape[:2]
-    size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * slots))
+    (batch, slots), heads = key_BFGC.shape[:2], query_BRHC.shape[2]
+    size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
     parts = []
     for query, first, last in zip(*(x.split(size, 1) for x in (query_BRHC, first_BR, last_BR)), strict=True):
         mask_BRF = visible(first, last, slice(0, slots))
@@ -87,13 +92,12 @@ def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
 
 def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor | None) -> Tensor:
     """PyTorch's attention, heads first; without a mask, causal."""
-    query, key, value = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
-    out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if mask_BRF is None else mask_BRF[:, None],
-        is_causal=mask_BRF is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2)
+    groups, shared = key_BFGC.shape[2], query_BRHC.shape[2] // key_BFGC.shape[2]
+    key, value = key_BFGC.transpose(1, 2), value_BFGC.transpose(1, 2)
+    if mask_BRF is None:
+        query = query_BRHC.transpose(1, 2)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared > 1).transpose(1, 2)
+    query = query_BRHC.unflatten(2, (groups, shared)).transpose(1, 2).flatten(2, 3)
+    mask = mask_BRF if shared == 1 else mask_BRF.repeat_interleave(shared, 1)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+    return out.unflatten(2, (-1, shared)).transpose(1, 2).flatten(2, 3)

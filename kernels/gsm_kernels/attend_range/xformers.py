@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..device import absent, needs_one_half_type
 
 
 def missing() -> str | None:
@@ -28,17 +29,11 @@ def missing() -> str | None:
 
 @functools.cache
 def _absent() -> str | None:
-    if not torch.cuda.is_available():
-        return "xformers runs on CUDA devices alone"
-    if importlib.util.find_spec("xformers") is None:
-        return "xformers is not installed"
-    try:
-        with _quiet():
-            built = importlib.import_module("xformers")._cpp_lib._built_with_cuda
-            importlib.import_module("xformers.ops.fmha")
-    except (ImportError, AttributeError, OSError) as error:
-        return f"xformers cannot be imported ({error})"
-    return None if built else "xformers' CUDA extension cannot be loaded by this PyTorch"
+    with _quiet():
+        reason = absent("xformers", "xformers._cpp_lib", "xformers.ops.fmha")
+    if reason is not None or getattr(importlib.import_module("xformers._cpp_lib"), "_built_with_cuda", False):
+        return reason
+    return "xformers' CUDA extension cannot be loaded by this PyTorch"
 
 
 def refuses(
@@ -53,8 +48,9 @@ def refuses(
     """Why it cannot take this call, or None; the values of the ranges come last, for reading them takes time."""
     if query_BRHC.device.type != "cuda":
         return "xformers runs on CUDA devices alone"
-    if query_BRHC.dtype not in (torch.float16, torch.bfloat16):
-        return f"needs float16 or bfloat16, got {str(query_BRHC.dtype).removeprefix('torch.')}"
+    refusal = needs_one_half_type(query_BRHC, key_BFGC, value_BFGC)
+    if refusal is not None:
+        return refusal
     channels = query_BRHC.shape[-1]
     if channels % 8 or channels > 256:
         return f"needs a multiple of 8 channels, at most 256, got {channels}"

@@ -8,38 +8,34 @@ knows, so a call of several tokens waits for it; a single token does not.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32
+from ..device import absent, at_least_float32, needs_one_half_type
 
-INSTALLED = importlib.util.find_spec("fla") is not None
+FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule")  # no delta rule, with it, and with decay besides
 WIDEST = 256  # channels of a head
 
 
 def missing() -> str | None:
     """Why these kernels can take no call at all."""
-    if not INSTALLED:
-        return "flash-linear-attention is not installed (pip install 'gsm-playground[fla]')"
-    return None if torch.cuda.is_available() else "flash-linear-attention needs a GPU"
+    if torch.compiler.is_compiling():
+        return "cannot be traced into a graph"
+    return absent("fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 
 def refuses(query_BTHC: Tensor, key_BTHC: Tensor, value_BTHC: Tensor, *others: Any, **named: Any) -> str | None:
     """Why these kernels cannot take this call."""
     if query_BTHC.device.type != "cuda":
         return f"needs tensors on a GPU, got {query_BTHC.device.type}"
-    dtypes = {x.dtype for x in (query_BTHC, key_BTHC, value_BTHC)}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"needs query, key and value in bfloat16 or all in float16, got {names}"
+    refusal = needs_one_half_type(query_BTHC, key_BTHC, value_BTHC)
+    if refusal is not None:
+        return refusal
     if query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {query_BTHC.shape[-1]}"
-    if torch.compiler.is_compiling():
-        return "cannot be traced into a graph"
     if query_BTHC.shape[1] > 1 and torch.cuda.is_current_stream_capturing():
         return "waits for the device, which a CUDA graph that is being captured cannot"
     return None
@@ -76,7 +72,7 @@ def delta_rule(
 
 def _kernel(rule: bool, decay: bool, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The library's function for a recurrence, in its ``chunk`` or its ``fused_recurrent`` form."""
-    name = "simple_gla" if not rule else "gated_delta_rule" if decay else "delta_rule"
+    name = FAMILIES[0 if not rule else 2 if decay else 1]
     return getattr(importlib.import_module(f"fla.ops.{name}"), f"{form}_{name}")
 
 

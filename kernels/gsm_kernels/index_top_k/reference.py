@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, scratch_elements
+from ..slots import visible
 
 
 @torch.no_grad()
@@ -23,9 +24,9 @@ def index_top_k(
     chosen = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, k))]
     for rows in row_slices(query_BRJI, key_BFI):
         pool = None if pool_BRN is None else pool_BRN[:, rows]
-        visible = slots_visible(key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, block)
+        seen = slots_visible(key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, block)
         score = index_scores(query_BRJI[:, rows], weight_BRJ[:, rows], key_BFI)
-        chosen.append(highest(score.masked_fill_(~visible, -torch.inf), k))
+        chosen.append(highest(score.masked_fill_(~seen, -torch.inf), k))
     return torch.cat(chosen, 1)
 
 
@@ -73,15 +74,15 @@ def weigh(fired_BRJF: Tensor, weight_BRJ: Tensor) -> Tensor:
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
     """Which slots a row may choose, bool [B,R,F]: those in [first, last), and in its pool if it has one."""
-    slot_F = torch.arange(slots, device=first_BR.device)
-    visible = (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])
+    seen = visible(first_BR, last_BR, slice(0, slots))
     if pool_BRN is None:
-        return visible
+        return seen
     ordinals = slots // block + 1
     member = torch.zeros(*first_BR.shape, ordinals + 1, dtype=torch.bool, device=first_BR.device)
     member.scatter_(2, torch.where(pool_BRN < 0, ordinals, pool_BRN.clamp(max=ordinals)), True)
+    slot_F = torch.arange(slots, device=first_BR.device)
     ordinal = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, ordinals - 1)
-    return visible & member.gather(2, ordinal)
+    return seen & member.gather(2, ordinal)
 
 
 def highest(score: Tensor, k: int) -> Tensor:

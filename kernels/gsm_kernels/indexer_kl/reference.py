@@ -14,6 +14,7 @@ from ..device import at_least_float32, scratch_elements
 from ..index_top_k.reference import slots_visible, weigh
 from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
 from ..rope import turn
+from ..slots import flat_slots, gather_slots
 
 
 class IndexerLoss(NamedTuple):
@@ -170,21 +171,6 @@ def _far(bank_BFC: Tensor, visible: Tensor, index_BRK: Tensor | None, blocks: Cu
     if index_BRK is None:
         return Far(bank_BFC, bias)
     return Far(gather_slots(bank_BFC, pad_rows(index_BRK, blocks, -1)), bias)
-
-
-def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
-    """The entries at an index, [B*R,K,X]; slot 0 stands in for none, zeros if there is no slot at all."""
-    shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])
-    if bank_BFX.shape[1] == 0:
-        return bank_BFX.new_zeros(shape)
-    flat = flat_slots(index_BRK, bank_BFX.shape[1])
-    return bank_BFX.flatten(0, 1).index_select(0, flat).view(shape)
-
-
-def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:
-    """Rows of a bank with its batch folded in; slot 0 stands in for none."""
-    batch = torch.arange(index_BRK.shape[0], device=index_BRK.device)[:, None, None]
-    return (index_BRK.clamp(min=0) + batch * slots).flatten()
 
 
 def _divergence(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device import at_least_float32, full_precision, scratch_elements
 from ..index_top_k.reference import weigh
-from ..indexer_kl.reference import flat_slots, gather_slots
+from ..slots import flat_slots, gather_slots
 
 
 def score_slots(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> Tensor:

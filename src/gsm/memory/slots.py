@@ -31,6 +31,7 @@ class Slots:
         before_B: int64, slots filled before this call.
         last_BT: int64, slots finished up to and including each new token.
         first_BT: int64, first slot of the token's own document that it may see.
+        even: every sequence has filled the same number of slots and uses all the new ones, so that nobody has to look.
     """
 
     end_BG: Tensor
@@ -38,6 +39,7 @@ class Slots:
     before_B: Tensor
     last_BT: Tensor
     first_BT: Tensor
+    even: bool = False
 
     @property
     def after_B(self) -> Tensor:
@@ -65,7 +67,7 @@ def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     index_BT = torch.arange(length, device=position_BT.device).expand(batch, -1)
     last_BT = start_B[:, None] + index_BT + 1
-    return Slots(index_BT, position_BT, start_B, last_BT, last_BT - (position_BT + 1))
+    return Slots(index_BT, position_BT, start_B, last_BT, last_BT - (position_BT + 1), even=True)
 
 
 def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:

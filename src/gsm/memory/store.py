@@ -145,19 +145,25 @@ class Column:
 
     def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Column]:
         """Writes the new values behind the slots that each sequence has filled so far."""
+        batch, stored, width = self.value_BFC.shape
+        new_BGC = new_BGC.to(self.value_BFC.dtype)
+        if slots.even:
+            return self.append(new_BGC)
         total, added = slots.growth
         if added == 0:
             return self.value_BFC, self
-        batch, stored, width = self.value_BFC.shape
-        new_BGC = new_BGC[:, :added].to(self.value_BFC.dtype)
-        if batch == 1:  # a single sequence uses all of its new slots
-            value_BFC = torch.cat([self.value_BFC, new_BGC], dim=1)
-            return value_BFC, replace(self, value_BFC=value_BFC.detach())
+        if batch == 1:  # a single sequence uses the first of its new slots
+            return self.append(new_BGC[:, :added])
         # One slot more than there are: unused new values are written there and dropped.
         table_BFC = self.value_BFC.new_zeros(batch, total + 1, width)
         table_BFC[:, :stored] = self.value_BFC
         place_BGC = slots.places(total)[:, :added, None].expand(-1, -1, width)
-        value_BFC = table_BFC.scatter(1, place_BGC, new_BGC)[:, :total].contiguous()
+        value_BFC = table_BFC.scatter(1, place_BGC, new_BGC[:, :added])[:, :total].contiguous()
+        return value_BFC, replace(self, value_BFC=value_BFC.detach())
+
+    def append(self, new_BGC: Tensor) -> tuple[Tensor, Column]:
+        """The new values behind those that are there, in all sequences alike."""
+        value_BFC = torch.cat([self.value_BFC, new_BGC], dim=1)
         return value_BFC, replace(self, value_BFC=value_BFC.detach())
 
 

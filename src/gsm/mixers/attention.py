@@ -1,8 +1,6 @@
 """Attention with keys and values of its own, on all tokens before: the slot ``model/mixer``, and YOCO's second half.
 
-A mixer of this slot is called ``mixer(shape, geometry=..., name=...)``, follows ``gsm.nn.block.Mixer``, and says in
-``reach`` how many positions back of its input a row needs (0: its own alone, None: all of them). In training ``own`` is
-None: nothing is kept.
+A mixer of this slot follows ``gsm.nn.block.SlotMixer``. In training ``own`` is None: nothing is kept.
 """
 
 from __future__ import annotations

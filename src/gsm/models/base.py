@@ -25,6 +25,7 @@ from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import sample
+from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.linear import Linear
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
@@ -83,6 +84,8 @@ class LanguageModel(nn.Module):
         indexer_weight: weight of the indexers' loss, the mean over all indexers.
     """
 
+    indexer_training = IndexerTraining()  # without indexers nothing is learned
+
     def __init__(self, vocabulary: int, dim: int, *, indexer_weight: float = 1.0):
         super().__init__()
         self.vocabulary, self.dim, self.indexer_weight = vocabulary, dim, indexer_weight
@@ -92,13 +95,17 @@ class LanguageModel(nn.Module):
         nn.init.constant_(self.norm.weight, (128 / dim) ** 0.5)
         self.head = Linear(dim, vocabulary)
         self.head.weight = self.embedding.weight
-        self.parameter_note = ""  # what a table of parameters should say about this model's number
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
 
     @property
     def reach(self) -> int | None:
-        """How many positions back a token can change an output; None: any number."""
+        """How many positions back a token can change an output; None: any number, or not known."""
         return None
+
+    @property
+    def parameter_note(self) -> str:
+        """What a table of parameters should say about this model's number."""
+        return ""
 
     def state_bytes(self, memory: Memory) -> int | None:
         """Bytes of what the decoder keeps, where that is one state or all there is; None where it is neither."""

@@ -26,8 +26,7 @@ from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import baseline_rows
-from gsm.models.stack import Stack
-from gsm.nn.block import Block, Mixer
+from gsm.models.stack import Stack, block_of
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
@@ -65,15 +64,7 @@ class Baseline(LanguageModel):
     ):
         super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
         self.geometry, self.indexer_training = geometry, indexer_training or KL()
-
-        def block(attention: Mixer) -> Block:
-            return Block(
-                geometry.dim,
-                attention,
-                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
-                residual=residual,
-            )
-
+        block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         self.encoder = build_encoder(geometry, block, indexer_training=self.indexer_training, recompute=recompute)
         shape, rope = geometry.shape(), geometry.bank_rope()
         blocks = []

@@ -6,7 +6,8 @@
       |
     norm -> head
 
-Widths, depth, residual and feed-forward are those of the baseline, and so, within 2 %, is the number of parameters.
+Depth, model width, residual and feed-forward are those of the baseline. Heads and query rank are chosen so that the
+number of parameters is, too; how near that comes tells ``parameter_note``.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from gsm.memory.memory import Memory
-from gsm.models.base import LanguageModel, Trace
+from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
-from gsm.models.matching import note, widths
+from gsm.models.matching import Matched
 from gsm.models.schedule import comparator_rows
-from gsm.models.stack import Stack
-from gsm.nn.block import Block, Mixer
+from gsm.models.stack import Stack, block_of
+from gsm.nn.block import SlotMixer
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
 
 
-class Comparator(LanguageModel):
+class Comparator(Matched):
     """A stack of blocks around mixers.
 
     Args:
@@ -51,7 +52,7 @@ class Comparator(LanguageModel):
         self,
         geometry: Geometry,
         *,
-        mixers: Mapping[str, Callable[..., Mixer]],
+        mixers: Mapping[str, Callable[..., SlotMixer]],
         layers: Sequence[str],
         query_rank: int | None = None,
         heads: int | None = None,
@@ -59,39 +60,22 @@ class Comparator(LanguageModel):
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
         recompute: bool = False,
     ):
-        super().__init__(geometry.vocabulary, geometry.dim)
-        self.geometry = geometry
         names = repeated(layers, mixers, geometry.depth)
-        same = partial(Comparator, mixers=mixers, layers=layers)
-        shape, difference = widths(geometry, heads, query_rank, same)
-
-        def block(attention: Mixer) -> Block:
-            return Block(
-                geometry.dim,
-                attention,
-                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
-                residual=residual,
-            )
-
-        self.decoder = Stack(
-            [
-                block(mixers[name](shape, geometry=geometry, name=f"decoder/{layer}"))
-                for layer, name in enumerate(names, 1)
-            ],
-            recompute=recompute,
-        )
-        self.parameter_note = note(difference, self)
-
-    @property
-    def reaches(self) -> list[int | None]:
-        """Of each layer, how many positions back of its input a row needs; None: all of them."""
-        return [cast(Any, block.attention).reach for block in self.decoder]
+        super().__init__(geometry, partial(Comparator, mixers=mixers, layers=layers), heads, query_rank)
+        block = block_of(geometry, feed_forward=feed_forward, residual=residual)
+        blocks = []
+        self.reaches: list[int | None] = []  # of each layer
+        for layer, name in enumerate(names, 1):
+            mixer = mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}")
+            self.reaches.append(mixer.reach)
+            blocks.append(block(mixer))
+        self.decoder = Stack(blocks, recompute=recompute)
 
     @property
     def reach(self) -> int | None:
         """How many positions back a token can change an output; None: any number."""
-        reaches = self.reaches
-        return None if None in reaches else sum(cast(list[int], reaches))
+        known = [reach for reach in self.reaches if reach is not None]
+        return sum(known) if len(known) == len(self.reaches) else None
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
@@ -106,10 +90,6 @@ class Comparator(LanguageModel):
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
         return {"decoder": (None,) * len(self.decoder.blocks)}
-
-    def state_bytes(self, memory: Memory) -> int:
-        """Everything that is kept: a decoder is all there is."""
-        return memory.cache_bytes()
 
 
 def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> list[str]:

@@ -31,8 +31,7 @@ from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry
 from gsm.models.schedule import gsm_rows
-from gsm.models.stack import Stack
-from gsm.nn.block import Block, Mixer
+from gsm.models.stack import Stack, block_of
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
@@ -90,15 +89,7 @@ class GSM(LanguageModel):
             raise ValueError(f"state_size must be at least 1 entry, got {state_size}; null means window + top_k")
         layers = check_stages(geometry.stages if stages is None else stages, geometry)
         shape, rope = geometry.shape(), geometry.window_rope()
-
-        def block(attention: Mixer) -> Block:
-            return Block(
-                geometry.dim,
-                attention,
-                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
-                residual=residual,
-            )
-
+        block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         reads_bank = (encoder_reading or TopK()).reads_bank
         self.encoder = build_encoder(
             geometry, block, indexer_training=self.indexer_training, reads_bank=reads_bank, recompute=recompute

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from gsm.memory.memory import Memory
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 from gsm.nn.attention import Shape
+from gsm.nn.key_value import UnfitHeads
 from gsm.nn.residual import Plain
 
 CLOSE = 0.02  # of the baseline's parameters: a difference that a comparator need not mention
@@ -28,38 +31,52 @@ def nothing(dim: int, hidden_dim: int) -> nn.Module:
 BARE: dict[str, Any] = {"residual": Plain, "feed_forward": nothing}
 
 
+class Matched(LanguageModel):
+    """A comparator: heads and query rank follow from the baseline's parameters, and a decoder is all there is.
+
+    Args:
+        geometry: widths and depths.
+        make: the comparator; called with ``geometry, heads=..., query_rank=...``, residual and feed-forward.
+        heads: query heads; None: the geometry's, or fewer if matching asks for it.
+        query_rank: of the queries; None: matched.
+    """
+
+    def __init__(
+        self, geometry: Geometry, make: Callable[..., LanguageModel], heads: int | None, query_rank: int | None
+    ):
+        super().__init__(geometry.vocabulary, geometry.dim)
+        self.geometry = geometry
+        self._bare = partial(make, geometry, **BARE)
+        if query_rank is None:
+            choices = head_counts(geometry.heads) if heads is None else [heads]
+            found = match(
+                geometry,
+                choices,
+                lambda heads, rank: self._bare(heads=heads, query_rank=rank),
+                partial(Baseline, geometry, **BARE),
+            )
+            heads, query_rank = found.heads, found.rank
+        self.shape = resized(geometry, heads or geometry.heads, query_rank)
+
+    @property
+    def parameter_note(self) -> str:
+        """Heads and rank of the queries, and the difference from the baseline's parameters unless it is small."""
+        heads, rank = self.shape.heads, self.shape.query_rank
+        with torch.device("meta"):
+            mine, goal = self._bare(heads=heads, query_rank=rank), Baseline(self.geometry, **BARE)
+        return f"{heads} heads, query rank {rank}{note(_parameters(mine) - _parameters(goal), self)}"
+
+    def state_bytes(self, memory: Memory) -> int:
+        """Everything that is kept: a decoder is all there is."""
+        return memory.cache_bytes()
+
+
 class Match(NamedTuple):
     """The heads and the query rank of a comparator, and its parameters less the baseline's."""
 
     heads: int
     rank: int
     difference: int
-
-
-def widths(
-    geometry: Geometry,
-    heads: int | None,
-    rank: int | None,
-    make: Callable[..., LanguageModel],
-) -> tuple[Shape, int]:
-    """The widths of a comparator, and by how many parameters it will differ from the baseline (0 where nobody asked).
-
-    Args:
-        geometry: widths and depths.
-        heads: query heads; None: the geometry's, or fewer if matching asks for it.
-        rank: of the queries; None: matched.
-        make: the comparator; called with ``geometry, heads=..., query_rank=...``, residual and feed-forward.
-    """
-    if rank is not None:
-        return resized(geometry, heads or geometry.heads, rank), 0
-    choices = head_counts(geometry.heads) if heads is None else [heads]
-    found = match(
-        geometry,
-        choices,
-        lambda heads, rank: make(geometry, heads=heads, query_rank=rank, **BARE),
-        lambda: Baseline(geometry, **BARE),
-    )
-    return resized(geometry, found.heads, found.rank), found.difference
 
 
 def match(
@@ -72,24 +89,38 @@ def match(
 
     They are linear in the rank, so two models tell it; models are built on the meta device. The rank should be at least
     half of the geometry's, or queries would be poorer than the baseline's, and not above heads x entry_dim, where it
-    would add nothing. Where no number of heads allows that, the nearest comes closest.
+    would add nothing. Where no number of heads allows that, the nearest comes closest. More heads than too many, and
+    fewer than too few, are not tried; nor are those that key and value heads of the caller's do not divide.
 
     Args:
         geometry: widths and depths.
         choices: numbers of heads, the preferred one first.
         make: the comparator with so many heads and such a rank.
         target: the model to match.
+
+    Raises:
+        UnfitHeads: a ValueError, if key and value heads divide none of the numbers.
     """
-    found = []
+    found, unfit, few, many = [], None, 0, max(choices) + 1
     with torch.device("meta"):
         goal = _parameters(target())
         for heads in choices:
-            first, second = (_parameters(make(heads, rank)) for rank in (1, 2))
+            if not few < heads < many:
+                continue
+            try:
+                first, second = (_parameters(make(heads, rank)) for rank in (1, 2))
+            except UnfitHeads as error:
+                unfit = unfit or error
+                continue
             exact = 1 + round((goal - first) / (second - first))
-            rank = min(max(exact, -(-geometry.query_rank // 2)), heads * geometry.entry_dim)
+            lowest, highest = -(-geometry.query_rank // 2), heads * geometry.entry_dim
+            rank = min(max(exact, lowest), highest)
             found.append(Match(heads, rank, first + (rank - 1) * (second - first) - goal))
             if rank == exact:
                 return found[-1]
+            few, many = (heads, many) if exact > highest else (few, heads)
+    if unfit and not found:
+        raise unfit
     return min(found, key=lambda one: abs(one.difference))
 
 
@@ -106,17 +137,13 @@ def note(difference: int, model: LanguageModel) -> str:
     share = difference / (_parameters(model) - difference)
     if abs(share) <= CLOSE:
         return ""
-    return (
-        f"{abs(difference):,} parameters ({abs(share):.1%}) {'more' if difference > 0 else 'fewer'} than the baseline"
-    )
+    more = "more" if difference > 0 else "fewer"
+    return f"; {abs(difference):,} parameters ({abs(share):.1%}) {more} than the baseline"
 
 
 def head_counts(number: int) -> list[int]:
-    """A number, its half, and so on, as long as these are whole; then all others below it, the largest first."""
-    found = [number]
-    while found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
-    return found + [count for count in range(number - 1, 0, -1) if count not in found]
+    """A number, then all below it: those that the highest power of two divides first, and of these the largest."""
+    return [number, *sorted(range(1, number), key=lambda count: (-(count & -count), -count))]
 
 
 def _parameters(model: LanguageModel) -> int:

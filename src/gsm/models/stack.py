@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gsm.memory.view import View
-from gsm.nn.block import Block
-from gsm.nn.residual import Streams
+from gsm.models.geometry import Geometry
+from gsm.nn.block import Block, Mixer
+from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -87,3 +89,20 @@ class Stack(nn.Module):
             streams, view, span = out.streams, out.view, span.cut()
         _, entered, after, views, learned = zip(*outputs, strict=True)
         return StackOutput(streams, span, view, after, list(entered), list(views), list(learned))
+
+
+def block_of(
+    geometry: Geometry, *, feed_forward: Callable[[int, int], nn.Module], residual: Callable[[int], Residual]
+) -> Callable[[Mixer], Block]:
+    """What makes a block of a geometry's widths around a mixer.
+
+    Args:
+        geometry: gives model width and hidden width.
+        feed_forward: called with both for every block.
+        residual: called with the model width for every site.
+    """
+
+    def hidden(dim: int) -> nn.Module:
+        return feed_forward(dim, geometry.feed_forward_dim)
+
+    return partial(Block, geometry.dim, feed_forward=hidden, residual=residual)

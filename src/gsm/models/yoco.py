@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from gsm.memory.memory import FORGETFUL_CACHE, Cache, Memory
 from gsm.mixers.attention import CrossAttention
 from gsm.mixers.sliding_window import SlidingWindow
-from gsm.models.base import LanguageModel, Trace
+from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
-from gsm.models.matching import note, widths
-from gsm.models.stack import Stack
-from gsm.nn.block import Block, Mixer
+from gsm.models.matching import Matched
+from gsm.models.stack import Stack, block_of
 from gsm.nn.feed_forward import SwiGLU
 from gsm.nn.key_value import KeyValue
 from gsm.nn.norm import RMSNorm
@@ -39,7 +38,7 @@ from gsm.shapes import last
 from gsm.span import Span
 
 
-class YOCO(LanguageModel):
+class YOCO(Matched):
     """You Only Cache Once.
 
     Args:
@@ -65,19 +64,10 @@ class YOCO(LanguageModel):
         feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
         recompute: bool = False,
     ):
-        super().__init__(geometry.vocabulary, geometry.dim)
-        self.geometry = geometry
         same = partial(YOCO, window=window, key_value_heads=key_value_heads)
-        shape, difference = widths(geometry, heads, query_rank, same)
-
-        def block(attention: Mixer) -> Block:
-            return Block(
-                geometry.dim,
-                attention,
-                feed_forward=lambda dim: feed_forward(dim, geometry.feed_forward_dim),
-                residual=residual,
-            )
-
+        super().__init__(geometry, same, heads, query_rank)
+        shape = self.shape
+        block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         windowed = partial(SlidingWindow, shape, geometry=geometry, window=window, key_value_heads=key_value_heads)
         self.encoder = Stack(
             [block(windowed(name=f"encoder/{layer}")) for layer in range(1, geometry.encoder_layers + 1)],
@@ -91,7 +81,6 @@ class YOCO(LanguageModel):
             [block(CrossAttention(shape, geometry=geometry, name=f"decoder/{layer}")) for layer in cross],
             recompute=recompute,
         )
-        self.parameter_note = note(difference, self)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the cross-decoder's output for the rows asked for."""
@@ -115,7 +104,3 @@ class YOCO(LanguageModel):
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
         return {"encoder": (None,) * len(self.encoder.blocks), "decoder": (FORGETFUL_CACHE,)}
-
-    def state_bytes(self, memory: Memory) -> int:
-        """Everything that is kept: both halves are decoders."""
-        return memory.cache_bytes()

@@ -42,6 +42,15 @@ class Mixer(Protocol):
         ...
 
 
+class SlotMixer(Mixer, Protocol):
+    """A mixer of the slot ``model/mixer``, made by a call ``mixer(shape, geometry=..., name=...)``."""
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back of its input a row needs (0: its own alone, None: all of them)."""
+        ...
+
+
 class BlockOutput(NamedTuple):
     """What a block gives back.
 

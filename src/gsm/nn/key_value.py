@@ -41,6 +41,10 @@ class History:
         return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
 
 
+class UnfitHeads(ValueError):
+    """A number of query heads that a mixer's key and value heads do not divide."""
+
+
 class KeyValue(nn.Module):
     """Key and value heads of a token: one projection; keys are rotated.
 
@@ -48,17 +52,17 @@ class KeyValue(nn.Module):
 
     Args:
         shape: shared widths.
-        heads: key and value heads (G); None: one for every four query heads, at least one.
+        heads: key and value heads (G); None: one for every four query heads, or as near to that as divides them.
 
     Raises:
-        ValueError: if the heads do not divide the query heads.
+        UnfitHeads: a ValueError, if the heads do not divide the query heads.
     """
 
     def __init__(self, shape: Shape, heads: int | None = None):
         super().__init__()
-        self.heads = max(1, shape.heads // 4) if heads is None else heads
+        self.heads = shared_heads(shape.heads) if heads is None else heads
         if self.heads < 1 or shape.heads % self.heads:
-            raise ValueError(f"key_value_heads {self.heads} must divide the {shape.heads} query heads")
+            raise UnfitHeads(f"key_value_heads {self.heads} must divide the {shape.heads} query heads")
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
@@ -120,6 +124,11 @@ class RangeReader(nn.Module):
             history.whole,
         )
         return self.output(mixed_BRHC)
+
+
+def shared_heads(heads: int) -> int:
+    """The largest divisor of the query heads that gives at least four of them to each key head; 1 for fewer."""
+    return next(count for count in range(max(1, heads // 4), 0, -1) if heads % count == 0)
 
 
 def range_weights(query_BRHC: Tensor, history: History) -> Tensor:

@@ -33,7 +33,8 @@ class Rope:
 
     Args:
         channels: number of rotated channels, even.
-        base: 160,000 in layers with a bank, 10,000 in window-only layers and in GSM's decoder.
+        base: the size's ``bank_rope_base`` in layers that see far (160,000 at the paper's scales), its ``rope_base``
+            in window-only layers and in GSM's decoder (10,000).
         factor: YaRN's scale of the context; 1 switches YaRN off.
         original: trained context in tokens that YaRN starts from.
 

@@ -19,7 +19,7 @@ PAPER = {"0p5b": ("0.5 B", "not given"), "1p5b": ("1.5 B", "32 M (8.033 - 8.001 
 
 def main(sizes: list[str]) -> None:
     """Prints two tables per size: GSM and the baseline by part, their difference, and the paper's numbers; then all
-    models in total."""
+    models in total, with the heads and the rank of queries by which comparators are matched."""
     for size in sizes or variants("size"):
         with torch.device("meta"):
             models = {name: build_model(name, size) for name in variants("model")}

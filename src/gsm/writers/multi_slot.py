@@ -20,6 +20,7 @@ from gsm.writers.additive import Additive
 
 class MultiSlot(Additive):
     """z = e + r, and J entries RoPE_t( RMSNorm_j( W_j RMSNorm(z_t) ) ), j = 0 .. J - 1; entry 0 is the paper's.
+    The decoder starts from z, as ever; only what it reads is more.
 
     All are made from z, not some from e or r alone: the sum loses little, being as wide as the model, but an entry has
     D / C times fewer channels (16 at size 1p5b). That is the narrow place, and J projections widen it J times. The
