@@ -133,13 +133,13 @@ def register_resolvers() -> None:
 
 
 def _local_reach(size: DictConfig, state_size: int | None, only: str = "") -> int:
-    state_size = state_size or size.window + size.top_k
+    entries = state_size or size.window + size.top_k
     return local_reach(
         encoder_layers=size.encoder_layers,
         decoder_layers=0 if only else size.decoder_layers,
         window=size.window,
-        state_size=state_size,
-        reach=state_size - 1 if only == "delta" else 0,
+        state_size=entries,
+        reach=entries - 1 if only == "delta" else 0,
     )
 
 
