@@ -17,6 +17,7 @@ from gsm.observe import tap
 from gsm.shapes import last, promoted
 from gsm.span import Span
 from gsm_kernels import attend_range, rotate
+from gsm_kernels.slots import visible
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,6 @@ def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
     query_BRGMC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
     logit_BRGMF = torch.einsum("brgmc,bfgc->brgmf", query_BRGMC, promoted(history.key_BFGC))
     logit_BRHF = logit_BRGMF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
-    slot_F = torch.arange(logit_BRHF.shape[-1], device=logit_BRHF.device)
-    seen_BRF = (slot_F >= history.first_BR[..., None]) & (slot_F < history.last_BR[..., None])
+    seen_BRF = visible(history.first_BR, history.last_BR, slice(0, logit_BRHF.shape[-1]))
     hidden_BR1F = ~seen_BRF[:, :, None]
     return logit_BRHF.masked_fill(hidden_BR1F, float("-inf")).softmax(dim=-1).masked_fill(hidden_BR1F, 0)
