@@ -118,11 +118,11 @@ def starts(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", variants("experiment"))
 @pytest.mark.parametrize("size", ["pico", "nano", "tiny"])
 def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str):
-    """At size nano with all arms, at the others with the first and the last."""
+    """At size nano with all arms, at the others with the last."""
     given = [f"experiment={name}", f"size={size}"]
     experiment = Experiment(compose(given), given)
     arms = list(experiment.arms)
-    for arm in arms if size == "nano" else {arms[0], arms[-1]}:
+    for arm in arms if size == "nano" else arms[-1:]:
         config = experiment.job(arm, 0).config
         with torch.device("meta"):
             assert sum(p.numel() for p in instantiate_model(config).parameters())

@@ -18,9 +18,10 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer"; the clamp is DeepSeek-
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import require
-from . import reference
+from . import reference, triton
 
 
 def check(gate: Tensor, up: Tensor, limit: float) -> None:
@@ -28,4 +29,10 @@ def check(gate: Tensor, up: Tensor, limit: float) -> None:
     require("swiglu", limit > 0, f"limit = {limit} must be positive")
 
 
-swiglu = Op("swiglu", reference.swiglu, check=check, doc=__doc__)
+swiglu = Op(
+    "swiglu",
+    reference.swiglu,
+    (Impl("triton", triton.swiglu, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -26,7 +26,7 @@ from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import sample
 from gsm.nn.indexer_training import IndexerTraining
-from gsm.nn.linear import Linear
+from gsm.nn.linear import Linear, draw
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
 from gsm.span import Span, document_positions
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.vocabulary, self.dim, self.indexer_weight = vocabulary, dim, indexer_weight
         self.embedding = nn.Embedding(vocabulary, dim)
-        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        draw(self.embedding.weight, dim**-0.5)
         self.norm = RMSNorm(dim)
         nn.init.constant_(self.norm.weight, (128 / dim) ** 0.5)
         self.head = Linear(dim, vocabulary)

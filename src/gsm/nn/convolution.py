@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gsm.nn.linear import draw
 from gsm.shapes import promoted
 
 
@@ -28,7 +29,7 @@ class ShortConvolution(nn.Module):
             raise ValueError(f"convolution must see at least 1 token, the position itself; got {width}")
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
-        nn.init.normal_(self.weight, std=width**-0.5)
+        draw(self.weight, width**-0.5)
 
     def forward(self, seen_BEC: Tensor, position_BT: Tensor) -> Tensor:
         """The convolution at the new positions.

@@ -9,6 +9,13 @@ from torch import Tensor, nn
 INTO_RESIDUAL = 0.2
 
 
+def draw(weight: Tensor, std: float) -> None:
+    """Fills a weight from a normal distribution. On the meta device there is nothing to fill, and PyTorch takes
+    milliseconds for it: a large model, built only to be counted, would take ten seconds instead of two."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
 class Linear(nn.Linear):
     """``x W^T``; every projection of the models.
 
@@ -23,7 +30,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draws the weights anew."""
-        nn.init.normal_(self.weight, std=self.gain * self.in_features**-0.5)
+        draw(self.weight, self.gain * self.in_features**-0.5)
 
 
 class GroupedLinear(nn.Module):
@@ -38,7 +45,7 @@ class GroupedLinear(nn.Module):
     def __init__(self, groups: int, dim_in: int, rank: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, rank, dim_in // groups))
-        nn.init.normal_(self.weight, std=(dim_in // groups) ** -0.5)
+        draw(self.weight, (dim_in // groups) ** -0.5)
 
     def forward(self, x_BRD: Tensor) -> Tensor:
         """Maps [..., dim_in] to [..., groups * rank]."""

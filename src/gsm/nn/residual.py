@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from gsm.nn.linear import draw
 from gsm.shapes import last
 from gsm_kernels import mhc_boundary
 
@@ -86,7 +87,7 @@ class HyperConnection(nn.Module):
         self.phi = nn.Parameter(torch.empty(coefficients, streams * dim))
         self.bias = nn.Parameter(torch.zeros(coefficients))
         self.scale = nn.Parameter(torch.full((3,), gate))
-        nn.init.normal_(self.phi, std=0.02)
+        draw(self.phi, 0.02)
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Mixes the last R positions of the streams, writes the site's output to them, and reads for the next site."""

@@ -1,0 +1,118 @@
+"""When Triton kernels are chosen, how they are built before they are needed, and how they are launched.
+
+Every operation with Triton kernels has two files beside its reference: `triton.py` (when it refuses, shapes, autograd;
+it imports no Triton, so that the package can be imported without it) and `kernels.py` (the `@triton.jit` functions),
+which the first imports when it launches. The CPU has no Triton but its interpreter, which computes the same in float32,
+slowly; tests use it. It is chosen when Triton is asked for by name (`using("triton")`) and TRITON_INTERPRET=1 was set
+before the first kernel was imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import triton_version
+from .dispatch import KernelBuildError, forced
+
+HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
+OLDEST = (8, 0)  # the first with bfloat16 in its matrix units: what a forced choice may try
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does where a kernel is decorated
+
+Launcher = Callable[[Any, tuple, dict[str, Any]], None]
+
+
+def missing() -> str | None:
+    """Why Triton kernels can take no call on this machine, or None."""
+    if INTERPRETED:
+        return None if forced() == "triton" else "Triton's interpreter runs only when asked for by name"
+    return _no_hopper(HOPPER if forced() == "auto" else OLDEST)
+
+
+def unfit(*tensors: Tensor) -> str | None:
+    """Why tensors cannot go to a Triton kernel together, or None: one device, and float32, bfloat16 or float16."""
+    for x in tensors:
+        if x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
+            return f"needs tensors on a GPU, got {x.device.type}"
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"computes in float32, which is too coarse for {str(x.dtype).removeprefix('torch.')}"
+        if INTERPRETED and x.dtype == torch.bfloat16 and not x.is_meta:
+            return "Triton's interpreter computes bfloat16 wrongly"
+    return None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel[grid](*args, **options)` on the device of its tensors. An empty grid runs nothing.
+
+    Raises:
+        KernelBuildError: if it cannot be compiled, or needs more of the chip than there is.
+    """
+    if _instead is not None:
+        _instead(kernel, args, options)
+    elif all(grid):
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        with _told(kernel), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](*args, **options)
+
+
+def build_once(key: Hashable, run: Callable[[], Any]) -> None:
+    """Compile whatever `run` would launch, the first time that this key is seen, without launching anything.
+
+    An operation calls this with its backward before its first forward: a kernel that cannot be built then makes the
+    dispatch fall back while nothing has been computed yet. The interpreter has nothing to compile.
+    """
+    if INTERPRETED or torch.compiler.is_compiling() or key in _built:
+        return
+    with launching(_build):
+        run()
+    _built.add(key)
+
+
+@contextlib.contextmanager
+def launching(instead: Launcher) -> Iterator[None]:
+    """Inside the block, call `instead(kernel, args, options)` where a kernel would be launched."""
+    global _instead
+    before, _instead = _instead, instead
+    try:
+        yield
+    finally:
+        _instead = before
+
+
+def _build(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
+    with _told(kernel):
+        compiled = kernel.warmup(*args, grid=(1,), **options)
+        _ = compiled.run  # loads it, which is where too much shared memory is found out
+
+
+@contextlib.contextmanager
+def _told(kernel: Any) -> Iterator[None]:
+    """Triton's errors as one that the dispatch falls back on."""
+    from triton.errors import TritonError
+
+    try:
+        yield
+    except TritonError as error:
+        raise KernelBuildError(f"{kernel.__name__}: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _no_hopper(oldest: tuple[int, int]) -> str | None:
+    if triton_version() is None:
+        return "Triton is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    fits = capability == HOPPER if oldest == HOPPER else capability >= oldest
+    has, needs = (".".join(map(str, version)) for version in (capability, oldest))
+    return None if fits else f"made for compute capability {needs}, this device has {has}"
+
+
+_instead: Launcher | None = None
+_built: set[Hashable] = set()

@@ -1,0 +1,33 @@
+"""The clamped SwiGLU product, element by element. N is the number of elements; arithmetic is in float32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def forward(gate_ptr, up_ptr, out_ptr, limit, N, BLOCK: tl.constexpr):
+    """out = silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    gate = tl.minimum(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), limit)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    clipped = tl.minimum(tl.maximum(up, -limit), limit)
+    tl.store(out_ptr + at, gate * tl.sigmoid(gate) * clipped, mask=inside)
+
+
+@triton.jit
+def backward(grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, limit, N, BLOCK: tl.constexpr):
+    """Both gradients; a value beyond the limit gets none. The activation is computed again."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    capped = tl.minimum(gate, limit)
+    clipped = tl.minimum(tl.maximum(up, -limit), limit)
+    sigmoid = tl.sigmoid(capped)
+    silu = capped * sigmoid
+    gate_grad = tl.where(gate > limit, 0.0, grad * clipped * (sigmoid + silu * (1 - sigmoid)))
+    up_grad = tl.where(tl.abs(up) > limit, 0.0, grad * silu)
+    tl.store(gate_grad_ptr + at, gate_grad, mask=inside)
+    tl.store(up_grad_ptr + at, up_grad, mask=inside)
