@@ -54,7 +54,8 @@ def _(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 @_backward.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+    whole = torch.contiguous_format
+    return torch.empty_like(gate, memory_format=whole), torch.empty_like(up, memory_format=whole)
 
 
 def _keep(ctx, inputs: tuple, output: Tensor) -> None:
