@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gsm.eval import plots
-from gsm.paths import variants
 from gsm.runs import experiment as experiments
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.experiment import Experiment, train_all
-from gsm.runs.load import CheckpointError, instantiate, instantiate_model
+from gsm.runs.load import CheckpointError
 from gsm.runs.table import read_runs
 
 TOY = """# @package _global_
@@ -113,32 +111,6 @@ def place(folder: Path, name: str) -> Path:
 def starts(folder: Path) -> dict[str, int]:
     found = sorted(place(folder, "").glob("*/seed*/starts"))
     return {f"{file.parent.parent.name}/{file.parent.name}": len(file.read_text()) for file in found}
-
-
-@pytest.mark.parametrize("name", variants("experiment"))
-@pytest.mark.parametrize("size", ["pico", "nano", "tiny"])
-def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str):
-    """At size nano with all arms, at the others with the last."""
-    given = [f"experiment={name}", f"size={size}"]
-    experiment = Experiment(compose(given), given)
-    arms = list(experiment.arms)
-    for arm in arms if size == "nano" else arms[-1:]:
-        config = experiment.job(arm, 0).config
-        with torch.device("meta"):
-            assert sum(p.numel() for p in instantiate_model(config).parameters())
-        if "task" in config["data"]:
-            instantiate(config["data"], "data").validation_set[0]
-
-
-def test_the_residual_ablation_compares_what_it_says():
-    given = ["experiment=ablate_residual"]
-    experiment = Experiment(compose(given), given)
-    assert (experiment.chosen, experiment.seeds) == (["mhc", "plain"], [0, 1, 2])
-    jobs = [experiment.job(arm, 1) for arm in experiment.chosen]
-    kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
-    assert kinds == ["HyperConnection", "Plain"]
-    paired = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
-    assert str(paired[0]).replace("mhc/seed", "plain/seed") == str(paired[1]), "nothing else differs"
 
 
 def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):

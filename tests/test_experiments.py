@@ -1,0 +1,37 @@
+"""The experiments of `configs/experiment`: each composes and builds at every size, and compares what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gsm.paths import variants
+from gsm.runs.compose import compose
+from gsm.runs.experiment import Experiment
+from gsm.runs.load import instantiate, instantiate_model
+
+
+@pytest.mark.parametrize("name", variants("experiment"))
+@pytest.mark.parametrize("size", ["pico", "nano", "tiny"])
+def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str):
+    """At size nano with all arms, at the others with the last."""
+    given = [f"experiment={name}", f"size={size}"]
+    experiment = Experiment(compose(given), given)
+    arms = list(experiment.arms)
+    for arm in arms if size == "nano" else arms[-1:]:
+        config = experiment.job(arm, 0).config
+        with torch.device("meta"):
+            assert sum(p.numel() for p in instantiate_model(config).parameters())
+        if "task" in config["data"]:
+            instantiate(config["data"], "data").validation_set[0]
+
+
+def test_the_residual_ablation_compares_what_it_says():
+    given = ["experiment=ablate_residual"]
+    experiment = Experiment(compose(given), given)
+    assert (experiment.chosen, experiment.seeds) == (["mhc", "plain"], [0, 1, 2])
+    jobs = [experiment.job(arm, 1) for arm in experiment.chosen]
+    kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
+    assert kinds == ["HyperConnection", "Plain"]
+    paired = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
+    assert str(paired[0]).replace("mhc/seed", "plain/seed") == str(paired[1]), "nothing else differs"

@@ -1,0 +1,250 @@
+"""What the equations promise, asked of their transcription alone: causality, packing, mixing, selection, the clamp."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transcription
+from toys import TINY, packed, some_tokens, transcribed
+from transcription import Geometry, Notes, Weights, attend, random_weights, tiny_baseline, tiny_gsm, transcribe
+
+every_model = pytest.mark.parametrize("model", ["gsm", "baseline"])
+
+
+@every_model
+def test_a_later_token_changes_nothing_earlier_and_something_from_there_on(model):
+    geometry, tokens = TINY[model](), some_tokens(14)
+    weights = random_weights(geometry)
+    before = transcribed(geometry, weights, tokens)
+    for changed in (5, 8, 13):
+        other = tokens[:changed] + [(tokens[changed] + 1) % geometry.vocabulary] + tokens[changed + 1 :]
+        after = transcribed(geometry, weights, other)
+        assert torch.equal(before[:changed], after[:changed]), f"token {changed} is seen before its time"
+        assert not torch.allclose(before[changed], after[changed]), f"token {changed} is not seen at all"
+
+
+@every_model
+def test_packed_documents_are_each_document_alone(model):
+    geometry = TINY[model]()
+    weights, tokens = random_weights(geometry), some_tokens(14)
+    together = transcribed(geometry, weights, tokens, packed([5, 9]))
+    assert torch.equal(together[:5], transcribed(geometry, weights, tokens[:5]))
+    assert torch.equal(together[5:], transcribed(geometry, weights, tokens[5:]))
+    assert not torch.allclose(together[5:], transcribed(geometry, weights, tokens)[5:])
+
+
+@every_model
+def test_a_needle_beyond_every_window_is_found_through_the_bank_alone(model):
+    """Windows carry L_E (W - 1) + M - 1 = 18 positions in GSM, L (W - 1) = 24 in the baseline: 25 are needed."""
+    tokens = some_tokens(26)
+    other = [(tokens[0] + 1) % tiny_gsm().vocabulary] + tokens[1:]
+    for has_bank in (True, False):
+        no_bank = {"bank_layers": (), "stage_layers": (), "decoder_full": None, "decoder_reindex": ()}
+        geometry = TINY[model](residual="plain", **({} if has_bank else no_bank))
+        weights = random_weights(geometry)
+        change = transcribed(geometry, weights, tokens)[-1] - transcribed(geometry, weights, other)[-1]
+        assert (change.abs().max() > 1e-6) == has_bank, f"bank: {has_bank}, largest change {change.abs().max()}"
+
+
+@every_model
+@pytest.mark.parametrize("rounds", [20, 400])
+def test_mixing_matrices_are_doubly_stochastic(model, rounds):
+    """Columns come last and are exact but for eps; rows get there with the rounds, 20 are few for wild weights."""
+    geometry, notes = TINY[model](sinkhorn_rounds=rounds), {}
+    transcribed(geometry, random_weights(geometry), some_tokens(3), notes=notes)
+    mixing = torch.cat([torch.stack(values) for name, values in notes.items() if name.endswith("_mixing")])
+    assert len(mixing) == 2 * geometry.depth * 3
+    assert (mixing > 0).all()
+    row_error, column_error = ((mixing.sum(dim) - 1).abs().max() for dim in (2, 1))
+    assert column_error < 1e-5
+    assert row_error < (1e-5 if rounds == 400 else 1e-2)
+
+
+def test_mixing_is_uniform_where_the_weights_say_nothing():
+    geometry, notes = tiny_gsm(), {}
+    weights = random_weights(geometry)
+    silent = {name: 0 * tensor if "_residual." in name else tensor for name, tensor in weights.items()}
+    transcribed(geometry, silent, some_tokens(2), notes=notes)
+    third = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    torch.testing.assert_close(notes["decoder/6/attention_mixing"][1], third, atol=1e-6, rtol=0)
+
+
+@every_model
+def test_the_streams_can_be_renamed(model):
+    """Phi's columns move by stream, its rows and the bias by coefficient: one that is cut differently would show."""
+    geometry = TINY[model]()
+    weights, n = random_weights(geometry), geometry.streams
+    order = torch.tensor([2, 0, 1])
+    mixing_rows = (2 * n + torch.arange(n * n)).reshape(n, n)[order][:, order].reshape(-1)
+    rows = torch.cat([order, n + order, mixing_rows])
+    renamed = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith("_residual.phi"):
+            renamed[name] = tensor[rows].reshape(len(rows), n, -1)[:, order].reshape(tensor.shape)
+        if name.endswith("_residual.bias"):
+            renamed[name] = tensor[rows]
+    tokens = some_tokens(8)
+    torch.testing.assert_close(transcribed(geometry, renamed, tokens), transcribed(geometry, weights, tokens))
+
+
+@every_model
+def test_plain_is_mhc_at_identity(model):
+    """One stream, read and written with weight 1: sigmoid(40) is 1 in float64, 2 sigmoid(0) too."""
+    plain = TINY[model](residual="plain")
+    identity = TINY[model](streams=1, hc_eps=0.0)
+    weights = random_weights(plain)
+    for name, shape in transcription.parameter_shapes(identity).items():
+        if "_residual." in name:
+            weights[name] = torch.zeros(shape, dtype=torch.float64)
+        if name.endswith("_residual.bias"):
+            weights[name][0] = 40.0
+    tokens = some_tokens(11)
+    torch.testing.assert_close(transcribed(plain, weights, tokens), transcribed(identity, weights, tokens))
+
+
+@every_model
+def test_shifting_every_position_changes_nothing(model, monkeypatch):
+    geometry = TINY[model]()
+    weights, tokens = random_weights(geometry), some_tokens(13)
+    here = transcribed(geometry, weights, tokens)
+    rotate, turns = transcription.rotate, []
+
+    def shifted(x_C, position, channels, base, inverse=False):
+        turns.append(position)
+        return rotate(x_C, position + 1000, channels, base, inverse)
+
+    monkeypatch.setattr(transcription, "rotate", shifted)
+    torch.testing.assert_close(transcribed(geometry, weights, tokens), here, atol=1e-9, rtol=0)
+    assert max(turns) == 12
+
+
+@every_model
+def test_the_index_does_not_matter_when_every_entry_fits(model):
+    geometry, tokens = TINY[model](top_k=20), some_tokens(15)
+    weights = random_weights(geometry)
+    other = {name: -2 * tensor if ".indexer." in name else tensor for name, tensor in weights.items()}
+    assert torch.equal(transcribed(geometry, weights, tokens), transcribed(geometry, other, tokens))
+
+
+@every_model
+def test_every_weight_takes_part(model):
+    """A gradient that is zero would let a mistake in that weight pass; the index acts through the choice alone."""
+    geometry, tokens = TINY[model](), some_tokens(12)
+    weights = {name: tensor.requires_grad_() for name, tensor in random_weights(geometry).items()}
+    transcribe(geometry, weights, tokens).square().sum().backward()
+    silent = {name for name, tensor in weights.items() if tensor.grad is None or not tensor.grad.abs().max() > 1e-6}
+    assert silent == {name for name in weights if ".indexer." in name}
+
+
+@every_model
+def test_every_weight_of_an_index_moves_its_scores(model):
+    geometry, tokens = TINY[model](residual="plain"), some_tokens(5)
+    weights, before = random_weights(geometry), {}
+    transcribed(geometry, weights, tokens, notes=before)
+    labels = {geometry.prefix(depth): geometry.label(depth) for depth in range(1, geometry.depth + 1)}
+    for name in weights:
+        if ".indexer." in name:
+            after: Notes = {}
+            transcribed(geometry, weights | {name: weights[name].roll(1, 0)}, tokens, notes=after)
+            label = f"{labels[name.split('.attention.')[0]]}/scores"
+            assert before[label] != after[label], f"{name} moves no score"
+
+
+def chosen(geometry: Geometry, weights: Weights) -> dict[str, list]:
+    notes: Notes = {}
+    transcribed(geometry, weights, some_tokens(22), notes=notes)
+    return {name: values for name, values in notes.items() if name.endswith("/top_k")}
+
+
+@every_model
+def test_a_choice_holds_the_visible_entries_in_order_and_k_at_most(model):
+    geometry = TINY[model]()
+    choices = chosen(geometry, random_weights(geometry))
+    assert choices["encoder/2/top_k"] != choices["encoder/3/top_k"] == choices["encoder/4/top_k"]
+    for name, slots_T in choices.items():
+        ratio = geometry.ratio(int(name.split("/")[1]))
+        for t, slots in enumerate(slots_T):
+            finished = (t + 1) // ratio if name != "encoder/1/top_k" else 0
+            assert len(slots) == min(geometry.top_k, finished)
+            assert slots == sorted(set(slots)) and all(slot < finished for slot in slots), f"{name} at {t}: {slots}"
+
+
+def test_a_reindex_layer_chooses_anew_and_the_next_layer_reuses_its_choice():
+    geometry = tiny_baseline()
+    choices = chosen(geometry, random_weights(geometry))
+    assert choices["decoder/5/top_k"] == choices["decoder/6/top_k"] != choices["decoder/7/top_k"]
+    assert choices["decoder/7/top_k"] == choices["decoder/8/top_k"]
+
+
+def test_ties_go_to_the_lowest_entries():
+    geometry = tiny_baseline()
+    weights = random_weights(geometry)
+    silenced = {
+        name: 0 * tensor if name.endswith("indexer.weight.weight") else tensor for name, tensor in weights.items()
+    }
+    for name, slots_T in chosen(geometry, silenced).items():
+        assert all(slots == list(range(len(slots))) for slots in slots_T), name
+
+
+def test_a_pool_that_holds_every_block_is_no_pool_and_a_small_one_keeps_the_newest_block():
+    geometry, tokens = tiny_baseline(residual="plain"), some_tokens(26)
+    weights, notes = random_weights(geometry), {}
+    free = transcribed(geometry, weights, tokens)
+    all_blocks, one_block = (dataclasses.replace(geometry, pool_blocks=blocks) for blocks in (4, 1))
+    assert torch.equal(free, transcribed(all_blocks, weights, tokens))
+    assert not torch.allclose(free, transcribed(one_block, weights, tokens, notes=notes))
+    assert notes["decoder/5/pool"] == [[t // 8] for t in range(26)]
+    assert all(slot // 8 == t // 8 for t, slots in enumerate(notes["decoder/7/top_k"]) for slot in slots)
+
+
+def test_a_row_that_sees_nothing_returns_zero_and_no_sink_is_a_plain_softmax():
+    query_C, *entries = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(attend(query_C, [], torch.tensor(1.5))[0], torch.zeros(8, dtype=torch.float64))
+    no_sink, _ = attend(query_C, entries, torch.tensor(-torch.inf))
+    entry_EC = torch.stack(entries)
+    torch.testing.assert_close(no_sink, torch.softmax(entry_EC @ query_C / 8**0.5, 0) @ entry_EC)
+    strong_sink, shares = attend(query_C, entries, torch.tensor(50.0))
+    assert strong_sink.abs().max() < 1e-15 and sum(shares) < 1e-15
+
+
+@every_model
+def test_the_clamp_of_the_feed_forward_binds(model):
+    geometry = TINY[model](residual="plain")
+    weights, tokens = random_weights(geometry), some_tokens(3)
+    unclamped = dataclasses.replace(geometry, clamp=1e9)
+    assert not torch.allclose(transcribed(geometry, weights, tokens), transcribed(unclamped, weights, tokens))
+    one_F, high_F = torch.tensor([1.0]).double(), torch.tensor([[12.0], [-12.0]]).double()
+    values = {"gate.weight": high_F, "up.weight": high_F, "down.weight": torch.eye(2).double()}
+    gate = torch.nn.functional.silu(torch.tensor([10.0, -12.0]).double())  # from above only
+    up = torch.tensor([10.0, -10.0]).double()  # on both sides
+    torch.testing.assert_close(transcription.feed_forward(values, one_F, 10.0), gate * up)
+
+
+def test_equal_gates_give_the_mean_of_a_group():
+    geometry = tiny_gsm()
+    weights, notes = random_weights(geometry), {}
+    weights["encoder.blocks.1.attention.compressor.gate.weight"].zero_()
+    transcribed(geometry, weights, some_tokens(2), notes=notes)
+    block = transcription.part(weights, "encoder.blocks.1")
+    normed = [transcription.rms_norm(x_D, block["attention_norm.weight"], 1e-6) for x_D in notes["encoder/2/mixed"]]
+    mean_C = block["attention.compressor.value.weight"] @ (normed[0] + normed[1]) / 2
+    expected = transcription.rms_norm(mean_C, block["attention.compressor.norm.weight"], 1e-6)
+    torch.testing.assert_close(
+        notes["encoder/2/bank"][0], expected
+    )  # the first group stands at position 0: not rotated
+
+
+def test_the_state_is_the_encoding_plus_every_increment():
+    geometry, notes = tiny_gsm(), {}
+    weights, tokens = random_weights(geometry), some_tokens(9)
+    transcribed(geometry, weights, tokens, notes=notes)
+    alone: Notes = {}
+    transcribed(tiny_gsm(stage_layers=()), weights, tokens, notes=alone)
+    for t in range(9):
+        increments = notes["stage/1/increment"][t] + notes["stage/2/increment"][t]
+        torch.testing.assert_close(notes["state/written"][t], alone["state/written"][t] + increments)
+        assert notes["stage/2/input"][t].shape == (2 * geometry.dim,)
+        assert notes["decoder/5/weights"][t].shape == (geometry.heads, min(t + 1, geometry.state_size))
+        assert torch.equal(notes["decoder/5/mixed"][t], notes["state/written"][t])
