@@ -17,7 +17,8 @@ from gsm.runs.fit import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
-TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL], ids=lambda task: type(task).__name__)
+SHIFTED = replace(RECALL, shifted=True)
+TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL, SHIFTED], ids=["needle", "recall", "recall, shifted"])
 
 
 def sequences(task: Task, length: int, count: int = 50, whole: int | None = None):
@@ -68,6 +69,23 @@ def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_orde
     assert parities == {0, 1} and False in orders
 
 
+@pytest.mark.parametrize(("task", "parities"), [(RECALL, {0}), (SHIFTED, {0, 1})], ids=["even", "shifted"])
+def test_pairs_of_a_sequence_share_their_parity_and_shifted_ones_have_either(task, parities):
+    seen = set()
+    for token_T, _ in sequences(task, 64):
+        told = {at % 2 for at, _ in places(token_T, task).values()}
+        assert len(told) == 1
+        seen |= told
+    assert seen == parities
+
+
+def test_a_sequence_without_room_is_not_shifted():
+    for token_T, _ in sequences(SHIFTED, 16, whole=64):
+        assert token_T[0] < SHIFTED.keys
+    with pytest.raises(ValueError, match="it takes 17"):
+        SHIFTED.check(16)
+
+
 def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_room():
     for length in (16, 24, 32, 39, 48, 64):
         for token_T, target_T in sequences(NEEDLE, length, whole=64):
@@ -84,7 +102,9 @@ def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_roo
 @TASKS
 def test_the_whole_gap_is_kept_at_the_length_that_just_holds_it(task):
     task = replace(task, gap=41)
-    least = 4 * task.pairs + task.gap + (task == replace(RECALL, gap=41))  # whose questions stand at even places
+    least = 4 * task.pairs + task.gap
+    if isinstance(task, MultiQueryRecall):  # whose questions stand at even places, or all at odd ones
+        least += 1 + task.shifted
     task.check(least)
     for token_T, _ in sequences(task, least, whole=least):
         told, asked = zip(*places(token_T, task).values(), strict=True)

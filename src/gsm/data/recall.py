@@ -150,10 +150,14 @@ class MultiQueryRecall(Alphabet):
         power: exponent of the law, p(distance) ~ distance ** (power - 1); 1 is uniform.
         gap: at least so many positions of filler lie between the last pair and the first question. In a sequence that
             is to grow, half of it, if that is less, or what the questions leave.
+        shifted: pairs and questions stand at even places; with this, in half of the sequences that have the room, at
+            odd ones. Else a pair is always one group of a bank that compresses two tokens, and its key is tied to its
+            value for nothing.
     """
 
     power: float = 0.1
     gap: int = 0
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,7 +166,7 @@ class MultiQueryRecall(Alphabet):
 
     def check(self, length: int) -> None:
         """Raises ValueError if a sequence cannot hold pairs, questions and the whole gap."""
-        least = 4 * self.pairs + self.gap + self.gap % 2  # questions stand at even places, as pairs do
+        least = 4 * self.pairs + self.gap + self.gap % 2 + self.shifted  # questions stand at even places, as pairs do
         if length < least:
             raise ValueError(
                 f"context {length} is too short for {self.pairs} pairs, as many questions and a gap of {self.gap}: "
@@ -175,12 +179,14 @@ class MultiQueryRecall(Alphabet):
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} pairs and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
-        token_T[: 2 * self.pairs : 2], token_T[1 : 2 * self.pairs : 2] = key_P, value_P
-        places = length // 2 - self.pairs  # of two tokens, behind the pairs
+        shift = int(random.integers(2)) if self.shifted and length > 4 * self.pairs else 0
+        at_P = shift + 2 * np.arange(self.pairs)
+        token_T[at_P], token_T[at_P + 1] = key_P, value_P
+        places = (length - shift) // 2 - self.pairs  # of two tokens, behind the pairs
         first = min(-(-growing(self.gap, length, whole) // 2), places - self.pairs)
         weight = np.arange(first + 1, places + 1) ** (self.power - 1.0)
         chosen_P = first + random.choice(places - first, self.pairs, replace=False, p=weight / weight.sum())
-        return self._ask(random, token_T, 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)
+        return self._ask(random, token_T, shift + 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)
 
 
 def growing(gap: int, length: int, whole: int | None) -> int:

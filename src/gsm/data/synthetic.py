@@ -163,7 +163,7 @@ class SyntheticData(Placed):
         """What makes the sequences that training sees, but for the run's seed and batches."""
         lengths = {name: getattr(self, name) for name in ("context", "shortest", "grow_from", "grow_until")}
         facts = {"task": type(self.task).__name__, **vars(self.task), **lengths}
-        return {name: value if isinstance(value, str | int) else str(value) for name, value in facts.items()}
+        return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}
 
     def _plan(self, total: int) -> Iterator[np.ndarray]:
         for batch in range(self._finished, total):
