@@ -18,13 +18,20 @@ Raises:
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree
-from . import reference
+from . import reference, triton
 
 
 def check(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> None:
     agree("linear_cross_entropy", hidden_ND=hidden_ND, weight_VD=weight_VD, target_N=target_N)
 
 
-linear_cross_entropy = Op("linear_cross_entropy", reference.linear_cross_entropy, check=check, doc=__doc__)
+linear_cross_entropy = Op(
+    "linear_cross_entropy",
+    reference.linear_cross_entropy,
+    (Impl("triton", triton.linear_cross_entropy, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -5,8 +5,9 @@
 Args:
     value_BSC: values in stream order (S tokens, stored and new).
     gate_BSC: logits of the same shape, or None if ratio is 1, when pooling is a gather.
-    end_BF: int64, the last token of each group; -1 gives a row of zeros. Groups that would start before the stream
-        are an error of the caller and read its first token.
+    end_BF: int64, the last token of each group; -1 gives a row of zeros. No two groups share a token: ends of a
+        sequence lie at least `ratio` apart. Groups that would start before the stream are an error of the caller and
+        read its first token.
     ratio: tokens per group.
 
 Returns:
@@ -20,9 +21,10 @@ Source: the compressor of DeepSeek-V4's compressed sparse attention, in V4.1's f
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree, require
-from . import reference
+from . import reference, triton
 
 
 def check(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> None:
@@ -32,4 +34,10 @@ def check(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int
     require("pool_groups", ratio == 1 or gate_BSC is not None, f"ratio = {ratio} needs gate_BSC; None is for ratio 1")
 
 
-pool_groups = Op("pool_groups", reference.pool_groups, check=check, doc=__doc__)
+pool_groups = Op(
+    "pool_groups",
+    reference.pool_groups,
+    (Impl("triton", triton.pool_groups, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

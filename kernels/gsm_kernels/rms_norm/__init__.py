@@ -18,9 +18,10 @@ Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import require
-from . import reference
+from . import reference, triton
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
@@ -28,4 +29,10 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     require("rms_norm", fits, f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}")
 
 
-rms_norm = Op("rms_norm", reference.rms_norm, check=check, doc=__doc__)
+rms_norm = Op(
+    "rms_norm",
+    reference.rms_norm,
+    (Impl("triton", triton.rms_norm, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

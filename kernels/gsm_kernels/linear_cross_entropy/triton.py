@@ -1,0 +1,181 @@
+"""Linear cross-entropy in chunks of rows: three products by the BLAS, and one kernel between them.
+
+    logits_RV    = hidden_RD weight_DV              BLAS, half-precision operands, float32 result
+    loss_R, grad                                    the kernel: softmax - one at the target, over the logits
+    hidden_grad  = grad_RV weight_VD                BLAS
+    weight_grad += grad_VR hidden_RD                BLAS, added up in float32 over the chunks
+
+The gradients are made with the loss, so that logits are computed once, and multiplied in backward by what comes in.
+Nothing waits for the device: ignored rows take part with gradient 0, since leaving them out needs their number.
+
+**Precision.** The operands are rounded, the logits are not. bfloat16 logits (what Liger and a compiled `F.linear` with
+`F.cross_entropy` hold) are up to 2^-9 off, 0.02 for a logit of 10, and so are probability and gradient. Emulated in
+PyTorch (1,024 rows, V = 8,192, D = 256, logits of standard deviation 4.8, against float64): gradients err by 1.7e-3
+where the reference computes them from bfloat16 inputs, by 1.8e-3 here, by 8.5e-3 with bfloat16 logits. The gradient of
+the logits is rounded to the operands' dtype for the two products that read it; both of these sum in float32. float16
+has too few small numbers for probabilities, so they are multiplied by 2^15 there.
+
+**A float32 weight with bfloat16 rows** (mixed-precision training) is rounded to bfloat16 once a call, as `F.linear`
+does under autocast. The rows were rounded before, so the error of a logit grows by a factor of 1.4; the products take
+13 ms, not 200 (below). The weight's gradient stays float32.
+
+**Cost**, derived for T = 16,384, D = 2,048, V = 50,304 and an H100: 6 T D V = 10.1 TFLOP, 12.7 ms at 798 TFLOP/s. Of
+the logits, the BLAS writes 4 bytes each, the kernel reads 4 (and again from the L2 cache, where a row still is: 132
+rows of 201 KB are under way) and writes 2, and two products read 2: the kernel's own 6 bytes are 1.6 ms at 3.0 TB/s.
+bfloat16 logits would save 0.5 ms of these. The weight's gradient is read and written once a chunk, 2.9 GB in all,
+beside a product that takes the BLAS longer. The extra memory is one chunk of float32 logits, 0.82 GB; the float32
+gradients, 0.13 and 0.41 GB, wait for backward.
+
+**Why not a library's.** PyTorch's own (`F.linear_cross_entropy`, from 2.13, in chunks) takes several passes over each
+chunk, breaks a compiled graph and scales its gradients in place in backward. Liger reads the number of targets back to
+the host, and makes chunks of about T D / V rows, 1,024 here: 64 tiles of the second product for 132 processors. A
+compiled `F.linear` with `F.cross_entropy` holds all T V logits. Kernels that keep logits in registers do the products
+themselves, at a fraction of the BLAS's speed (performance figures of others; ours are to be measured).
+
+Source: the gradient made in forward, in chunks, is Liger's (Hsu et al. 2024, "Liger Kernel"); the online softmax is
+Milakov and Gimelshein's (2018).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..launch import launch, unfit
+
+# 1,024 threads with more than 32 registers each: one program on a processor, so that the second sweep over a row finds
+# it in the L2 cache.
+BLOCK, WARPS = 8192, 32
+
+
+def refuses(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> str | None:
+    """Why this call is not for the kernels."""
+    if {hidden_ND.dtype, weight_VD.dtype} == {torch.bfloat16, torch.float16}:
+        return "needs rows and weight in one half-precision type, got bfloat16 and float16"
+    if 0 in weight_VD.shape:
+        return f"needs a vocabulary and a width, got a weight of shape {tuple(weight_VD.shape)}"
+    return unfit(hidden_ND, weight_VD)
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
+    """See `gsm_kernels.linear_cross_entropy`."""
+    grad_enabled = torch.is_grad_enabled()
+    wants = (grad_enabled and hidden_ND.requires_grad, grad_enabled and weight_VD.requires_grad)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, target_N, ignore_index, *wants)
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Rows of a chunk: up to 4,096, whose logits take at most 2^30 bytes.
+
+    Many rows amortise reading and writing the weight's gradient. A power of two fills the device in the product with
+    D columns: 4,096 x 2,048 are 256 tiles of 128 x 256 for 132 processors, 1.94 rounds.
+    """
+    rows = 4096
+    while rows > 256 and rows * vocabulary > 1 << 28:
+        rows //= 2
+    return rows
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
+        total, *grads = _chunks(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
+        count = (target_N != ignore_index).sum().clamp(min=1)
+        ctx.save_for_backward(count, *grads)
+        ctx.dtypes = (hidden_ND.dtype if wants_hidden else None, weight_VD.dtype if wants_weight else None)
+        ctx.lift = _lift(hidden_ND.dtype)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        count, *grads = ctx.saved_tensors
+        share = grad / (count * ctx.lift)
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        scaled = (None if dtype is None else _scaled(saved, share, dtype) for saved, dtype in pairs)
+        return *scaled, None, None, None, None
+
+
+@torch.library.custom_op("gsm_kernels::linear_cross_entropy", mutates_args=())
+def _chunks(
+    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of all rows' losses and its gradients, times `_lift`, in float32; empty where not wanted."""
+    from .kernels import loss_and_gradient
+
+    hidden_ND, target_N = hidden_ND.contiguous(), target_N.contiguous()
+    weight_VD = weight_VD.to(hidden_ND.dtype).contiguous()
+    (count, _), vocabulary = hidden_ND.shape, weight_VD.shape[0]
+    loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
+    step = min(chunk_rows(vocabulary), count)
+    logit_RV = loss_N.new_empty(step, -(-vocabulary // 64) * 64)  # rows begin at a multiple of 256 bytes
+    grad_RV = logit_RV.view(hidden_ND.dtype)  # over the same memory
+    options = {"V": vocabulary, "BLOCK": BLOCK, "GRADIENT": wants_hidden or wants_weight, "num_warps": WARPS}
+    for start in range(0, count, max(step, 1)):
+        rows = slice(start, min(start + step, count))
+        size = rows.stop - rows.start
+        _multiply(hidden_ND[rows], weight_VD.T, logit_RV[:size, :vocabulary])
+        tensors = (logit_RV, grad_RV, target_N[rows], loss_N[rows])
+        strides = (logit_RV.stride(0), grad_RV.stride(0))
+        launch(loss_and_gradient, (size,), *tensors, *strides, ignore_index, _lift(hidden_ND.dtype), **options)
+        if wants_hidden:
+            _multiply(grad_RV[:size, :vocabulary], weight_VD, hidden_grad[rows])
+        if wants_weight:
+            _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows], first=start == 0)
+    return loss_N.sum(), hidden_grad, weight_grad if count else weight_grad.zero_()
+
+
+@_chunks.register_fake
+def _(
+    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
+    return loss_N.new_empty(()), hidden_grad, weight_grad
+
+
+def _empty(hidden_ND: Tensor, weight_VD: Tensor, wants_hidden: bool, wants_weight: bool) -> tuple[Tensor, ...]:
+    """Room for the losses of the rows and for the gradients, in float32."""
+    shapes = hidden_ND.shape[:1], hidden_ND.shape if wants_hidden else (0,), weight_VD.shape if wants_weight else (0,)
+    return tuple(torch.empty(shape, dtype=torch.float32, device=hidden_ND.device) for shape in shapes)
+
+
+def _lift(dtype: torch.dtype) -> float:
+    """What the gradient of the logits is multiplied by, so that small probabilities are numbers of this dtype."""
+    return 2.0**15 if dtype == torch.float16 else 1.0
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b in float32, from half-precision or float32 operands. On a CPU a product has one dtype."""
+    if a.is_cuda and a.dtype != out.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a b in float32; `total` holds nothing yet if this is the first."""
+    if first:
+        _multiply(a, b, total)
+    elif not (a.is_cuda and a.dtype != total.dtype):
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif _adds_to_float32(a.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device) -> bool:
+    """Whether PyTorch adds a half-precision product to a float32 sum in place: 2.9 knows the product alone."""
+    total, half = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, half, half, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _scaled(saved: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
+    """saved * share in another dtype, in one pass."""
+    return torch.mul(saved, share, out=torch.empty_like(saved, dtype=dtype))

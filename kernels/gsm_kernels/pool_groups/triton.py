@@ -1,0 +1,106 @@
+"""Pooling in one kernel forward and one backward.
+
+Bytes, for S tokens and F = S / ratio groups of C channels in bfloat16: forward 4 C S (values and gates once) + 2 C F,
+which is the floor. Backward 8 C S + 2 C F, and 4 C S more to fill both gradients with zeros first, for the tokens that
+no group has: the tail of a document, padding. A token is in at most one group, so each gradient is written once, by the
+program of its group, without atomics.
+
+The values and gates of a `Compressor` are two halves of one projection: they are read where they lie. That, and one
+kernel for what the reference does in a dozen, is why this is here. torch.compile fuses some of these, but cannot know
+that groups are disjoint: the gradient of its gather is an `index_add`, with atomics. No library has this pooling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..launch import build_once, launch, unfit
+
+LONGEST = 16  # tokens of a group: read one after the other by one program
+
+
+def refuses(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> str | None:
+    """Why this call is not for the kernels."""
+    if ratio > LONGEST:
+        return f"pools at most {LONGEST} tokens, got ratio = {ratio}"
+    return unfit(value_BSC) if gate_BSC is None else unfit(value_BSC, gate_BSC)
+
+
+def pool_groups(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> Tensor:
+    """See `gsm_kernels.pool_groups`."""
+    gate = None if ratio == 1 else gate_BSC
+    if torch.is_grad_enabled() and (value_BSC.requires_grad or (gate is not None and gate.requires_grad)):
+        dtypes = value_BSC.dtype, None if gate is None else gate.dtype
+        grad = value_BSC.new_empty(*end_BF.shape, value_BSC.shape[2])
+        key = ("pool_groups", value_BSC.device, *dtypes, value_BSC.shape[2], ratio)
+        build_once(key, lambda: _backward(grad, value_BSC, gate, end_BF, ratio))
+    return _forward(value_BSC, gate, end_BF, ratio)
+
+
+def tile(channels: int) -> tuple[int, int]:
+    """Groups and channels of a program: 16 numbers for each of its 128 threads, the channels side by side."""
+    block = min(128, 1 << (channels - 1).bit_length())
+    return 2048 // block, block
+
+
+@torch.library.custom_op("gsm_kernels::pool_groups", mutates_args=())
+def _forward(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Tensor:
+    from .kernels import forward
+
+    value, gate, strides = _readable(value, gate)
+    out = value.new_empty(*end.shape, value.shape[2])
+    grid, options = _grid(end, value.shape[2], ratio)
+    launch(forward, grid, value, gate, end.contiguous(), out, *strides, end.shape[1], end.numel(), **options)
+    return out
+
+
+@torch.library.custom_op("gsm_kernels::pool_groups_backward", mutates_args=())
+def _backward(grad: Tensor, value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+    from .kernels import backward
+
+    value_grad = value.new_zeros(value.shape)
+    gate_grad = value.new_zeros(0) if gate is None else gate.new_zeros(gate.shape)
+    value, gate, strides = _readable(value, gate)
+    grid, options = _grid(end, value.shape[2], ratio)
+    tensors = (grad.contiguous(), value, gate, end.contiguous(), value_grad, gate_grad)
+    launch(backward, grid, *tensors, *strides, end.shape[1], end.numel(), value.shape[1], **options)
+    return value_grad, gate_grad
+
+
+def _readable(value: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Values and gates with channels side by side, and their strides by sequence and token; values stand in for gates
+    that are not there."""
+    value = value if value.stride(2) == 1 else value.contiguous()
+    gate = value if gate is None else gate if gate.stride(2) == 1 else gate.contiguous()
+    return value, gate, (*value.stride()[:2], *gate.stride()[:2])
+
+
+def _grid(end: Tensor, channels: int, ratio: int) -> tuple[tuple[int, int], dict[str, int]]:
+    groups, block = tile(channels)
+    options = {"C": channels, "RATIO": ratio, "ROWS": groups, "BLOCK": block, "num_warps": 4}
+    return (-(-end.numel() // groups), -(-channels // block)), options
+
+
+@_forward.register_fake
+def _(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Tensor:
+    return value.new_empty(*end.shape, value.shape[2])
+
+
+@_backward.register_fake
+def _(grad: Tensor, value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+    return value.new_empty(value.shape), value.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+    value, gate, end, ctx.ratio = inputs
+    ctx.save_for_backward(value, gate, end)
+
+
+def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    value, gate, end = ctx.saved_tensors
+    value_grad, gate_grad = _backward(grad, value, gate, end, ctx.ratio)
+    return value_grad, None if gate is None else gate_grad, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,57 @@
+"""RMSNorm, ROWS rows of D numbers at a time. N is the number of rows; arithmetic is in float32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_norm(x, row, eps, N, D: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps). Rows past the end hold zeros: without eps theirs would be infinite, and 0 * inf not a
+    number."""
+    return tl.rsqrt(tl.where(row < N, tl.sum(x * x, 1) / D + eps, 1.0))
+
+
+@triton.jit
+def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x * inverse * weight, with inverse = 1 / sqrt(mean(x^2) + eps)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < N)[:, None] & (column < D)[None, :]
+    at = row.to(tl.int64)[:, None] * D + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    inverse = inverse_norm(x, row, eps, N, D)
+    tl.store(out_ptr + at, x * inverse[:, None] * weight[None, :], mask=inside)
+
+
+@triton.jit
+def backward(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    x_grad_ptr,
+    partial_ptr,
+    eps,
+    N,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of x, and this program's part of the weight's: the sum over every P-th tile of rows."""
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    partial = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < N)[:, None] & (column < D)[None, :]
+        at = row.to(tl.int64)[:, None] * D + column[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = inverse_norm(x, row, eps, N, D)
+        normed = x * inverse[:, None]
+        scaled = grad * weight[None, :]
+        along = tl.sum(scaled * normed, 1) / D
+        tl.store(x_grad_ptr + at, (scaled - normed * along[:, None]) * inverse[:, None], mask=inside)
+        partial += grad * normed
+    at = tl.program_id(0).to(tl.int64) * D + column
+    tl.store(partial_ptr + at, tl.sum(partial, 0), mask=column < D)

@@ -1,0 +1,135 @@
+"""The pooling kernels: groups anywhere in their sequence, missing ones, halves of one projection."""
+
+import pytest
+import torch
+from calls import gradients
+from oracles import normal, packed_positions
+from triton_check import DEVICE, assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+
+from gsm.memory.slots import plan_slots
+from gsm_kernels import pool_groups, using
+from gsm_kernels.pool_groups import triton
+from gsm_kernels.testing import assert_close
+
+
+def example(batch=2, tokens=23, channels=6, ratio=2, seed=0) -> dict:
+    """Groups of packed documents in stream order, as a bank's: tails of documents and padding are in no group."""
+    position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
+    ends = [row.nonzero()[:, 0] for row in (position >= 0) & ((position + 1) % ratio == 0)]
+    end = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True, padding_value=-1)
+    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
+    value = normal(batch, tokens, channels, seed=seed)
+    return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": ratio}
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 6, 128, 200])
+def test_groups_of_packed_documents(ratio, channels):
+    assert_agrees(pool_groups, example(tokens=60, channels=channels, ratio=ratio))
+
+
+def test_sixteen_tokens_from_the_first_to_the_last():
+    end = torch.tensor([[15, 31, -1], [-1, -1, 31]])
+    call = {"value_BSC": normal(2, 32, 5), "gate_BSC": normal(2, 32, 5, seed=1), "end_BF": end, "ratio": 16}
+    assert_agrees(pool_groups, call)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("end", [torch.full((2, 3), -1), torch.empty(2, 0, dtype=torch.int64)], ids=["-1", "none"])
+def test_no_group_at_all_is_zero_with_zero_gradients(end, ratio):
+    assert_agrees(pool_groups, {**example(ratio=ratio), "end_BF": end})
+
+
+def test_a_stream_without_tokens_has_groups_of_zeros():
+    none = torch.zeros(2, 0, 4, device=DEVICE)
+    with using("triton"):
+        pooled = pool_groups(none, none, torch.full((2, 3), -1, device=DEVICE), 2)
+    assert torch.equal(pooled, torch.zeros(2, 3, 4, device=DEVICE))
+
+
+def test_gates_far_apart_choose_one_token():
+    call = example()
+    assert_agrees(pool_groups, {**call, "gate_BSC": 1e4 * call["gate_BSC"]})
+
+
+def halves(op, ratio=2):
+    """Values and gates as a compressor has them, side by side in one tensor."""
+
+    def pooled(both_BSX, end_BF):
+        value, gate = both_BSX.chunk(2, -1)
+        return op(value_BSC=value, gate_BSC=gate, end_BF=end_BF, ratio=ratio)
+
+    return pooled
+
+
+def test_halves_of_one_projection_are_read_where_they_lie(monkeypatch):
+    read = []
+
+    def spy(kernel, grid, *args, **options):
+        read.append([x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)])
+        launched(kernel, grid, *args, **options)
+
+    launched = triton.launch
+    monkeypatch.setattr(triton, "launch", spy)
+    call = to_device({"both_BSX": normal(2, 23, 12).float(), "end_BF": example()["end_BF"]})
+    (out,), grads = gradients(halves(with_triton(pool_groups)), call)
+    wide = {**call, "both_BSX": call["both_BSX"].double()}
+    (expected,), expected_grads = gradients(halves(with_reference(pool_groups)), wide)
+    assert_close(out, expected)
+    assert_close(grads["both_BSX"], expected_grads["both_BSX"], gradient=True)
+    forward, backward = read
+    assert forward[0] == forward[1] == backward[1] == backward[2], "value and gate are views of one tensor"
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 5])
+def test_the_groups_of_a_bank_share_no_token(ratio):
+    """Backward writes each token's gradient once, by its one group: groups that overlapped would race."""
+    for seed in range(20):
+        end_BG = plan_slots(packed_positions(3, 60, seed, padding=4), ratio, None).end_BG
+        for end in end_BG:
+            assert (end[end >= 0].diff() >= ratio).all()
+
+
+@pytest.mark.parametrize("frozen", ["value_BSC", "gate_BSC"])
+def test_one_side_may_be_frozen(frozen):
+    call = to_device({k: v.float() if k.endswith("BSC") else v for k, v in example().items() if k != "ratio"})
+    other = {"value_BSC": "gate_BSC", "gate_BSC": "value_BSC"}[frozen]
+    fixed = {k: v for k, v in call.items() if k != other}
+
+    def learned(op):
+        return gradients(lambda leaf: op(**{**fixed, other: leaf}, ratio=2), {"leaf": call[other]})[1]["leaf"]
+
+    assert_close(learned(with_triton(pool_groups)), learned(with_reference(pool_groups)), gradient=True)
+
+
+def test_longer_groups_are_refused():
+    none = torch.zeros(1, 40, 4, device=DEVICE)
+    with using("triton"), pytest.raises(RuntimeError, match="at most 16 tokens, got ratio = 17"):
+        pool_groups(none, none, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_in_bfloat16_it_errs_no_more_than_eager(ratio):
+    assert_as_good_as_eager(pool_groups, example(tokens=4096, channels=128, ratio=ratio))
+
+
+@pytest.mark.gpu
+def test_a_thousand_random_shapes():
+    draw = torch.Generator().manual_seed(0)
+    for seed in range(1000):
+        most = {"batch": 5, "tokens": 200, "channels": 300, "ratio": 17}
+        sizes = {name: int(torch.randint(1, most, (), generator=draw)) for name, most in most.items()}
+        assert_agrees(pool_groups, example(**sizes, seed=seed))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    tokens, channels = (1 << 31) // 128 + 8, 128
+    value = torch.ones(1, tokens, channels, dtype=torch.bfloat16, device=DEVICE)
+    value[:, -4:] = normal(4, channels).to(value)
+    end = torch.tensor([[tokens - 3, tokens - 1]], device=DEVICE)
+    with using("triton"):
+        got = pool_groups(value, value, end, 2)
+    last = value[:, -4:].double()
+    assert_close(got, pool_groups(last, last, end - tokens + 4, 2))
