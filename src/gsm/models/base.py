@@ -293,8 +293,13 @@ class LanguageModel(nn.Module):
     def _loss(self, hidden_BRD: Tensor, targets: Tensor | None) -> Tensor | None:
         if targets is None:
             return None
+        hidden_ND, kind = hidden_BRD.flatten(0, 1), hidden_BRD.device.type
+        if torch.is_autocast_enabled(
+            kind
+        ):  # as every linear map does; the streams are wider, and so would be the logits
+            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(kind))
         return linear_cross_entropy(
-            hidden_BRD.flatten(0, 1), self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
+            hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
         )
 
     def _learned(self, trace: Trace) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
