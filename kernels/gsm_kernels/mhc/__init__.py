@@ -29,9 +29,10 @@ Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections"; the dela
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree, require
-from . import reference
+from . import reference, triton
 
 
 def check(
@@ -52,4 +53,10 @@ def check(
     require("mhc_boundary", rounds >= 1, f"rounds = {rounds} must be at least 1")
 
 
-mhc_boundary = Op("mhc_boundary", reference.mhc_boundary, check=check, doc=__doc__)
+mhc_boundary = Op(
+    "mhc_boundary",
+    reference.mhc_boundary,
+    (Impl("triton", triton.mhc_boundary, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -1,0 +1,288 @@
+"""The hyper-connections' kernels. N tokens, X streams of width D; a token has C = 2X + X*X numbers and coefficients, in
+the order read (X), write (X), mix (X x X, source then destination). All sums and coefficients are float32. Numbers lie
+[N, C], for products of matrices; coefficients [C, N], so that one of many tokens is one short run.
+
+Forward is one kernel, backward three: `products`, `coefficient_gradients`, `stream_gradients`; see `triton.py`.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# Triton's own loops are no iterators to Python.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def forward(
+    streams_ptr, update_ptr, phi_ptr, bias_ptr, scale_ptr,
+    left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, rounds, eps, hc_eps,
+    X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens: project their streams on phi, make the coefficients, mix. The second sweep over the streams
+    follows the first closely enough to find them in the L2 cache."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = row < N
+    C: tl.constexpr = 2 * X + X * X
+    number, inverse = _projected(streams_ptr, phi_ptr, row, inside, X * D, eps, C, WIDTH, PADDED, PRECISION)
+    c = tl.arange(0, PADDED)
+    tl.store(number_ptr + row[:, None] * C + c, number, mask=inside[:, None] & (c < C))
+    tl.store(inverse_ptr + row, inverse, mask=inside)
+    # Through memory, since a token's numbers are spread over the threads otherwise than its coefficients; twice.
+    tl.debug_barrier()
+    _coefficients(number_ptr, bias_ptr, scale_ptr, coefficient_ptr, row, inside, N, rounds, hc_eps, X)
+    tl.debug_barrier()
+    _mix(streams_ptr, update_ptr, coefficient_ptr, left_ptr, mixed_ptr, row, inside, N, D, X, WIDTH)
+
+
+@triton.jit
+def _projected(
+    streams_ptr, phi_ptr, row, inside, K, eps,
+    C: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Numbers [TOKENS, PADDED] and 1 / rms [TOKENS] of the streams, as rows of K values."""
+    c = tl.arange(0, PADDED)
+    total = tl.zeros((row.shape[0], PADDED), tl.float32)
+    squares = tl.zeros((row.shape[0], WIDTH), tl.float32)
+    for start in range(0, K, WIDTH):
+        k = start + tl.arange(0, WIDTH)
+        x = tl.load(streams_ptr + row[:, None] * K + k, mask=inside[:, None] & (k < K), other=0.0)
+        phi = tl.load(phi_ptr + c[:, None] * K + k, mask=(c < C)[:, None] & (k < K), other=0.0)
+        total = tl.dot(x.to(phi.dtype), tl.trans(phi), total, input_precision=PRECISION)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
+    return total * inverse[:, None], inverse
+
+
+@triton.jit
+def _coefficients(
+    number_ptr, bias_ptr, scale_ptr, coefficient_ptr, row, inside, N, rounds, hc_eps, X: tl.constexpr
+):  # fmt: skip
+    """From a token's numbers, all its coefficients."""
+    g = tl.arange(0, 2 * X)
+    at, live = row[:, None] * (2 * X + X * X) + g, inside[:, None]
+    scale = tl.where(g < X, tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32))
+    logit = tl.load(number_ptr + at, mask=live, other=0.0) * scale + tl.load(bias_ptr + g).to(tl.float32)
+    gate = tl.sigmoid(tl.maximum(logit, -80.0))  # exp(89) would overflow, harmlessly
+    tl.store(coefficient_ptr + g * N + row[:, None], tl.where(g < X, gate + hc_eps, 2 * gate), mask=live)
+    matrix = _softmax(_mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X)) + hc_eps
+    matrix /= tl.sum(matrix, 1, keep_dims=True) + hc_eps
+    for _ in range(1, rounds):
+        matrix /= tl.sum(matrix, 2, keep_dims=True) + hc_eps
+        matrix /= tl.sum(matrix, 1, keep_dims=True) + hc_eps
+    tl.store(coefficient_ptr + _mix_place(X) * N + row[:, None, None], matrix, mask=live[:, :, None])
+
+
+@triton.jit
+def _mix_place(X: tl.constexpr):
+    """Where the mixing numbers lie among a token's C, [1, source, destination]."""
+    return 2 * X + tl.arange(0, X)[None, :, None] * X + tl.arange(0, X)[None, None, :]
+
+
+@triton.jit
+def _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X: tl.constexpr):
+    """Sinkhorn's input [TOKENS, source, destination]."""
+    at = _mix_place(X)
+    number = tl.load(number_ptr + row[:, None, None] * (2 * X + X * X) + at, mask=inside[:, None, None], other=0.0)
+    return number * tl.load(scale_ptr + 2).to(tl.float32) + tl.load(bias_ptr + at).to(tl.float32)
+
+
+@triton.jit
+def _softmax(logit):
+    """Over the destinations."""
+    exp = tl.exp(logit - tl.max(logit, 2, keep_dims=True))
+    return exp / tl.sum(exp, 2, keep_dims=True)
+
+
+@triton.jit
+def _mix(
+    streams_ptr, update_ptr, coefficient_ptr, left_ptr, mixed_ptr, row, inside, N, D,
+    X: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The streams that leave, and what the next site reads of them."""
+    coefficient = _vectors(coefficient_ptr, row, inside, N, 2 * X + X * X)
+    for start in range(0, D, WIDTH):
+        d = start + tl.arange(0, WIDTH)
+        live = inside[:, None] & (d < D)
+        x = _streams(streams_ptr, row, d, D, live, X)
+        y = tl.load(update_ptr + row[:, None] * D + d, mask=live, other=0.0).to(tl.float32)
+        mixed = tl.zeros_like(y)
+        for k in tl.static_range(X):
+            left = coefficient[X + k][:, None] * y
+            for j in tl.static_range(X):
+                left += coefficient[2 * X + j * X + k][:, None] * x[j]
+            at = left_ptr + (row * X + k)[:, None] * D + d
+            tl.store(at, left, mask=live, eviction_policy="evict_first")  # before the streams, which are read twice
+            mixed += coefficient[k][:, None] * left
+        tl.store(mixed_ptr + row[:, None] * D + d, mixed, mask=live)
+
+
+@triton.jit
+def _streams(ptr, row, d, D, live, X: tl.constexpr):
+    """The X streams of some tokens, a tuple of [TOKENS, WIDTH]."""
+    x = ()
+    for j in tl.static_range(X):
+        x = x + (tl.load(ptr + (row * X + j)[:, None] * D + d, mask=live, other=0.0).to(tl.float32),)
+    return x
+
+
+@triton.jit
+def _vectors(ptr, row, inside, N, COUNT: tl.constexpr):
+    """The first COUNT coefficients of some tokens, a tuple of [TOKENS]."""
+    vectors = ()
+    for c in tl.static_range(COUNT):
+        vectors = vectors + (tl.load(ptr + c * N + row, mask=inside, other=0.0),)
+    return vectors
+
+
+@triton.jit
+def products(
+    streams_ptr, update_ptr, left_grad_ptr, mixed_grad_ptr, coefficient_ptr, product_ptr, update_grad_ptr, N, D,
+    X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What a token's coefficients are pulled by: the inner products of X streams and the update with the gradients of X
+    streams and the read, [(X+1) (X+1), N]. The gradient of the update on the way. LANES threads share a token: each
+    sums what it has loaded, and they meet once, at the end."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = row < N
+    read_write = _vectors(coefficient_ptr, row, inside, N, 2 * X)
+    through = tl.zeros((TOKENS,), tl.float32)
+    for k in tl.static_range(X):
+        through += read_write[k] * read_write[X + k]
+    product = ()
+    for _ in tl.static_range((X + 1) * (X + 1)):
+        product = product + (tl.zeros((TOKENS, LANES), tl.float32),)
+    for start in range(0, D, WIDTH):
+        d = start + tl.arange(0, WIDTH)
+        live = inside[:, None] & (d < D)
+        flat = row[:, None] * D + d
+        source = _streams(streams_ptr, row, d, D, live, X)
+        source = source + (tl.load(update_ptr + flat, mask=live, other=0.0).to(tl.float32),)
+        grad = _streams(left_grad_ptr, row, d, D, live, X)
+        grad = grad + (tl.load(mixed_grad_ptr + flat, mask=live, other=0.0).to(tl.float32),)
+        update_grad = through[:, None] * grad[X]
+        for k in tl.static_range(X):
+            update_grad += read_write[X + k][:, None] * grad[k]
+        tl.store(update_grad_ptr + flat, update_grad, mask=live)
+        sums = ()
+        for i in tl.static_range((X + 1) * (X + 1)):
+            terms = tl.reshape(source[i // (X + 1)] * grad[i % (X + 1)], (TOKENS, LANES, WIDTH // LANES))
+            sums = sums + (product[i] + tl.sum(terms, 2),)
+        product = sums
+    for i in tl.static_range((X + 1) * (X + 1)):
+        tl.store(product_ptr + i * N + row, tl.sum(product[i], 1), mask=inside)
+
+
+@triton.jit
+def coefficient_gradients(
+    product_ptr, number_ptr, inverse_ptr, bias_ptr, scale_ptr, coefficient_ptr, pull_ptr, along_ptr, partial_ptr,
+    N, K, hc_eps, X: tl.constexpr, ROUNDS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """From the products back through the coefficients. A token's streams are pulled by `pull` (C numbers) towards the
+    rows of phi and by `along`, through the rms, along themselves. Bias and scale get a partial sum of each program."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside, C, x = row < N, 2 * X + X * X, tl.arange(0, X)
+    token, live, stream = row[:, None], inside[:, None], x[None, :, None] * (X + 1)
+    read = tl.load(coefficient_ptr + x * N + token, mask=live, other=0.0)
+    write = tl.load(coefficient_ptr + (X + x) * N + token, mask=live, other=0.0)
+    matrix = tl.load(coefficient_ptr + _mix_place(X) * N + token[:, :, None], mask=live[:, :, None], other=0.0)
+    product = product_ptr + token
+    by_mix = tl.load(product[:, :, None] + (stream + x) * N, mask=live[:, :, None], other=0.0)
+    by_write = tl.load(product + (X * (X + 1) + x) * N, mask=live, other=0.0)
+    stream_read = tl.load(product[:, :, None] + (stream + X) * N, mask=live[:, :, None], other=0.0)
+    update_read = tl.load(product + (X * (X + 1) + X) * N, mask=live, other=0.0)
+
+    logit = _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X)
+    mix_grad = _through_sinkhorn(by_mix + stream_read * read[:, None, :], logit, hc_eps, ROUNDS)
+    gate = read - hc_eps
+    read_grad = (write * update_read + tl.sum(matrix * stream_read, 1)) * gate * (1 - gate)
+    write_grad = (by_write + read * update_read) * write * (1 - write / 2)
+
+    inverse = tl.load(inverse_ptr + row, mask=inside, other=0.0)
+    mix_grad = tl.reshape(mix_grad, (TOKENS, X * X))
+    along = _through_numbers(read_grad, 0, number_ptr, scale_ptr, pull_ptr, partial_ptr, row, inside, inverse, C)
+    along += _through_numbers(write_grad, X, number_ptr, scale_ptr + 1, pull_ptr, partial_ptr, row, inside, inverse, C)
+    along += _through_numbers(
+        mix_grad, 2 * X, number_ptr, scale_ptr + 2, pull_ptr, partial_ptr, row, inside, inverse, C
+    )
+    tl.store(along_ptr + row, -along * inverse * inverse / K, mask=inside)
+
+
+@triton.jit
+def _through_sinkhorn(grad, logit, eps, ROUNDS: tl.constexpr):
+    """The gradient of Sinkhorn's input, as in `sinkhorn.py`: forward again, keeping the divisors in registers, and back
+    by multiplying with them."""
+    soft = _softmax(logit)
+    matrix = soft + eps
+    divisors = ()
+    for step in tl.static_range(2 * ROUNDS - 1):
+        divisors = divisors + (tl.sum(matrix, 1 + step % 2, keep_dims=True) + eps,)
+        matrix /= divisors[step]
+    grad *= matrix
+    for back in tl.static_range(2 * ROUNDS - 1):
+        grad -= matrix * tl.sum(grad, 1 + back % 2, keep_dims=True)
+        matrix *= divisors[2 * ROUNDS - 2 - back]
+    grad *= soft / matrix
+    return grad - soft * tl.sum(grad, 2, keep_dims=True)
+
+
+@triton.jit
+def _through_numbers(
+    logit_grad, begin, number_ptr, scale_ptr, pull_ptr, partial_ptr, row, inside, inverse, C
+):  # fmt: skip
+    """One scale's numbers, from `begin` on: their pulls, both partial sums, and their share of `along` [TOKENS]."""
+    c = begin + tl.arange(0, logit_grad.shape[1])
+    at, live = row[:, None] * C + c, inside[:, None]
+    number = tl.load(number_ptr + at, mask=live, other=0.0)
+    number_grad = logit_grad * tl.load(scale_ptr).to(tl.float32)
+    tl.store(pull_ptr + at, number_grad * inverse[:, None], mask=live)
+    partial = partial_ptr + tl.program_id(0) * 2 * C + c
+    tl.store(partial, tl.sum(logit_grad, 0))
+    tl.store(partial + C, tl.sum(logit_grad * number, 0))
+    return tl.sum(number_grad * number, 1)
+
+
+@triton.jit
+def stream_gradients(
+    streams_ptr, left_grad_ptr, mixed_grad_ptr, phi_ptr, coefficient_ptr, pull_ptr, along_ptr, streams_grad_ptr,
+    partial_ptr, N, D, rows,
+    X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of every stream, for `rows` tokens, a tile at a time: the streams' gradient, and the sum over these
+    tokens of that of phi, which stays in registers."""
+    C: tl.constexpr = 2 * X + X * X
+    d, c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, PADDED)
+    of_phi = (c < C)[:, None] & (d < D)
+    place = c[:, None] * X * D + d
+    phi_grad = ()
+    for _ in tl.static_range(X):
+        phi_grad = phi_grad + (tl.zeros((PADDED, WIDTH), tl.float32),)
+    first = tl.program_id(1) * rows
+    for start in range(first, tl.minimum(first + rows, N), TOKENS):
+        row = (start + tl.arange(0, TOKENS)).to(tl.int64)
+        inside = row < N
+        live = inside[:, None] & (d < D)
+        coefficient = _vectors(coefficient_ptr, row, inside, N, C)
+        along = tl.load(along_ptr + row, mask=inside, other=0.0)
+        pull = tl.load(pull_ptr + row[:, None] * C + c, mask=inside[:, None] & (c < C), other=0.0)
+        pull = pull.to(phi_ptr.dtype.element_ty)
+        mixed_grad = tl.load(mixed_grad_ptr + row[:, None] * D + d, mask=live, other=0.0).to(tl.float32)
+        grad = ()  # all that reaches the streams that leave
+        for k in tl.static_range(X):
+            at = (row * X + k)[:, None] * D + d
+            later = tl.load(left_grad_ptr + at, mask=live, other=0.0).to(tl.float32)
+            grad = grad + (later + coefficient[k][:, None] * mixed_grad,)
+        sums = ()
+        for j in tl.static_range(X):
+            at = (row * X + j)[:, None] * D + d
+            x = tl.load(streams_ptr + at, mask=live, other=0.0)
+            phi = tl.load(phi_ptr + place + j * D, mask=of_phi, other=0.0)
+            x_grad = along[:, None] * x.to(tl.float32)
+            for k in tl.static_range(X):
+                x_grad += coefficient[2 * X + j * X + k][:, None] * grad[k]
+            # Last, so that the lines above are computed as their operands were loaded, not as a product is laid out.
+            tl.store(streams_grad_ptr + at, tl.dot(pull, phi, x_grad, input_precision=PRECISION), mask=live)
+            sums = sums + (tl.dot(tl.trans(pull), x.to(pull.dtype), phi_grad[j], input_precision=PRECISION),)
+        phi_grad = sums
+    for j in tl.static_range(X):
+        at = tl.program_id(1).to(tl.int64) * C * X * D + place + j * D
+        tl.store(partial_ptr + at, phi_grad[j], mask=of_phi)

@@ -1,0 +1,260 @@
+"""The hyper-connections as one kernel forward and three backward. What they move is counted in D numbers of the
+streams' dtype per token, for four streams; all figures are derived, none is measured.
+
+Forward reads 4 + 1 and writes 4 + 1: 10, the least there is, if the second sweep over a tile's streams finds them in
+the L2 cache, else 14. At D = 2048 in bfloat16, 16 tokens on each of 132 processors are 35 MB, in a cache of 50; in
+float32 they are too many. In smaller tiles phi would be read too often: every program reads all of it, from L2 (400 MB
+for 16,384 tokens, beside 670 MB of streams).
+
+Backward moves 24, where 15 is the least. The gradient of a stream needs that of its token's coefficients, which takes
+whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one
+through the coefficients, and one by columns (reads 9, writes 4), which holds its part of phi's gradient in registers
+while the tokens pass. In a single kernel, a tile of 16 tokens would be 86 MB on all processors, which no second sweep
+finds in L2, and phi's gradient would want the streams once more. The streams that left are not read: with g the
+gradient of the next site's input, <g, X'_k> follows from the products of g with what entered.
+
+Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms (196 bytes). Sinkhorn's
+divisors, 624 bytes, are computed again, in registers.
+
+Streams in bfloat16 are multiplied with phi rounded to bfloat16, as autocast would; float16 ones in TF32, and float32
+ones as three products in TF32, which keep float32's precision on the matrix units. All sums and coefficients are
+float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch import build_once, launch, unfit
+
+STREAMS = (1, 2, 4, 8)
+MOST_ROUNDS = 32  # they are unrolled in backward
+TILE = 16  # tokens: the rows of the smallest product of matrices
+SPLITS = 16  # of the tokens, for the gradient of phi: with 64 columns a program, two rounds of two on every processor
+
+
+def refuses(
+    streams_BRXD: Tensor,
+    update_BRD: Tensor,
+    phi: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    rounds: int = 20,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> str | None:
+    """Why this call is not for the kernels."""
+    if streams_BRXD.shape[2] not in STREAMS:
+        return f"made for {', '.join(map(str, STREAMS))} streams, got {streams_BRXD.shape[2]}"
+    if rounds > MOST_ROUNDS:
+        return f"made for at most {MOST_ROUNDS} rounds, got {rounds}"
+    return unfit(streams_BRXD, update_BRD, phi, bias, scale)
+
+
+class Blocks(NamedTuple):
+    """How the kernels cut their work.
+
+    Attributes:
+        width: columns of a tile of `forward`, 16 tokens, and of `products`, 8 tokens: 16 and 8 numbers of every stream
+            in a thread's registers.
+        column: columns of a program of `stream_gradients`: with four streams, 64 of the sums for phi a thread.
+        warps: of `stream_gradients`.
+        padded: numbers of a token, as a power of two that a matrix product can have.
+        precision: how the products are multiplied if not in bfloat16; three products give float32's own precision.
+    """
+
+    width: int
+    column: int
+    warps: int
+    padded: int
+    precision: str
+
+
+def blocks(streams_BRXD: Tensor) -> Blocks:
+    """Sized for four streams in 16 bits, and smaller where there are more or wider numbers."""
+    streams, width = streams_BRXD.shape[2:]
+    wide, many = streams_BRXD.dtype == torch.float32, streams > 4
+    padded = max(16, _power_of_two(2 * streams + streams**2))
+    whole = max(16, _power_of_two(width))
+    tile, column = min(256 >> (wide + many), whole), min(64 >> (wide + many), whole)
+    return Blocks(tile, column, 8 if many else 4, padded, "tf32x3" if wide else "tf32")
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def mhc_boundary(
+    streams_BRXD: Tensor,
+    update_BRD: Tensor,
+    phi: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    rounds: int = 20,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """See `gsm_kernels.mhc`."""
+    inputs = (streams_BRXD, update_BRD, phi, bias, scale)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        key = ("mhc_boundary", streams_BRXD.device, streams_BRXD.shape[2:], rounds, *(x.dtype for x in inputs))
+        build_once(key, lambda: _build(inputs, rounds, hc_eps))
+    return _forward(*inputs, rounds, eps, hc_eps)[:2]
+
+
+def _build(inputs: tuple[Tensor, ...], rounds: int, hc_eps: float) -> None:
+    """Backward, with tensors of the right types in place of what forward leaves to it."""
+    left, mixed, *kept = _results(*inputs[:2])
+    _backward(left, mixed, *inputs, *kept, rounds, hc_eps)  # pyright: ignore[reportCallIssue]
+
+
+@torch.library.custom_op("gsm_kernels::mhc_boundary", mutates_args=())
+def _forward(
+    streams: Tensor, update: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, rounds: int, eps: float, hc_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from .kernels import forward
+
+    streams, update, bias, scale = (x.contiguous() for x in (streams, update, bias, scale))
+    left, mixed, number, inverse, coefficient = results = _results(streams, update)
+    count, width, tokens, tile = *streams.shape[2:], inverse.numel(), blocks(streams)
+    tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
+    sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.width, "PADDED": tile.padded, "PRECISION": tile.precision}
+    grid = (-(-tokens // TILE),)
+    launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8)
+    return results
+
+
+@torch.library.custom_op("gsm_kernels::mhc_boundary_backward", mutates_args=())
+def _backward(
+    left_grad: Tensor,
+    mixed_grad: Tensor,
+    streams: Tensor,
+    update: Tensor,
+    phi: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    number: Tensor,
+    inverse: Tensor,
+    coefficient: Tensor,
+    rounds: int,
+    hc_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    left_grad, mixed_grad, streams, update, bias, scale = (
+        x.contiguous() for x in (left_grad, mixed_grad, streams, update, bias, scale)
+    )
+    grads, entered = (left_grad, mixed_grad), (streams, update)
+    product, update_grad = _products(*entered, *grads, coefficient)
+    kept = (number, inverse, bias, scale, coefficient)
+    pull, along, bias_grad, scale_grad = _coefficient_gradients(product, *kept, streams.shape[3], rounds, hc_eps)
+    streams_grad, phi_grad = _stream_gradients(streams, *grads, _operand(phi, streams), coefficient, pull, along)
+    small = (phi_grad.to(phi.dtype), bias_grad.to(bias.dtype), scale_grad.to(scale.dtype))
+    return streams_grad, update_grad, *small
+
+
+def _products(
+    streams: Tensor, update: Tensor, left_grad: Tensor, mixed_grad: Tensor, coefficient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """By rows: the products [(X+1)(X+1), N] and the gradient of the update."""
+    from .kernels import products
+
+    count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
+    product, update_grad = coefficient.new_empty((count + 1) ** 2, tokens), torch.empty_like(update)
+    tensors = (streams, update, left_grad, mixed_grad, coefficient, product, update_grad)
+    sizes = {"X": count, "TOKENS": TILE // 2, "WIDTH": tile.width, "LANES": min(32, tile.width)}
+    launch(products, (-(-tokens // (TILE // 2)),), *tensors, tokens, width, **sizes, num_warps=8)
+    return product, update_grad
+
+
+def _coefficient_gradients(
+    product: Tensor,
+    number: Tensor,
+    inverse: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    coefficient: Tensor,
+    width: int,
+    rounds: int,
+    hc_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pulls [N,C] and [N] on the streams, and the gradients of bias and scale."""
+    from .kernels import coefficient_gradients
+
+    (tokens, numbers), count = number.shape, math.isqrt(product.shape[0]) - 1
+    tile = 512 // count**2  # tokens: four numbers of the mixing matrices a thread
+    programs = -(-tokens // tile)
+    pull, along, partial = torch.empty_like(number), torch.empty_like(inverse), number.new_empty(programs, 2, numbers)
+    tensors = (product, number, inverse, bias, scale, coefficient, pull, along, partial)
+    sizes = {"X": count, "ROUNDS": rounds, "TOKENS": tile}
+    launch(coefficient_gradients, (programs,), *tensors, tokens, count * width, hc_eps, **sizes, num_warps=4)
+    bias_grad, by_number = partial.sum(0)
+    scale_grad = torch.stack([part.sum() for part in by_number.split((count, count, count * count))])
+    return pull, along, bias_grad, scale_grad
+
+
+def _stream_gradients(
+    streams: Tensor,
+    left_grad: Tensor,
+    mixed_grad: Tensor,
+    phi: Tensor,
+    coefficient: Tensor,
+    pull: Tensor,
+    along: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """By columns: the gradients of the streams and of phi."""
+    from .kernels import stream_gradients
+
+    count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
+    rows = max(64, -(-tokens // (SPLITS * TILE)) * TILE)
+    grid = (-(-width // tile.column), -(-tokens // rows))
+    streams_grad, partial = torch.empty_like(streams), coefficient.new_empty(grid[1], *phi.shape)
+    tensors = (streams, left_grad, mixed_grad, phi, coefficient, pull, along, streams_grad, partial)
+    sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.column, "PADDED": tile.padded, "PRECISION": tile.precision}
+    launch(stream_gradients, grid, *tensors, tokens, width, rows, **sizes, num_warps=tile.warps, num_stages=2)
+    return streams_grad, partial.sum(0)
+
+
+def _operand(phi: Tensor, streams: Tensor) -> Tensor:
+    """phi as it is multiplied: rounded like bfloat16 streams; float16 has too few exponents for it."""
+    return phi.to(torch.bfloat16 if streams.dtype == torch.bfloat16 else torch.float32).contiguous()
+
+
+def _results(streams: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Room for both results, and for a token's numbers, inverse rms and coefficients."""
+    whole, (tokens, count) = torch.contiguous_format, (streams.shape[:2].numel(), streams.shape[2])
+    number = streams.new_empty(tokens, 2 * count + count * count, dtype=torch.float32)
+    mixed = torch.empty_like(update, dtype=streams.dtype, memory_format=whole)
+    left = torch.empty_like(streams, memory_format=whole)
+    return left, mixed, number, number.new_empty(tokens), number.new_empty(number.shape[::-1])
+
+
+@_forward.register_fake
+def _(
+    streams: Tensor, update: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, rounds: int, eps: float, hc_eps: float
+):
+    return _results(streams, update)
+
+
+@_backward.register_fake
+def _(left_grad: Tensor, mixed_grad: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in kept[:5])
+
+
+def _keep(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.rounds, _, ctx.hc_eps = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.set_materialize_grads(False)  # nobody uses the last three outputs, so there is no need of zeros for them
+
+
+def _gradients(ctx, left_grad: Tensor | None, mixed_grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    streams, update, phi, bias, scale, number, inverse, coefficient = ctx.saved_tensors
+    left_grad = torch.zeros_like(streams) if left_grad is None else left_grad
+    mixed_grad = torch.zeros_like(update) if mixed_grad is None else mixed_grad
+    kept = (streams, update, phi, bias, scale, number, inverse, coefficient, ctx.rounds, ctx.hc_eps)
+    return *_backward(left_grad, mixed_grad, *kept), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,122 @@
+"""The hyper-connections' kernels: numbers of streams, ragged sizes, rounds, strides, and on a GPU the largest size."""
+
+import random
+
+import pytest
+import torch
+from calls import cast, gradients, hyper_connection
+from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+
+from gsm_kernels import mhc_boundary, using
+from gsm_kernels.testing import TOLERANCE, assert_close
+
+SIZES = [  # a tile has 16 tokens forward, 8 and 16 back
+    {"streams": 1, "width": 16},
+    {"streams": 2, "width": 48, "batch": 1, "rows": 17},
+    {"streams": 4, "width": 160, "batch": 1, "rows": 9},
+    {"streams": 8, "width": 24, "batch": 1, "rows": 3},
+    {"width": 32, "batch": 1, "rows": 1},
+    {"rows": 0},
+]
+
+
+def call_of(rounds=2, **sizes) -> dict:
+    """A call whose numbers are as large as a model's, whatever the width."""
+    call = hyper_connection(**sizes)
+    return {**call, "phi": call["phi"] * call["phi"].shape[1] ** -0.5, "rounds": rounds}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_any_number_of_streams_tokens_and_columns(sizes):
+    assert_agrees(mhc_boundary, call_of(**sizes))
+
+
+@pytest.mark.parametrize("rounds", [1, 20])
+def test_any_number_of_rounds(rounds):
+    assert_agrees(mhc_boundary, call_of(rounds, batch=1))
+
+
+def test_streams_that_are_one_memory_as_after_the_embedding():
+    call = to_device(cast(call_of(batch=1), torch.float32))
+    call["streams_BRXD"] = call["streams_BRXD"][:, :, :1].expand(-1, -1, 4, -1)
+    call["update_BRD"] = call["update_BRD"].mT.contiguous().mT
+    with using("reference"):
+        expected = mhc_boundary(**call)
+    for got, wanted in zip(with_triton(mhc_boundary)(**call), expected, strict=True):
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_alone_gives_gradients(used):
+    call = to_device(cast(call_of(batch=1), torch.float32))
+    grads, expected = (
+        gradients(lambda **call: run(mhc_boundary)(**call)[used], call)[1]  # noqa: B023
+        for run in (with_triton, with_reference)
+    )
+    for name, wanted in expected.items():
+        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
+
+
+def test_an_update_in_half_precision_joins_streams_in_float32():
+    call = to_device(cast(call_of(batch=1), torch.float32))
+    call["update_BRD"] = call["update_BRD"].half()
+    out, grads = gradients(with_triton(mhc_boundary), call)
+    expected, expected_grads = gradients(with_reference(mhc_boundary), call)
+    assert [x.dtype for x in out] == [torch.float32, torch.float32] and grads["update_BRD"].dtype == torch.float16
+    for got, wanted in zip(out, expected, strict=True):
+        assert_close(got, wanted)
+    for name, wanted in expected_grads.items():
+        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
+
+
+def test_saturated_gates_and_mixtures_stay_finite():
+    call = call_of(batch=1)
+    out, grads = gradients(
+        with_triton(mhc_boundary), to_device(cast({**call, "phi": 100 * call["phi"]}, torch.float32))
+    )
+    assert all(x.isfinite().all() for x in (*out, *grads.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"streams": 3}, "made for 1, 2, 4, 8 streams, got 3"), ({"rounds": 33}, "at most 32 rounds")],
+)
+def test_what_the_kernels_are_not_made_for_is_refused(change, reason):
+    with using("triton"), pytest.raises(RuntimeError, match=reason):
+        mhc_boundary(**to_device(cast(call_of(**change), torch.float32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [*SIZES, {"width": 2048, "rows": 300}, {"width": 1024, "rows": 2100}], ids=str)
+def test_in_low_precision_they_err_no_more_than_eager(sizes, dtype):
+    assert_as_good_as_eager(mhc_boundary, call_of(20, **sizes), dtype)
+
+
+@pytest.mark.gpu
+def test_a_thousand_random_shapes():
+    draw = random.Random(0)
+    for seed in range(1000):
+        sizes = {"streams": draw.choice([1, 2, 4]), "width": 16 * draw.randint(1, 40), "rows": draw.randint(0, 70)}
+        assert_as_good_as_eager(mhc_boundary, call_of(draw.choice([1, 20]), seed=seed, **sizes))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    """The last tokens of a sequence whose streams have more than 2^31 numbers are like those of a short one."""
+    call = to_device(cast(call_of(20, batch=1, rows=17, width=2048), torch.bfloat16))
+    long = dict(call)
+    for name in ("streams_BRXD", "update_BRD"):
+        padding = call[name].new_zeros(1, 2**18, *call[name].shape[2:])
+        long[name] = torch.cat((padding, call[name]), 1).requires_grad_()
+        call[name].requires_grad_()
+    assert long["streams_BRXD"].numel() > 2**31
+    results = []
+    for arguments in (long, call):
+        out = [x[:, -17:] for x in with_triton(mhc_boundary)(**arguments)]
+        total = torch.stack([(x * x).sum() for x in out]).sum()
+        grads = torch.autograd.grad(total, (arguments["streams_BRXD"], arguments["update_BRD"]))
+        results.append([*out, *(grad[:, -17:] for grad in grads)])
+    for got, wanted in zip(*results, strict=True):
+        error = (got - wanted).abs().max() / wanted.abs().max()
+        assert error <= TOLERANCE[torch.bfloat16].backward
