@@ -29,9 +29,10 @@ Source: DeepSeek-V3.2's lightning indexer; the pool is V4.1's hierarchical selec
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree, require
-from . import reference
+from . import reference, triton
 
 
 def check_top_k(
@@ -64,5 +65,17 @@ def check_pool(
     require("candidate_pool", blocks >= 1 and block >= 1, f"blocks = {blocks} and block = {block} must be at least 1")
 
 
-index_top_k = Op("index_top_k", reference.index_top_k, check=check_top_k, doc=__doc__)
-candidate_pool = Op("candidate_pool", reference.candidate_pool, check=check_pool, doc=__doc__)
+index_top_k = Op(
+    "index_top_k",
+    reference.index_top_k,
+    (Impl("triton", triton.index_top_k, triton.refuses, missing),),
+    check=check_top_k,
+    doc=__doc__,
+)
+candidate_pool = Op(
+    "candidate_pool",
+    reference.candidate_pool,
+    (Impl("triton", triton.candidate_pool, triton.refuses_pool, missing),),
+    check=check_pool,
+    doc=__doc__,
+)

@@ -33,9 +33,10 @@ Source: DeepSeek-V3.2's indexer warm-up loss, with the teacher's denominator ove
 from torch import Tensor
 
 from ..attend import require_window
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree, require
-from . import reference
+from . import reference, triton
 from .reference import IndexerLoss
 
 __all__ = ["IndexerLoss", "indexer_kl"]
@@ -81,4 +82,10 @@ def check(
     require("indexer_kl", block >= 1, f"block = {block} must be at least 1")
 
 
-indexer_kl = Op("indexer_kl", reference.indexer_kl, check=check, doc=__doc__)
+indexer_kl = Op(
+    "indexer_kl",
+    reference.indexer_kl,
+    (Impl("triton", triton.indexer_kl, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -20,13 +20,20 @@ Source: the score of DeepSeek-V3.2's lightning indexer.
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree
-from . import reference
+from . import reference, triton
 
 
 def check(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> None:
     agree("score_slots", query_BRJI=query_BRJI, weight_BRJ=weight_BRJ, key_BFI=key_BFI, index_BRK=index_BRK)
 
 
-score_slots = Op("score_slots", reference.score_slots, check=check, doc=__doc__)
+score_slots = Op(
+    "score_slots",
+    reference.score_slots,
+    (Impl("triton", triton.score_slots, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -1,0 +1,300 @@
+"""Exact selection of slots without a row of scores ever being stored: groups of neighbouring slots first.
+
+    1. one kernel computes all scores tile by tile and keeps the highest of every GROUP neighbouring slots;
+    2. of these maxima a row's k highest are found, ties to the first;
+    3. the scores of the k * GROUP slots of these groups are computed once more, and the k highest of them written.
+
+The k best slots lie in the k best groups: ahead of a slot of any other group stand k groups, each with a higher maximum
+or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Steps 2 and 3 hold
+what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is approximate.
+
+Memory: F / GROUP <= 8,192 numbers and k GROUP scores a row, in chunks of rows of at most 48 MiB. Operations a row:
+2 F J I on the matrix units, whose time is the floor, and 3 F J beside them; in step 3 another 2 k GROUP J I, which wait
+for the keys. Derived, at 64K tokens (F = 32,768, GROUP = 4, k = 128, I = 64): 64 KB of keys a row from the second-level
+cache, half of the floor's time. A single row uses the whole device in step 1 and one block of threads in 2.
+
+A score that is computed twice, in tiles of different shapes, may differ in its last bit where the sums are not exact;
+the slots chosen are the best by the second one, in groups chosen by the first. On whole numbers there is no difference.
+
+A candidate pool narrows the choice by masks; all scores are still computed, since gathering a pool's keys for every row
+by itself would cost as much as it saves. `candidate_pool` keeps the scores of a chunk of rows, and takes the maxima of
+blocks that are counted from the first slot of each row.
+
+Source: the score is that of DeepSeek-V3.2's lightning indexer; finding a threshold bit by bit is radix selection with
+digits of one bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch import launch, unfit
+
+SCRATCH = 12 << 20  # numbers of four bytes in a chunk's buffers, about the second-level cache of a Hopper GPU
+GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
+MOST = 16384  # slots or blocks among which it can choose
+
+
+class Rows(NamedTuple):
+    """A chunk: rows [row0, row0 + rows) of the sequences [batch0, batch0 + batches)."""
+
+    batch0: int
+    batches: int
+    row0: int
+    rows: int
+
+    @property
+    def lines(self) -> int:
+        return self.batches * self.rows
+
+
+def refuses(
+    query_BRJI: Tensor,
+    weight_BRJ: Tensor,
+    key_BFI: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    k: int,
+    pool_BRN: Tensor | None = None,
+    block: int = 8,
+) -> str | None:
+    """Why this call is not for the kernels."""
+    slots = key_BFI.shape[1]
+    group = group_size(slots)
+    if max(k * group, slots // group) > MOST or group > 64:
+        return f"chooses among {MOST} slots at a time: too few for k = {k} of {slots}"
+    return unfit_indexer(query_BRJI, weight_BRJ, key_BFI)
+
+
+def refuses_pool(
+    query_BRJI: Tensor,
+    weight_BRJ: Tensor,
+    key_BFI: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    blocks: int,
+    block: int = 8,
+) -> str | None:
+    """Why this call is not for the kernels."""
+    slots = key_BFI.shape[1]
+    if max(blocks, -(-slots // block)) > MOST:
+        return f"chooses among {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"
+    return unfit_indexer(query_BRJI, weight_BRJ, key_BFI)
+
+
+def unfit_indexer(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor) -> str | None:
+    """Why an indexer's queries and keys are not for kernels that hold a row's heads in one tile."""
+    heads, width = query_BRJI.shape[2:]
+    if not 1 <= heads <= 64 or not 1 <= width <= 128:
+        return f"made for 1 to 64 index heads of width 1 to 128, got {heads} of width {width}"
+    return unfit(query_BRJI, weight_BRJ, key_BFI)
+
+
+@torch.no_grad()
+def index_top_k(
+    query_BRJI: Tensor,
+    weight_BRJ: Tensor,
+    key_BFI: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    k: int,
+    pool_BRN: Tensor | None = None,
+    block: int = 8,
+) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    return _index_top_k(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, k, pool_BRN, block)
+
+
+@torch.no_grad()
+def candidate_pool(
+    query_BRJI: Tensor,
+    weight_BRJ: Tensor,
+    key_BFI: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    blocks: int,
+    block: int = 8,
+) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    return _candidate_pool(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, blocks, block)
+
+
+@torch.library.custom_op("gsm_kernels::index_top_k", mutates_args=())
+def _index_top_k(
+    query: Tensor,
+    weight: Tensor,
+    key: Tensor,
+    first: Tensor,
+    last: Tensor,
+    k: int,
+    pool: Tensor | None,
+    block: int,
+) -> Tensor:
+    search = Search.of(query, weight, key, first, last)
+    slots = key.shape[1]
+    group = group_size(slots)
+    index = first.new_empty(*first.shape, k)
+    per_row = -(-slots // group) + (k * (group + 1) if group > 1 else 0) + (0 if pool is None else slots // block // 4)
+    for part in row_chunks(first.shape, per_row):
+        member = None if pool is None else members_of(pool, part, slots, block)
+        best = search.best_of_groups(part, group, member, block)
+        if group == 1:
+            search.choose(best, part, 1, lines_of(index, part))
+        else:
+            groups = torch.empty((part.lines, k), dtype=torch.int32, device=key.device)
+            search.choose(best, part, group, groups)
+            search.choose_listed(groups, part, group, member, block, lines_of(index, part))
+    return index
+
+
+@torch.library.custom_op("gsm_kernels::candidate_pool", mutates_args=())
+def _candidate_pool(
+    query: Tensor, weight: Tensor, key: Tensor, first: Tensor, last: Tensor, blocks: int, block: int
+) -> Tensor:
+    search = Search.of(query, weight, key, first, last)
+    pool = first.new_empty(*first.shape, blocks)
+    for part in row_chunks(first.shape, key.shape[1]):
+        search.choose_blocks(search.best_of_groups(part, 1, None, block), part, block, lines_of(pool, part))
+    return pool
+
+
+@_index_top_k.register_fake
+def _(query, weight, key, first, last, k, pool, block):
+    return first.new_empty(*first.shape, k)
+
+
+@_candidate_pool.register_fake
+def _(query, weight, key, first, last, blocks, block):
+    return first.new_empty(*first.shape, blocks)
+
+
+class Search(NamedTuple):
+    """The arguments of a search, contiguous, with the launches of its kernels."""
+
+    query: Tensor
+    weight: Tensor
+    key: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, weight: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Search:
+        common = torch.promote_types(query.dtype, key.dtype)
+        tensors = (query.to(common), weight, key.to(common), first, last)
+        return cls(*(x.contiguous() for x in tensors))
+
+    def best_of_groups(self, part: Rows, group: int, member: Tensor | None, block: int) -> Tensor:
+        """[lines, groups] float32; not written where no row of a tile sees a slot."""
+        from .kernels import best_of_groups
+
+        slots, (heads, width) = self.key.shape[1], self.query.shape[2:]
+        best = self.key.new_empty((part.lines, -(-slots // group)), dtype=torch.float32)
+        tile = score_tile(part.rows, self.key.dtype)
+        row_tiles, slot_tiles = -(-part.rows // tile.ROWS), -(-slots // tile.SLOTS)
+        pooled = best if member is None else member
+        launch(
+            best_of_groups,
+            (part.batches * row_tiles * slot_tiles,),
+            *(self.query, self.weight, self.key, self.first, self.last, pooled, best),
+            *(part.batch0, part.row0, part.rows, self.first.shape[1], slots, best.shape[1]),
+            *(pooled.shape[1], row_tiles, slot_tiles, block),
+            J=heads,
+            I=width,
+            GROUP=group,
+            POOLED=member is not None,
+            WIDTH=power_of_two(width, 16),
+            ROWS=tile.ROWS,
+            SLOTS=tile.SLOTS,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        return best
+
+    def choose(self, best: Tensor, part: Rows, group: int, out: Tensor) -> None:
+        from .kernels import choose
+
+        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], best.shape[1], out.shape[-1])
+        sizes = {**choice(best.shape[1], out.shape[-1]), "GROUP": group}
+        launch(choose, (part.lines,), best, self.first, self.last, out, *rows, **sizes)
+
+    def choose_listed(
+        self, groups: Tensor, part: Rows, group: int, member: Tensor | None, block: int, out: Tensor
+    ) -> None:
+        from ..score_slots.triton import score_listed
+        from .kernels import choose_listed
+
+        k = groups.shape[1]
+        score = score_listed(self.query, self.weight, self.key, groups, part, group)
+        pooled = groups if member is None else member
+        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], k * group, pooled.shape[1], block, k)
+        sizes = {**choice(k * group, k), "GROUP": group, "POOLED": member is not None}
+        launch(choose_listed, (part.lines,), score, groups, self.first, self.last, pooled, out, *rows, **sizes)
+
+    def choose_blocks(self, score: Tensor, part: Rows, block: int, out: Tensor) -> None:
+        from .kernels import choose_blocks
+
+        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], score.shape[1], block, out.shape[-1])
+        sizes = choice(-(-score.shape[1] // block), out.shape[-1])
+        launch(choose_blocks, (part.lines,), score, self.first, self.last, out, *rows, **sizes)
+
+
+class Tile(NamedTuple):
+    ROWS: int
+    SLOTS: int
+    warps: int
+    stages: int
+
+
+def score_tile(rows: int, dtype: torch.dtype) -> Tile:
+    """64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two
+    programs share a multiprocessor: one multiplies matrices while the other adds up. Few rows want small programs, of
+    which there are then enough; float32 has no matrix units to feed."""
+    if rows <= 16:
+        return Tile(16, 128, 4, 2)
+    return Tile(32, 64, 4, 2) if dtype == torch.float32 else Tile(64, 128, 4, 3)
+
+
+def choice(size: int, k: int) -> dict[str, int]:
+    """How one block of threads chooses k of `size`: 16 of them a thread, which leaves registers for the sums."""
+    size = power_of_two(size, 16)
+    return {"SIZE": size, "K": power_of_two(k, 1), "num_warps": min(max(size // 512, 4), 16)}
+
+
+def group_size(slots: int) -> int:
+    """Neighbouring slots that count as one at first: as few as leave GROUPS groups or less."""
+    return power_of_two(-(-slots // GROUPS), 1)
+
+
+def power_of_two(number: int, least: int) -> int:
+    """The lowest power of two that is not below the number nor below `least`, itself one."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
+    """Whole sequences of a [B,R,...], or rows of one, whose buffers of `per_row` numbers a row fit the scratch."""
+    batch, rows = shape[:2]
+    fit = max(SCRATCH // max(per_row, 1), 1)
+    if rows <= fit:
+        step = fit // max(rows, 1)
+        yield from (Rows(start, min(step, batch - start), 0, rows) for start in range(0, batch, step))
+        return
+    fit = max(fit // 64, 1) * 64 if fit >= 64 else fit  # whole tiles of rows
+    for sequence in range(batch):
+        yield from (Rows(sequence, 1, start, min(fit, rows - start)) for start in range(0, rows, fit))
+
+
+def lines_of(x: Tensor, part: Rows) -> Tensor:
+    """The lines of a chunk in a contiguous [B,R,...], where they lie side by side."""
+    return x.flatten(0, 1)[part.batch0 * x.shape[1] + part.row0 :][: part.lines]
+
+
+def members_of(pool_BRN: Tensor, part: Rows, slots: int, block: int) -> Tensor:
+    """Which blocks of slots are in a row's pool, int8 [lines, ordinals]."""
+    ordinals = slots // block + 1
+    pool = pool_BRN[part.batch0 : part.batch0 + part.batches, part.row0 : part.row0 + part.rows].flatten(0, 1)
+    member = torch.zeros((part.lines, ordinals + 1), dtype=torch.int8, device=pool.device)
+    return member.scatter_(1, torch.where(pool < 0, ordinals, pool.clamp(max=ordinals)), 1)

@@ -1,0 +1,317 @@
+"""The teacher's attention mass, and its divergence from the indexer's distribution.
+
+A launch takes a chunk of rows, as in `gsm_kernels.index_top_k.kernels`; `line` counts its rows, and its buffers have
+one line per row. Letters: H heads, C channels, W width of the window, E entries of the stream, F slots and R rows of a
+sequence, K slots selected for a row. Queries have been rotated and scaled such that 2 to the power of a product is what
+the softmax adds up.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# To a type checker, a jitted function that is called from another never returns.
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+
+
+@triton.jit(do_not_specialize=["row0", "rows"])
+def rotate(
+    query_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    row0,
+    rows,
+    scale,
+    P,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Queries [rows,H,C] from flat row `row0` on, turned by their angles and multiplied by `scale`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows.to(tl.int64) * (H * C)
+    row, channel = row0 + at // (H * C), at % C
+    source = query_ptr + row0.to(tl.int64) * (H * C)
+    own = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + (at ^ 1), mask=inside, other=0.0).to(tl.float32)
+    turned = inside & (channel >= C - 2 * P)
+    angle = row * P + (channel - (C - 2 * P)) // 2
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (own * cos + tl.where(channel % 2 == 1, sin, -sin) * other) * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "E", "F", "W", "row_tiles", "ordinals"])
+def normaliser(
+    query_ptr,
+    window_ptr,
+    bank_ptr,
+    sink_ptr,
+    position_ptr,
+    first_ptr,
+    last_ptr,
+    member_ptr,
+    out_ptr,
+    batch0,
+    row0,
+    rows,
+    R,
+    E,
+    F,
+    W,
+    row_tiles,
+    ordinals,
+    block,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    POOLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """log2 of what one head's softmax divides by: window, all slots that a row sees, and sink. [lines, H]."""
+    head = tl.program_id(0) % H
+    tile = tl.program_id(0) // H
+    batch = (batch0 + tile // row_tiles).to(tl.int64)
+    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
+    inside = at < rows
+    line = (tile // row_tiles) * rows + at
+    channel = tl.arange(0, WIDTH)
+    query = tl.load(
+        query_ptr + (line.to(tl.int64) * H + head)[:, None] * C + channel[None, :],
+        mask=inside[:, None] & (channel < C)[None, :],
+        other=0.0,
+    )
+    position, first, last = sight(position_ptr, first_ptr, last_ptr, batch * R + row0 + at, inside, F)
+    place = E - R + row0 + at
+    reach = place - tl.minimum(position, W - 1)
+    top = tl.zeros((ROWS,), tl.float32) + tl.maximum(tl.load(sink_ptr + head).to(tl.float32) * LOG2E, -1e30)
+    total = tl.full((ROWS,), 1.0, tl.float32)
+    begin = tl.maximum(tl.min(tl.where(inside & (position >= 0), reach, E), 0), 0)
+    for start in range(begin, tl.minimum(tl.max(place, 0) + 1, E), SLOTS):
+        entry = start + tl.arange(0, SLOTS)
+        logit = _logits(query, window_ptr, batch * E + entry, entry < E, C, WIDTH)
+        seen = (entry[None, :] >= reach[:, None]) & (entry[None, :] <= place[:, None]) & (position >= 0)[:, None]
+        top, total = _add(top, total, tl.where(seen, logit, float("-inf")))
+    for start in range(tl.min(first, 0), tl.max(last, 0), SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        logit = _logits(query, bank_ptr, batch * F + slot, slot < F, C, WIDTH)
+        seen = _seen(slot, first, last, member_ptr, line, ordinals, block, POOLED)
+        top, total = _add(top, total, tl.where(seen, logit, float("-inf")))
+    tl.store(out_ptr + line.to(tl.int64) * H + head, top + tl.log2(total), mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "row_tiles", "slot_tiles", "ordinals"])
+def mass_of_visible(
+    query_ptr,
+    bank_ptr,
+    normaliser_ptr,
+    position_ptr,
+    first_ptr,
+    last_ptr,
+    member_ptr,
+    mass_ptr,
+    batch0,
+    row0,
+    rows,
+    R,
+    F,
+    row_tiles,
+    slot_tiles,
+    ordinals,
+    block,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    POOLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """A tile of the teacher's mass [lines, F], summed over heads; 0 outside a row's pool.
+
+    Tiles that none of their rows see are left out, and what stands outside a row's range is undefined.
+    """
+    tile = tl.program_id(0) // slot_tiles
+    start = (tl.program_id(0) % slot_tiles) * SLOTS
+    batch = (batch0 + tile // row_tiles).to(tl.int64)
+    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
+    inside = at < rows
+    line = (tile // row_tiles) * rows + at
+    position, first, last = sight(position_ptr, first_ptr, last_ptr, batch * R + row0 + at, inside, F)
+    if (tl.max(last, 0) > start) & (tl.min(first, 0) < start + SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        entry = entries(bank_ptr, batch * F + slot, slot < F, C, WIDTH)
+        mass = tl.zeros((ROWS, SLOTS), tl.float32)
+        for head in range(H):
+            query = entries(query_ptr, line.to(tl.int64) * H + head, inside, C, WIDTH)
+            below = tl.load(normaliser_ptr + line.to(tl.int64) * H + head, mask=inside, other=0.0)
+            mass += tl.exp2(tl.dot(query, tl.trans(entry), input_precision="ieee") - below[:, None])
+        if POOLED:
+            mass = tl.where(_seen(slot, first, last, member_ptr, line, ordinals, block, POOLED), mass, 0.0)
+        # A chunk's buffers hold far fewer than 2^31 numbers.
+        out = line[:, None] * F + slot[None, :]
+        tl.store(mass_ptr + out, mass, mask=inside[:, None] & (slot < F)[None, :])
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "E", "F", "W", "K"])
+def mass_of_selected(
+    query_ptr,
+    window_ptr,
+    bank_ptr,
+    sink_ptr,
+    position_ptr,
+    index_ptr,
+    mass_ptr,
+    batch0,
+    row0,
+    rows,
+    R,
+    E,
+    F,
+    W,
+    K,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The teacher's mass on the slots selected for a row, [lines, K]. A program has one row and all its heads."""
+    line = tl.program_id(0).to(tl.int64)
+    batch = batch0 + line // rows
+    row = batch * R + row0 + line % rows
+    position = tl.load(position_ptr + row).to(tl.int32)
+    head = tl.arange(0, HEADS)
+    query = entries(query_ptr, line * H + head, head < H, C, WIDTH)
+    top = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2E, -1e30)
+    total = tl.full((HEADS,), 1.0, tl.float32)
+    place = (E - R + row0 + line % rows).to(tl.int32)
+    for start in range(tl.maximum(place - tl.minimum(position, W - 1), 0), tl.where(position < 0, 0, place + 1), SLOTS):
+        entry = start + tl.arange(0, SLOTS)
+        logit = _logits(query, window_ptr, batch * E + entry, entry <= place, C, WIDTH)
+        top, total = _add(top, total, tl.where((entry <= place)[None, :], logit, float("-inf")))
+    for start in range(0, K, SLOTS):
+        column = start + tl.arange(0, SLOTS)
+        slot = tl.load(index_ptr + line * K + column, mask=(column < K) & (position >= 0), other=-1)
+        logit = _logits(query, bank_ptr, batch * F + slot, slot >= 0, C, WIDTH)
+        top, total = _add(top, total, tl.where((slot >= 0)[None, :], logit, float("-inf")))
+    below = top + tl.log2(total)
+    for start in range(0, K, SLOTS):
+        column = start + tl.arange(0, SLOTS)
+        slot = tl.load(index_ptr + line * K + column, mask=(column < K) & (position >= 0), other=-1)
+        logit = _logits(query, bank_ptr, batch * F + slot, slot >= 0, C, WIDTH)
+        share = tl.where((head < H)[:, None] & (slot >= 0)[None, :], tl.exp2(logit - below[:, None]), 0.0)
+        tl.store(mass_ptr + line * K + column, tl.sum(share, 0), mask=column < K)
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns", "K"])
+def divergence(
+    mass_ptr,
+    score_ptr,
+    position_ptr,
+    first_ptr,
+    last_ptr,
+    index_ptr,
+    loss_ptr,
+    held_ptr,
+    sees_ptr,
+    batch0,
+    row0,
+    rows,
+    R,
+    columns,
+    K,
+    DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row's KL(mass / its sum || softmax of the scores), the scores' gradient in place of the scores, the share of
+    the mass on its selected slots and whether it sees a slot at all. A teacher without any mass teaches nothing."""
+    line = tl.program_id(0).to(tl.int64)
+    row = (batch0 + line // rows) * R + row0 + line % rows
+    live = tl.load(position_ptr + row) >= 0
+    begin, end = tl.full((), 0, tl.int32), tl.zeros((), tl.int32) + columns
+    if DENSE:
+        begin, end = tl.load(first_ptr + row).to(tl.int32), tl.load(last_ptr + row).to(tl.int32)
+    mass_ptr += line * columns
+    score_ptr += line * columns
+    index_ptr += line * K
+    mass_sum = tl.zeros((BLOCK,), tl.float32)
+    top, total = tl.full((1,), -1e30, tl.float32), tl.zeros((1,), tl.float32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, live & (column < end), DENSE)
+        mass_sum += mass
+        top, total = _add(top, total, (score * LOG2E)[None, :])
+    whole = tl.sum(mass_sum, 0)
+    sees = tl.where(whole > 0, 1.0, 0.0)
+    share = 1.0 / tl.maximum(whole, TINY)
+    below = tl.sum(top + tl.log2(tl.maximum(total, TINY)), 0)
+    loss = tl.zeros((BLOCK,), tl.float32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, live & (column < end), DENSE)
+        target = mass * share
+        log_model = score * LOG2E - below
+        loss += target * (tl.log2(tl.maximum(target, TINY)) - tl.where(target > 0, log_model, 0.0))
+        tl.store(score_ptr + column, tl.exp2(log_model) * sees - target, mask=column < end)
+    tl.store(loss_ptr + row, tl.sum(loss, 0) * LN2)
+    if DENSE:
+        held = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, K, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            slot = tl.load(index_ptr + column, mask=column < K, other=-1)
+            held += tl.load(mass_ptr + slot, mask=live & (slot >= begin) & (slot < end), other=0.0)
+        tl.store(held_ptr + row, tl.sum(held, 0) * share)
+        tl.store(sees_ptr + row, tl.where(tl.sum(total, 0) > 0, 1.0, 0.0))
+
+
+@triton.jit
+def sight(position_ptr, first_ptr, last_ptr, row, inside, F):
+    """Positions of rows and the ranges of slots that they see; an empty range at the end for padding."""
+    position = tl.load(position_ptr + row, mask=inside, other=-1).to(tl.int32)
+    first = tl.load(first_ptr + row, mask=inside & (position >= 0), other=F).to(tl.int32)
+    last = tl.load(last_ptr + row, mask=inside & (position >= 0), other=0).to(tl.int32)
+    return position, first, last
+
+
+@triton.jit
+def _seen(slot, first, last, member_ptr, line, ordinals, block, POOLED: tl.constexpr):
+    """Which slots the rows may choose: those of their range, and of their pool if they have one."""
+    seen = (slot[None, :] >= first[:, None]) & (slot[None, :] < last[:, None])
+    if POOLED:
+        ordinal = (slot[None, :] - first[:, None]) // block
+        seen &= tl.load(member_ptr + (line[:, None] * ordinals + ordinal), mask=seen, other=0) != 0
+    return seen
+
+
+@triton.jit
+def entries(entry_ptr, at, there, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Vectors of C channels at these places, [places, WIDTH], zero where there is none."""
+    channel = tl.arange(0, WIDTH)
+    inside = there[:, None] & (channel < C)[None, :]
+    return tl.load(entry_ptr + at.to(tl.int64)[:, None] * C + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _logits(query, entry_ptr, at, there, C: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.dot(query, tl.trans(entries(entry_ptr, at, there, C, WIDTH)), input_precision="ieee")
+
+
+@triton.jit
+def _add(top, total, logit):
+    """Go on with a sum of powers of 2, kept as total * 2^top; a logit of -inf adds nothing."""
+    higher = tl.maximum(top, tl.max(logit, 1))
+    return higher, total * tl.exp2(top - higher) + tl.sum(tl.exp2(logit - higher[:, None]), 1)
+
+
+@triton.jit
+def _compared(mass_ptr, score_ptr, index_ptr, column, inside, DENSE: tl.constexpr):
+    """Mass and score of columns, 0 and -inf where there is no slot."""
+    if not DENSE:
+        inside &= tl.load(index_ptr + column, mask=inside, other=-1) >= 0
+    mass = tl.load(mass_ptr + column, mask=inside, other=0.0)
+    return mass, tl.load(score_ptr + column, mask=inside, other=float("-inf"))

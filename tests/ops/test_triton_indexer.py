@@ -1,0 +1,164 @@
+"""The indexer's Triton kernels: selection on whole numbers, where scores are exact and tie, and scores of slots."""
+
+import pytest
+import torch
+from calls import scoring, selection
+from oracles import normal
+from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+
+from gsm_kernels import candidate_pool, index_top_k, score_slots
+from gsm_kernels.index_top_k import triton
+from gsm_kernels.inverse import add_segments, inverse_index
+
+SIZES = {
+    "fewer slots than k": {"k": 20, "rows": 4},
+    "several documents": {"k": 2},
+    "one row": {"rows": 1, "k": 2},
+    "no bank": {"ratio": 50, "rows": 2},
+    "no rows": {"rows": 0, "padding": 0},
+    "more rows than a tile": {"ratio": 1, "k": 5, "entries": 80, "rows": 66, "heads": 3, "batch": 1},
+    "a width that is no power of two": {"width": 24, "heads": 5, "rows": 4},
+    "the gate's index heads": {"width": 64, "heads": 8, "ratio": 1, "entries": 40, "rows": 3, "k": 16},
+}
+SCORED = {
+    "several documents": {"rows": 6},
+    "one row": {"rows": 1, "padding": 0},
+    "no bank": {"ratio": 50, "rows": 2},
+    "no rows": {"rows": 0, "padding": 0},
+    "more rows than slots": {"rows": 20, "entries": 23, "k": 6, "batch": 1},
+    "no slot selected": {"k": 0},
+    "more places than a tile": {"rows": 3, "k": 40, "width": 24, "heads": 5},
+}
+
+
+def integral(call: dict, scale: float = 1.0) -> dict:
+    """Whole numbers: scores are exact in float32, and equal ones are frequent."""
+    return {
+        name: (x * scale).round().to(torch.float32) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in call.items()
+    }
+
+
+def searching(batch=1, rows=3, slots=300, heads=2, width=16, k=7, seed=0, low=0, scale=1.0) -> dict:
+    """A search of one long document: every row sees the slots from `low` to a place of its own."""
+    last = torch.randint(low, slots + 1, (batch, rows), generator=torch.Generator().manual_seed(seed))
+    last[0, 0] = slots
+    call = {
+        "query_BRJI": normal(batch, rows, heads, width, seed=seed),
+        "weight_BRJ": normal(batch, rows, heads, seed=seed + 1),
+        "key_BFI": normal(batch, slots, width, seed=seed + 2),
+        "first_BR": torch.full_like(last, low),
+        "last_BR": last,
+        "k": k,
+    }
+    return to_device(integral(call, scale))
+
+
+def assert_same_slots(op, call: dict) -> None:
+    assert torch.equal(with_triton(op)(**call), with_reference(op)(**call))
+
+
+def as_pool(call: dict, blocks: int, block: int) -> dict:
+    return {**{name: x for name, x in call.items() if name != "k"}, "blocks": blocks, "block": block}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_slots_are_the_reference_s(sizes):
+    assert_same_slots(index_top_k, to_device(integral(selection(**sizes))))
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0], ids=["nearly all scores tie", "few scores tie"])
+@pytest.mark.parametrize("groups", [8, 16, 64])
+def test_groups_lose_no_slot(monkeypatch, groups, scale):
+    """Slots enough for groups of neighbours, as a long context has them."""
+    monkeypatch.setattr(triton, "GROUPS", groups)
+    assert_same_slots(index_top_k, searching(batch=2, low=11, scale=scale))
+
+
+@pytest.mark.parametrize("groups", [16, 8192])
+def test_a_pool_narrows_the_choice(monkeypatch, groups):
+    monkeypatch.setattr(triton, "GROUPS", groups)
+    call = searching(slots=150, low=5)
+    pool = torch.randint(-1, 40, (1, 3, 6), generator=torch.Generator().manual_seed(0))
+    assert_same_slots(index_top_k, {**call, **to_device({"pool_BRN": pool}), "block": 3})
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_pool_is_the_reference_s(sizes):
+    assert_same_slots(candidate_pool, as_pool(to_device(integral(selection(**sizes))), blocks=2, block=3))
+
+
+@pytest.mark.parametrize("scratch", [1, 40 * 8, 40 * 70])
+@pytest.mark.parametrize("op", [index_top_k, candidate_pool], ids=lambda op: op.name)
+def test_chunks_of_rows_change_nothing(monkeypatch, op, scratch):
+    """One row at a time, some rows of one sequence, and one sequence of several."""
+    monkeypatch.setattr(triton, "SCRATCH", scratch)
+    call = searching(batch=3, rows=2 if scratch == 1 else 9, slots=40, k=45)
+    assert_same_slots(op, call if op is index_top_k else as_pool(call, 45, 4))
+
+
+def test_every_chunk_has_its_rows_once(monkeypatch):
+    monkeypatch.setattr(triton, "SCRATCH", 1000)
+    for batch, rows, per_row in [(3, 9, 1), (3, 9, 100), (2, 300, 7), (1, 1, 10_000), (2, 0, 5), (0, 4, 5)]:
+        parts = list(triton.row_chunks((batch, rows), per_row))
+        row = torch.arange(batch * rows)[:, None].view(batch, rows, 1)
+        assert torch.equal(
+            torch.cat([triton.lines_of(row, part) for part in parts] + [row.flatten(0, 1)[:0]]), row.flatten(0, 1)
+        )
+        assert all(p.lines * per_row <= 1000 or p.lines == 1 for p in parts)
+
+
+def test_minus_zero_is_zero():
+    call = searching(rows=1, slots=6, heads=1, k=3)
+    call["weight_BRJ"] = -torch.ones_like(call["weight_BRJ"])
+    assert_same_slots(index_top_k, call)
+
+
+def test_more_than_registers_hold_is_refused_with_the_numbers():
+    call = searching(slots=10, k=20_000)
+    with pytest.raises(RuntimeError, match="chooses among 16384 slots at a time: too few for k = 20000 of 10"):
+        with_triton(index_top_k)(**call)
+
+
+@pytest.mark.parametrize("sizes", SCORED.values(), ids=SCORED.keys())
+def test_scores_and_their_gradients_are_the_reference_s(sizes):
+    assert_agrees(score_slots, scoring(**sizes))
+
+
+def test_chunks_of_rows_change_no_gradient(monkeypatch):
+    monkeypatch.setattr(triton, "SCRATCH", 1)
+    assert_agrees(score_slots, scoring(rows=3))
+
+
+def test_a_slot_gets_the_sum_of_its_places():
+    """Slots chosen by several rows, twice by one, and by none, which keeps what it had."""
+    index = torch.tensor([[[2, 0], [-1, 2]], [[2, 2], [1, -1]]])
+    values = torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128])[:, None].expand(8, 3).contiguous()
+    moved = to_device({"into": torch.ones(8, 3), "values": values, "index": index})
+    add_segments(moved["into"], moved["values"], inverse_index(moved["index"], 4))
+    assert moved["into"][:, 2].tolist() == [3, 1, 10, 1, 1, 65, 49, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_in_bfloat16_scores_err_no_more_than_eager(width):
+    assert_as_good_as_eager(score_slots, scoring(rows=300, entries=420, heads=4, width=width, k=130, ratio=1))
+
+
+@pytest.mark.gpu
+def test_random_shapes():
+    """On whole numbers bfloat16 is exact as well."""
+    sizes = torch.Generator().manual_seed(0)
+    for seed in range(1000):
+        rows, slots, heads, width, k = (
+            int(torch.randint(1, top, (), generator=sizes)) for top in (100, 20_000, 17, 129, 129)
+        )
+        call = searching(rows=rows, slots=slots, heads=heads, width=width, k=k, seed=seed, low=seed % 50 % slots)
+        low = {n: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in call.items()}
+        assert_same_slots(index_top_k, low)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 200])
+def test_the_longest_bank(rows):
+    assert_same_slots(index_top_k, searching(rows=rows, slots=262_145, heads=8, width=64, k=128))
