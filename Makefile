@@ -3,15 +3,17 @@
 #   PYTHON=python3.12 make train                       another interpreter (only where .venv is not made yet)
 #   make train ARGS="model=baseline size=tiny"         arguments go to train.py, or to pytest
 #   make test JOBS=4                                   test processes
+#   make gpu STAGE=kernels                             on a machine with a GPU, with its own Python; no .venv, no network
 
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: train test lint format clean help
+.PHONY: train test lint format gpu clean help
 
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+STAGE ?= tests
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -42,8 +44,21 @@ format: $(STAMP)  ## rewrite the files so that lint is content with their format
 	$(BIN)/ruff format .
 	$(notebooks) -exec $(BIN)/nbstripout {} +
 
+# What the machine lacks may lie in wheels/ (pure Python): it is unpacked, and found first. A folder called kernels in the
+# current one would be found by other packages, so that one is left out of the import path.
+BESIDE := .gpu/site
+gpu_tests := benchmarks/gpu_tests.py
+gpu_kernels := -m gsm_kernels.benchmark kernels
+gpu_training := benchmark.py benchmark=training
+
+gpu:  ## measure on a GPU in stages of 8 minutes: STAGE=tests, kernels or training; the same command goes on
+	@test -n "$(gpu_$(STAGE))" || { echo "STAGE is '$(STAGE)'; say tests, kernels or training" >&2; exit 1; }
+	@for wheel in $(wildcard wheels/*.whl); do $(PYTHON) -m zipfile -e "$$wheel" $(BESIDE); done
+	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/$(BESIDE):$(CURDIR)/src:$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" \
+		timeout --signal=INT --kill-after=20 480 $(PYTHON) $(gpu_$(STAGE)) $(ARGS)
+
 clean:  ## remove .venv and the caches; logs/ stays
-	rm -rf .venv .pytest_cache .ruff_cache build dist
+	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## say what there is

@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
     "models": 4,
     **dict.fromkeys(["task", "standing", "watch", "optimizer", "data", "callbacks", "eval", "generate"], 5),
-    **dict.fromkeys(["runs", "compare", "notebook"], 6),
+    **dict.fromkeys(["runs", "benchmarks", "compare", "notebook"], 6),
     "gsm": 7,  # the package's front door, which finds build_model and load_model in runs
 }
 STRANGERS = {

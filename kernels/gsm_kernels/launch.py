@@ -29,16 +29,20 @@ Launcher = Callable[[Any, tuple, dict[str, Any]], None]
 
 
 def missing() -> str | None:
-    """Why Triton kernels can take no call on this machine, or None."""
+    """Why Triton kernels can take no call on this machine, or None; where nothing is launched, it needs no GPU."""
+    if _instead is not None:
+        return None if triton_version() else "Triton is not installed"
     if INTERPRETED:
         return None if forced() == "triton" else "Triton's interpreter runs only when asked for by name"
     return _no_hopper(HOPPER if forced() == "auto" else OLDEST)
 
 
 def unfit(*tensors: Tensor) -> str | None:
-    """Why tensors cannot go to a Triton kernel together, or None: one device, and float32, bfloat16 or float16."""
+    """Why tensors cannot go to a Triton kernel together, or None: one device, and float32, bfloat16 or float16.
+
+    Where nothing is launched (`launching`), any device will do."""
     for x in tensors:
-        if x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
+        if _instead is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
             return f"needs tensors on a GPU, got {x.device.type}"
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"computes in float32, which is too coarse for {str(x.dtype).removeprefix('torch.')}"
@@ -65,9 +69,10 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     """Compile whatever `run` would launch, the first time that this key is seen, without launching anything.
 
     An operation calls this with its backward before its first forward: a kernel that cannot be built then makes the
-    dispatch fall back while nothing has been computed yet. The interpreter has nothing to compile.
+    dispatch fall back while nothing has been computed yet. The interpreter has nothing to compile, and who looks on
+    (`launching`) gets to see the backward when it runs.
     """
-    if INTERPRETED or torch.compiler.is_compiling() or key in _built:
+    if INTERPRETED or _instead is not None or torch.compiler.is_compiling() or key in _built:
         return
     with launching(_build):
         run()
@@ -76,7 +81,9 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def launching(instead: Launcher) -> Iterator[None]:
-    """Inside the block, call `instead(kernel, args, options)` where a kernel would be launched."""
+    """Inside the block, call `instead(kernel, args, options)` where a kernel would be launched.
+
+    Nothing is launched, so calls with tensors on a CPU are taken too; their results are memory as it was found."""
     global _instead
     before, _instead = _instead, instead
     try:

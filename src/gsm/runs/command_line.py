@@ -40,7 +40,7 @@ NAMED = re.compile(r"[A-Za-z_]\w*=")
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
-def prepare(arguments: Sequence[str] | None = None) -> None:
+def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> None:
     """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt.
 
     Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
@@ -56,7 +56,7 @@ def prepare(arguments: Sequence[str] | None = None) -> None:
     directories = [Path(parsed.config_dir).resolve()] if parsed.config_dir else []
     with errors_as_sentences():
         check_available(parsed.overrides)
-        check_overrides(parsed.overrides, directories)
+        check_overrides(parsed.overrides, directories, script)
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:

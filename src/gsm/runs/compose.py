@@ -21,29 +21,32 @@ from gsm.models.schedule import local_reach
 from gsm.runs.check import ConfigError, check, parameters, unknown
 
 
-def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = ()) -> dict[str, Any]:
+def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
     """The configuration that ``python train.py`` would run with, resolved, as plain containers.
 
     Args:
         overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
         directories: folders of yaml files besides ``configs/``.
+        script: whose configuration; it is the name of its yaml in ``configs/``.
 
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
     overrides = list(overrides)
-    check_overrides(overrides, directories)
-    composed = _hydra(tuple(overrides), directories)
+    check_overrides(overrides, directories, script)
+    composed = _hydra(tuple(overrides), directories, script)
     state = HydraConfig.instance()
     before = state.cfg
     try:
         state.set_config(composed)  # which the configuration refers to, as inside a job
-        return finish(composed, composed.hydra.runtime.choices, directories)
+        return finish(composed, composed.hydra.runtime.choices, directories, script)
     finally:
         state.cfg = before
 
 
-def finish(config: DictConfig, choices: Mapping[str, str], directories: Sequence[Path] = ()) -> dict[str, Any]:
+def finish(
+    config: DictConfig, choices: Mapping[str, str], directories: Sequence[Path] = (), script: str = "train"
+) -> dict[str, Any]:
     """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
 
     ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
@@ -51,14 +54,15 @@ def finish(config: DictConfig, choices: Mapping[str, str], directories: Sequence
     chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
     groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-    reference = _remembered(groups, tuple(directories), _stamp(directories))
+    reference = _remembered(groups, tuple(directories), _stamp(directories), script)
     check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
     return {**plain, "choices": chosen}
 
 
 def from_job(config: DictConfig) -> dict[str, Any]:
     """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
-    return finish(config, HydraConfig.get().runtime.choices, job_directories())
+    job = HydraConfig.get()
+    return finish(config, job.runtime.choices, job_directories(), job.job.config_name or "train")
 
 
 def job_directories() -> list[Path]:
@@ -68,7 +72,7 @@ def job_directories() -> list[Path]:
     return [folder for folder in folders if folder != paths.configs()]
 
 
-def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = ()) -> None:
+def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
     """Checks a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
     parsed = _parse(overrides)
     groups = _groups(_folders(directories))
@@ -79,10 +83,10 @@ def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = ()) 
         override.key_or_group for override in parsed if override.key_or_group not in groups and not override.is_add()
     ]
     for key in values:
-        _check_key(key, _remembered(first, tuple(directories), _stamp(directories)), groups)
+        _check_key(key, _remembered(first, tuple(directories), _stamp(directories), script), groups)
 
 
-def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
+def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -> DictConfig:
     """Hydra's composition, its own node included; what it changes globally is put back."""
     register_resolvers()
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in directories)}]"] if directories else []
@@ -90,8 +94,8 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
-        with hydra.initialize_config_dir(str(paths.configs()), job_name="train", version_base="1.3"):
-            return hydra.compose("train", [*overrides, *search], return_hydra_config=True)
+        with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
+            return hydra.compose(script, [*overrides, *search], return_hydra_config=True)
     except MissingConfigException as error:
         raise _missing(error, directories) from error
     except HydraException as error:
@@ -102,9 +106,9 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path]) -> DictConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float) -> DictConfig:
+def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
     """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
-    return _hydra(overrides, directories)
+    return _hydra(overrides, directories, script)
 
 
 def _stamp(directories: Sequence[Path]) -> float:

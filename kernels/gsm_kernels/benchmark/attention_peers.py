@@ -1,0 +1,223 @@
+"""Other ways to compute `attend` and `attend_band`: dense masks, gathered entries, FlexAttention, fused kernels.
+
+All get the rotations and the sink as well, so that they return what the operation returns. On a GPU their own
+arithmetic around the kernel is compiled. G columns: the window's stream, then the bank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex_attention_module
+
+from ..device import absent
+from ..rope import rotate
+from .peer import Absent, compiled
+from .workloads import Call
+
+MOST_PAIRS = 1 << 29  # of rows and columns in a mask that is a tensor
+ROWS = 512  # of a chunk under a dense mask
+GATHERED_ROWS = 8192  # of a chunk of gathered entries: they take 65 KB a row, and a grid holds 65,535 sequences
+BLOCK = 128  # FlexAttention's
+NO_SINK = "no sink"  # in the name of a peer whose result may differ
+
+Run = Callable[..., Tensor]
+
+
+def dense_mask(call: Call) -> Run:
+    """All logits of a chunk of rows, those that are not seen hidden: attention as one writes it first."""
+    visible_BRG = visible(call)
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        keys_B1GC = columns(rest)[:, None]
+        query_BHRC = (rotate(query_BRHC, cos_BRP, sin_BRP) * query_BRHC.shape[-1] ** -0.5).transpose(1, 2)
+        parts = []
+        for start in range(0, query_BHRC.shape[2], ROWS):
+            logits = query_BHRC[:, :, start : start + ROWS] @ keys_B1GC.mT
+            logits.masked_fill_(~visible_BRG[:, None, start : start + ROWS], -torch.inf)
+            sink = sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+            parts.append(torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1] @ keys_B1GC)
+        return rotate(torch.cat(parts, 2).transpose(1, 2), cos_BRP, sin_BRP, inverse=True)
+
+    return run
+
+
+def sdpa_dense(call: Call) -> Run:
+    """PyTorch's fused attention under a mask that is a tensor; the sink is one more column."""
+    seen_B1RG = F.pad(visible(call), (0, 1), value=True)[:, None]
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        query, key, value = with_sink(rotate(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
+        heads = query_BRHC.shape[2]
+        key, value = (x[:, None].expand(-1, heads, -1, -1) for x in (key, value))
+        scale = query_BRHC.shape[-1] ** -0.5
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=seen_B1RG, scale=scale)
+        return rotate(out.transpose(1, 2)[..., : query_BRHC.shape[-1]], cos_BRP, sin_BRP, inverse=True)
+
+    return compiled(run)
+
+
+def sdpa_gathered(call: Call) -> Run:
+    """Every row's entries are gathered, and a row is a sequence of its own whose heads are the queries."""
+
+    def attend_chunk(query_NHC: Tensor, keys_GC: Tensor, place_NS: Tensor, seen_NS: Tensor, sink_H: Tensor) -> Tensor:
+        query, key, value = with_sink(query_NHC[:, None], keys_GC[place_NS], sink_H)
+        mask, scale = F.pad(seen_NS, (0, 1), value=True)[:, None, None], query_NHC.shape[-1] ** -0.5
+        out = F.scaled_dot_product_attention(query, key[:, None], value[:, None], attn_mask=mask, scale=scale)
+        return out[:, 0, :, : query_NHC.shape[-1]]
+
+    chunk, turn = compiled(attend_chunk), compiled(rotate)  # not the loop, which would be a graph of all chunks
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        place_BRS, seen_BRS = places({**rest, "query_BRHC": query_BRHC})
+        keys_BGC, query_NHC = columns(rest), turn(query_BRHC, cos_BRP, sin_BRP).flatten(0, 1)
+        batch = torch.arange(keys_BGC.shape[0], device=keys_BGC.device)[:, None, None] * keys_BGC.shape[1]
+        place_NS, seen_NS, keys_GC = (place_BRS + batch).flatten(0, 1), seen_BRS.flatten(0, 1), keys_BGC.flatten(0, 1)
+        ranges = [slice(start, start + GATHERED_ROWS) for start in range(0, place_NS.shape[0], GATHERED_ROWS)]
+        out = torch.cat([chunk(query_NHC[rows], keys_GC, place_NS[rows], seen_NS[rows], sink_H) for rows in ranges])
+        return turn(out.view(query_BRHC.shape), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def flex(call: Call) -> Run:
+    """FlexAttention under a block mask, heads expanded; its sum of exponentials brings in the sink. On a CPU it does
+    not give that away, so there it is spared the sink, and its result differs by as much."""
+    mask, gpu = block_mask(call), call["query_BRHC"].is_cuda
+    turn = compiled(rotate) if gpu else rotate  # apart: FlexAttention's own compiler does not take it in
+
+    def attend_blocks(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        query, key = query_BRHC.transpose(1, 2), keys_BGC[:, None].expand(-1, query_BRHC.shape[2], -1, -1)
+        if not gpu:
+            return flex_attention_module.flex_attention(query, key, key, block_mask=mask).transpose(1, 2)
+        wanted = flex_attention_module.AuxRequest(lse=True)
+        out, kept = flex_attention_module.flex_attention(query, key, key, block_mask=mask, return_aux=wanted)
+        assert kept.lse is not None
+        return sunk(out.transpose(1, 2), kept.lse.transpose(1, 2), sink_H)
+
+    attend = compiled(attend_blocks)
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        out_BRHC = attend(turn(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
+        return turn(out_BRHC, cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def xformers_local(call: Call) -> Run:
+    """xformers' local attention, forward alone: its form that gives the sum of exponentials away has no backward."""
+    reason = absent("xformers", "xformers.ops.fmha")
+    if reason is not None:
+        raise Absent(reason)
+    fmha = importlib.import_module("xformers.ops.fmha")
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            raise Absent("it gives the sum of exponentials away only where nothing is differentiated")
+        mask = fmha.attn_bias.LocalAttentionFromBottomRightMask(window_left=width - 1, window_right=0)
+        key = entry_BEC[:, :, None].expand(query_BRHC.shape)
+        out, lse = fmha.memory_efficient_attention_partial(turn(query_BRHC, cos_BRP, sin_BRP), key, key, attn_bias=mask)
+        return turn(sunk(out, lse.transpose(1, 2), sink_H), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def flash_local(call: Call) -> Run:
+    """FlashAttention 4, which has windows, sinks and shared heads of its own."""
+    reason = absent("flash_attn", "flash_attn.cute")
+    if reason is not None:
+        raise Absent(reason)
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        key, sink = entry_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
+        options = {"causal": True, "window_size": (width - 1, 0), "learnable_sink": sink}
+        result = attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options)
+        return turn(result if isinstance(result, Tensor) else result[0], cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def columns(call: Call) -> Tensor:
+    """All entries, [B,G,C]: the stream's, then the bank's."""
+    if "bank_BFC" in call:
+        return torch.cat((call["window_BEC"], call["bank_BFC"]), 1)
+    return call["entry_BEC"]
+
+
+def places(call: Call) -> tuple[Tensor, Tensor]:
+    """The columns that a row sees, [B,R,S], and which of these are there."""
+    rows, device = call["query_BRHC"].shape[1], call["query_BRHC"].device
+    back_S = torch.arange(call["width"] - 1, -1, -1, device=device)
+    place_BRS = torch.arange(rows, device=device)[:, None] - back_S + torch.zeros_like(call["position_BR"])[..., None]
+    seen_BRS = back_S <= call["position_BR"][..., None]
+    if "index_BRK" in call:
+        index = call["index_BRK"]
+        place_BRS = torch.cat((place_BRS, index + rows), -1)
+        seen_BRS = torch.cat((seen_BRS, index >= 0), -1)
+    return place_BRS.masked_fill(~seen_BRS, 0), seen_BRS
+
+
+def visible(call: Call) -> Tensor:
+    """Which columns each row sees, bool [B,R,G]. Raises Absent where that is too much to hold."""
+    batch, rows = call["query_BRHC"].shape[:2]
+    stored = columns(call).shape[1]
+    if batch * rows * stored > MOST_PAIRS:
+        raise Absent(f"a mask of {batch} x {rows} rows and {stored} columns is too large")
+    place_BRS, seen_BRS = places(call)
+    times_BRG = torch.zeros(batch, rows, stored, dtype=torch.int8, device=place_BRS.device)
+    return times_BRG.scatter_add_(2, place_BRS, seen_BRS.to(torch.int8)).bool()
+
+
+def with_sink(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with one more column, whose logit is the sink and whose value is 0: a further channel holds
+    the sink in the query, and 1 in that column's key. Channels stay a multiple of 8, as fused kernels want them."""
+    channels = query_BRHC.shape[-1]
+    logit = (sink_H * channels**0.5).to(query_BRHC.dtype)
+    query = F.pad(torch.cat((query_BRHC, logit[:, None].expand(*query_BRHC.shape[:-1], 1)), -1), (0, 7))
+    unit = F.one_hot(torch.tensor(channels, device=keys_BGC.device), channels + 8).to(keys_BGC.dtype)
+    value = F.pad(keys_BGC, (0, 8, 0, 1))
+    key = torch.cat((value[:, :-1], unit.expand(keys_BGC.shape[0], 1, -1)), 1)
+    return query, key, value
+
+
+def sunk(out_BRHC: Tensor, lse_BRH: Tensor, sink_H: Tensor) -> Tensor:
+    """Attention without a sink as what it is with one: exp(lse) / (exp(lse) + exp(sink)) of it."""
+    return (out_BRHC * torch.sigmoid(lse_BRH - sink_H)[..., None]).to(out_BRHC.dtype)
+
+
+def block_mask(call: Call) -> Any:
+    """FlexAttention's description of what rows see: of a band, by arithmetic; of a selection, by a table."""
+    batch, rows = call["query_BRHC"].shape[:2]
+    if "bank_BFC" not in call:
+        width = call["width"]
+
+        def in_band(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return (column <= row) & (column > row - width)
+
+        return flex_attention_module.create_block_mask(in_band, None, None, rows, rows, call["query_BRHC"].device)
+    table_BRG = visible(call)
+
+    def in_table(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return table_BRG[batch, row, column]
+
+    blocks_BQK = table_BRG.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(2).any(3)[:, None]
+    counts = blocks_BQK.sum(-1, dtype=torch.int32)
+    order = blocks_BQK.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return flex_attention_module.BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=BLOCK, mask_mod=in_table)
+
+
+ON_A_CPU = {"dense mask": dense_mask, f"flex, {NO_SINK}": flex}
+ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "sdpa, gathered": sdpa_gathered, "flex": flex}
+BAND = {"xformers": xformers_local, "flash-attn 4": flash_local}

@@ -1,0 +1,237 @@
+"""One row for every operation and direction: its time, its share of the floor, and its peers in the same run.
+
+On a GPU at the sizes that goals are set for; on a CPU the attention of small models, forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gsm_kernels
+
+from ..dispatch import listening
+from ..testing import relative_error
+from . import attention_peers, ceilings, machine, peers, timing
+from .peer import Absent
+from .report import line, markdown
+from .results import Results, usual_path
+from .workloads import Call, Case, gates, on_a_cpu
+
+OURS = "ours"
+FIXED = ("cos_BRP", "sin_BRP")  # floating-point arguments without a gradient
+# Relative error in bfloat16 beyond which a peer computes something else; gradients pass through a rounded result.
+TOLERANCE = {"forward": 2e-2, "backward": 5e-2, "both": 5e-2}
+
+
+def run(
+    device: str = "auto",
+    cases: Sequence[Case] | None = None,
+    only: str = "",
+    without: Iterable[str] = (),
+    output: str = "",
+    force: bool = False,
+    minutes: float = 7.5,
+    seconds: float = 10.0,
+    rounds: int = 30,
+) -> Path:
+    """Measure, writing each row as it is known; return the file.
+
+    Args:
+        device: cpu, cuda; auto: a GPU if there is one.
+        cases: what is measured; None: what suits the device.
+        only: measure those alone whose name begins so.
+        without: peers that are left out.
+        output: the file; left out: benchmarks/results/<device>-<date>-kernels.json.
+        force: also what the file holds already.
+        minutes: after which nothing new is begun; the same command then goes on.
+        seconds: of a row, after which no round of it is begun.
+        rounds: of a row, at most.
+
+    Raises:
+        ValueError: there is no such device or case, or the file is no file of results.
+    """
+    where = machine.chosen(device)
+    cases = cases if cases is not None else gates() if where.type == "cuda" else on_a_cpu()
+    wanted = [case for case in cases if case.name.startswith(only)]
+    if not wanted:
+        raise ValueError(f"no case begins with '{only}'; there are {', '.join(case.name for case in cases)}")
+    facts, began = machine.facts(where), time.monotonic()
+    results = Results(Path(output) if output else usual_path(facts, "kernels"), facts)
+    left = [(c, d) for c in wanted for d in c.work if force or not results.has(f"{c.name}, {d}")]
+    print(f"{facts['device']}: {len(left)} of {sum(len(c.work) for c in wanted)} rows to measure, to {results.path}")
+    roof = ceilings.measure(where) if left else None
+    for number, (case, direction) in enumerate(left):
+        if time.monotonic() - began > 60 * minutes:
+            print(f"{minutes:g} minutes are over and {len(left) - number} rows left: the same command goes on")
+            break
+        assert roof is not None
+        row = measure(case, direction, where, roof, without, rounds, seconds)
+        results.add(f"{case.name}, {direction}", row)
+        print(line(row), flush=True)
+        _still_alive(where)
+    if results.rows:
+        results.path.with_suffix(".md").write_text(markdown(results.path), encoding="utf-8")
+    return results.path
+
+
+def measure(
+    case: Case,
+    direction: str,
+    device: torch.device,
+    roof: ceilings.Ceilings,
+    without: Iterable[str] = (),
+    rounds: int = 30,
+    seconds: float = 10.0,
+) -> dict[str, Any]:
+    """The row of one case in one direction, as plain containers."""
+    torch.manual_seed(0)
+    torch.compiler.reset()  # which compiles a function for so many calls alone, and then no more
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    contest, work = Contest(case.op, case.make(device, dtype), direction), case.work[direction].at(dtype)
+    contest.enter_all(without)
+    floor, absent = roof.floor(*work), {name: {"absent": reason} for name, reason in contest.absent.items()}
+    row = {"case": case.name, "direction": direction, **work._asdict(), "floor_ms": floor, "ceilings": roof._asdict()}
+    row |= {"implementation": contest.chosen, "reason": getattr(gsm_kernels, case.op).explain()[1]}
+    if OURS not in contest.runs:
+        nothing = dict.fromkeys(["ms", "share_of_floor", "extra_mib", "clocks"])
+        return {**row, **nothing, "peers": {}, "failed": contest.absent[OURS]}
+    extra = {name: _mib(timing.extra_bytes(run, device)) for name, run in contest.runs.items()}
+    times = timing.take_turns(contest.runs, device, rounds, seconds)
+    ours = times.pop(OURS)
+    found = {
+        name: {"ms": spread._asdict(), "ratio": spread.median / ours.median, "extra_mib": extra[name]}
+        for name, spread in times.items()
+    }
+    row |= {"ms": ours._asdict(), "share_of_floor": floor / ours.median, "extra_mib": extra[OURS]}
+    return {**row, "peers": found | absent, "clocks": machine.clocks(device)}
+
+
+@dataclass
+class Contest:
+    """Who takes part in a row.
+
+    Attributes:
+        op, call, direction: what everybody computes.
+        chosen: the implementation that ours is.
+        runs: who takes part, compiled and compared with ours.
+        absent: why others do not.
+    """
+
+    op: str
+    call: Call
+    direction: str
+    chosen: str = "none"
+    runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def enter_all(self, without: Iterable[str]) -> None:
+        """Ours, and unless that fails the peers, except those that are to be left out."""
+        with listening() as heard:
+            self.enter(OURS, lambda _: getattr(gsm_kernels, self.op))
+        if OURS not in self.runs:
+            return
+        self.chosen = heard[0][1]
+        expected = _tensors(self.runs[OURS]())
+        for name, maker in peers.peers_of(self.op, self.call).items():
+            if name == "eager" and self.chosen == "reference":
+                self.absent[name] = "it is what ran"
+            elif name not in set(without):
+                self.enter(name, maker, None if attention_peers.NO_SINK in name else expected)
+
+    def enter(
+        self, name: str, maker: Callable[[Call], Callable[..., Any]], expected: list[Tensor] | None = None
+    ) -> None:
+        """Take part, once results were compared with what is expected."""
+        try:
+            run = bound(maker(self.call), self.call, self.direction)
+            found = _tensors(run())
+            error = 0.0 if expected is None else _difference(found, expected)
+            if error > TOLERANCE[self.direction]:
+                raise Absent(f"its result differs by {error:.1e}")
+            self.runs[name] = run
+        except Absent as reason:
+            self.absent[name] = str(reason)
+        except torch.cuda.OutOfMemoryError:
+            self.absent[name] = "out of memory"
+        except Exception as error:  # whatever other people's kernels and compilers raise is a result like any other
+            self.absent[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def bound(function: Callable[..., Any], call: Mapping[str, Any], direction: str) -> Callable[[], Any]:
+    """A function of nothing that runs one direction on these arguments; for `backward` the forward has run already."""
+    if direction == "forward":
+        return lambda: _without_gradient(function, call)
+    leaves = {key: _leaf(key, value) for key, value in call.items()}
+    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
+
+    def forward() -> tuple[list[Tensor], list[Tensor]]:
+        outputs = [x for x in _tensors(function(**leaves)) if x.requires_grad]
+        return outputs, [torch.ones_like(x) if x.ndim == 0 else _like(x) for x in outputs]
+
+    def backward(outputs: list[Tensor], gradients: list[Tensor]) -> Any:
+        return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+
+    if direction == "both":
+        return lambda: backward(*forward())
+    ready = forward()
+    return lambda: backward(*ready)
+
+
+def _without_gradient(function: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+    with torch.no_grad():
+        return function(**call)
+
+
+def _leaf(name: str, value: Any) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_(name not in FIXED) if floating else value
+
+
+def _like(x: Tensor) -> Tensor:
+    """Random numbers, the same for all who return this shape."""
+    generator = torch.Generator(x.device).manual_seed(x.numel())
+    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [x for x in ([result] if isinstance(result, Tensor) else result) if x is not None]
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative error, or share of other slots; infinite where something is missing."""
+    if [x.shape for x in found] != [x.shape for x in expected]:
+        return math.inf
+    pairs = zip(found, expected, strict=True)
+    errors = [relative_error(x, y) if y.is_floating_point() else _other_slots(x, y) for x, y in pairs]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
+
+
+def _other_slots(found_BRK: Tensor, expected_BRK: Tensor) -> float:
+    """Share of slots, -1 = none, that are not among the expected ones of their row; each is there once."""
+    none_K = -1 - torch.arange(found_BRK.shape[-1], device=found_BRK.device)
+    both = torch.cat([torch.where(x < 0, none_K, x) for x in (found_BRK, expected_BRK)], -1).sort(-1).values
+    shared = (both[..., 1:] == both[..., :-1]).sum().item()
+    return 1 - shared / max(1, found_BRK.numel())
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+def _still_alive(device: torch.device) -> None:
+    """After a kernel that ran astray nothing more can be measured in this process."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the GPU reports '{str(error).splitlines()[0]}': the same command goes on behind this row"
+            ) from error

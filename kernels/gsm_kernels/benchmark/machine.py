@@ -1,0 +1,102 @@
+"""What was measured on: the device, its versions, its clocks now, and the commit."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device import triton_version
+
+CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+
+
+def chosen(device: str) -> torch.device:
+    """The device by name; `auto`: a GPU if there is one. Raises ValueError if there is no such device here."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is '{device}'; say cpu, cuda or auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but PyTorch sees no GPU here; say cpu or auto")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What a file of results opens with."""
+    return {
+        "device": name(device),
+        **(_gpu() if device.type == "cuda" else {"threads": torch.get_num_threads()}),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()},
+        "command": shlex.join(sys.orig_argv),
+        "commit": commit(),
+    }
+
+
+def name(device: torch.device) -> str:
+    """`NVIDIA H100 80GB HBM3`, or the processor's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def in_file_names(words: str) -> str:
+    """Lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
+
+
+def clocks(device: torch.device) -> dict[str, float] | None:
+    """Clocks, power and temperature at this moment; None without a GPU or its tool."""
+    if device.type != "cuda":
+        return None
+    asked = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader,nounits"]
+    words = _said([*asked, f"--id={torch.cuda.get_device_properties(device).uuid}"]) or _said([*asked, "--id=0"])
+    numbers = [_number(word) for word in (words or "").split(",")]
+    return dict(zip(CLOCKS, numbers, strict=True)) if len(numbers) == len(CLOCKS) else None
+
+
+def commit() -> str | None:
+    """The commit of the repository that this file lies in, with `+` if it was changed since; None outside of one."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    found = _said([*here, "rev-parse", "HEAD"])
+    return found and found + ("+" if _said([*here, "status", "--porcelain", "--untracked-files=no"]) else "")
+
+
+def _gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties()
+    return {
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": properties.L2_cache_size / 2**20,
+        "cuda": torch.version.cuda,
+        "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]),
+    }
+
+
+def _said(command: list[str]) -> str | None:
+    """What a program printed; None if it is not there or failed."""
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip()
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:  # [N/A]: this device does not say
+        return float("nan")

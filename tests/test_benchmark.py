@@ -1,0 +1,352 @@
+"""The benchmarks: what they say is what was measured, and nothing is lost or measured twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gsm_kernels
+from gsm.benchmarks import training
+from gsm.models.cost import cost
+from gsm.paths import ROOT
+from gsm_kernels import launch, using
+from gsm_kernels.benchmark import attention_peers, ceilings, compiled, goals, kernels, machine, peers, timing, workloads
+from gsm_kernels.benchmark.__main__ import main
+from gsm_kernels.benchmark.report import markdown
+from gsm_kernels.benchmark.results import Results, read
+
+CPU = torch.device("cpu")
+SMALL = {"heads": 2, "channels": 16, "width": 16}
+TINY = (
+    workloads.attend("attend tiny", 2, 128, picks=8, **SMALL),
+    workloads.attend_band("attend_band tiny", 2, 128, **SMALL),
+    workloads.index_top_k("index_top_k tiny", 1, 300),
+    workloads.indexer_kl("indexer_kl tiny", 1, 64, heads=2, channels=16),
+    workloads.mhc_boundary("mhc_boundary tiny", 4, width=16),
+    workloads.rms_norm("rms_norm tiny", 4, width=16),
+    workloads.swiglu("swiglu tiny", 4, width=16),
+    workloads.pool_groups("pool_groups tiny", 16, channels=8),
+    workloads.linear_cross_entropy("linear_cross_entropy tiny", 8, width=16, vocabulary=32),
+    workloads.score_slots("score_slots tiny", 1, 64),
+    workloads.candidate_pool("candidate_pool tiny", 1, 64, blocks=2),
+)
+ROOF = ceilings.Ceilings(1e12, 1e11, "float32")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No ceilings are measured and nothing is compiled: that takes longer than all tests."""
+    monkeypatch.setattr(ceilings, "measure", lambda device: ROOF)
+    monkeypatch.setattr(attention_peers, "compiled", lambda function: function)
+    monkeypatch.setattr(attention_peers, "ON_A_CPU", {"dense mask": attention_peers.dense_mask})
+
+
+def row(case="rms_norm 16K", direction="forward", share=0.5, ratio=2.0, extra=None):
+    spread = timing.spread([1.0])._asdict()
+    return {
+        "case": case,
+        "direction": direction,
+        "implementation": "triton",
+        "flops": 1e9,
+        "bytes": 1e9,
+        "floor_ms": 1.0,
+        "ceilings": ROOF._asdict(),
+        "peers": {"compile": {"ms": spread, "ratio": ratio}, "liger": {"absent": "liger_kernel is not installed"}},
+        "ms": spread,
+        "share_of_floor": share,
+        "extra_mib": extra,
+    }
+
+
+def test_a_spread_has_median_and_quartiles():
+    assert timing.spread([5, 1, 3, 2, 4]) == (3, 2, 4, 1, 5)
+    assert timing.spread([7]) == (7, 7, 7, 7, 1)
+
+
+def test_all_take_turns_and_each_begins_as_often():
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) for name in "abc"}
+    found = timing.take_turns(runs, CPU, rounds=6)
+    assert [spread.laps for spread in found.values()] == [6, 6, 6]
+    rounds = [order[start : start + 3] for start in range(0, 18, 3)]
+    assert [first for first, *_ in rounds] == list("abcabc") and all(set(one) == set("abc") for one in rounds)
+
+
+def test_time_that_is_over_ends_the_rounds_but_not_before_a_few():
+    assert timing.take_turns({"a": lambda: None}, CPU, rounds=100, seconds=0)["a"].laps == timing.FEWEST
+
+
+def test_the_floor_is_the_slower_of_products_and_bytes():
+    assert ROOF.floor(1e12, 1e9) == 1000 and ROOF.floor(1e9, 1e11) == 1000
+
+
+def test_ceilings_are_rates(monkeypatch):
+    monkeypatch.undo()
+    found = ceilings.measure(CPU, size=64, copied=1 << 16)
+    assert found.flops > 1e6 and found.bytes > 1e6 and found.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "ratio"), [(1, 4, 2), (7, 2, 3), (9, 2, 3), (50, 4, 2), (5, 100, 2), (9, 3, 1)]
+)
+def test_entries_are_counted_as_rows_see_them(length, most, ratio):
+    assert workloads.seen_entries(length, most, ratio) == sum(min(t // ratio, most) for t in range(1, length + 1))
+
+
+def test_picked_slots_ascend_among_those_a_row_sees():
+    index = workloads.picked(1, 101, 8, CPU)[0]
+    for place, slots in enumerate(index.tolist(), 1):
+        there = [slot for slot in slots if slot >= 0]
+        assert there == sorted(set(there)) and len(there) == min(place // 2, 8)
+        assert all(slot < place // 2 for slot in there)
+
+
+def test_work_is_that_of_the_equations():
+    forward = workloads.attend("", 2, 100, heads=4, channels=8, width=10, picks=6).work["forward"]
+    seen = sum(min(t, 10) + min(t // 2, 6) for t in range(1, 101))
+    assert forward.flops == 4 * 4 * 8 * 2 * seen
+    norm = workloads.rms_norm("", 10, width=8).work
+    assert (norm["forward"].bytes, norm["backward"].bytes) == (4 * 80, 6 * 80)
+    assert norm["forward"].at(torch.float32).bytes == 8 * 80
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_every_case_is_measured_on_a_cpu(case):
+    for direction in case.work:
+        found = kernels.measure(case, direction, CPU, ROOF, rounds=1, seconds=0)
+        assert found["ms"]["laps"] == 1 and found["implementation"] == "reference", found.get("failed")
+        assert all(peer["ratio"] > 0 for peer in found["peers"].values())
+        work = case.work[direction]
+        assert found["share_of_floor"] == pytest.approx(ROOF.floor(work.flops, 2 * work.bytes) / found["ms"]["median"])
+
+
+@pytest.mark.parametrize("case", TINY[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("maker", ["dense_mask", "sdpa_dense", "sdpa_gathered"])
+def test_other_ways_to_attend_agree_with_ours(case, maker):
+    call = case.make(CPU, torch.float64)
+    ours, theirs = getattr(gsm_kernels, case.op)(**call), getattr(attention_peers, maker)(call)(**call)
+    torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
+
+
+def test_attention_without_a_sink_is_brought_to_what_it_is_with_one():
+    logits, sink = torch.randn(1, 5, 2, 7), torch.randn(2)
+    value = torch.randn(7, 3)
+    with_sink = torch.softmax(torch.cat((logits, sink.expand(1, 5, 2)[..., None]), -1), -1)[..., :-1] @ value
+    without = torch.softmax(logits, -1) @ value
+    torch.testing.assert_close(attention_peers.sunk(without, logits.logsumexp(-1), sink), with_sink)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear_cross_entropy"])
+def test_the_plain_forms_agree_with_ours(name):
+    case = next(case for case in TINY if case.op == name)
+    call = case.make(CPU, torch.float32)
+    torch.testing.assert_close(peers._PLAIN[name](**call), getattr(gsm_kernels, name)(**call))
+
+
+def test_who_computes_something_else_is_not_compared(monkeypatch):
+    def wrong(call):
+        return lambda **call: 1.1 * call["query_BRHC"]
+
+    def gone(call):
+        raise peers.Absent("it is not installed")
+
+    def broken(call):
+        raise RuntimeError("no such instruction\nat line 3")
+
+    monkeypatch.setattr(attention_peers, "ON_A_CPU", {"wrong": wrong, "gone": gone, "broken": broken})
+    found = kernels.measure(TINY[1], "forward", CPU, ROOF, rounds=1)["peers"]
+    assert found["wrong"]["absent"].startswith("its result differs by")
+    assert found["gone"] == {"absent": "it is not installed"}
+    assert found["broken"] == {"absent": "RuntimeError: no such instruction"}
+
+
+def test_slots_are_compared_as_sets():
+    assert kernels._other_slots(torch.tensor([[1, 2, 3, -1]]), torch.tensor([[1, 2, 3, -1]])) == 0
+    assert kernels._other_slots(torch.tensor([[1, 2, 4, -1]]), torch.tensor([[0, 1, 2, -1]])) == 0.25
+
+
+def test_every_goal_is_that_of_a_row_and_a_peer_that_there_are():
+    cases = {case.name: case for case in (*workloads.gates(), *workloads.on_a_cpu())}
+    for goal in goals.GOALS:
+        assert goal.direction in cases[goal.case].work, goal
+        known = {
+            "floor",
+            "memory",
+            "best peer",
+            "eager",
+            "compile",
+            "dense mask",
+            *peers._OTHERS.get(cases[goal.case].op, {}),
+        }
+        assert goal.peer in known, goal
+
+
+def test_a_verdict_names_goal_and_measurement():
+    lines = [goals.verdict(goal, row(share=0.85)) for goal in goals.goals_of(row())]
+    assert lines == [
+        "must 1 x compile: 2.00 x, met",
+        "aim 1.2 x liger: not measured",
+        "aim 90% of the floor: 85%, missed",
+    ]
+    memory = goals.goals_of(row("index_top_k 256K"))[0]
+    assert goals.verdict(memory, row(extra=70.0)) == "must at most 64 MiB more: 70 MiB, missed"
+    best = goals.goals_of(row("attend 4 x 4K"))[0]
+    assert goals.verdict(best, row(ratio=0.5)) == "must 1 x best peer: 0.50 x, missed"
+
+
+def test_what_is_in_the_file_is_not_measured_again(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(kernels, "measure", lambda case, *_: measured.append(case.name) or row(case.name))
+    options = {"cases": TINY[2:4], "output": str(tmp_path / "a.json")}
+    kernels.run(**options)
+    kernels.run(**options)
+    assert measured == ["index_top_k tiny", "indexer_kl tiny"]
+    kernels.run(**options, force=True, only="indexer")
+    assert measured[2:] == ["indexer_kl tiny"]
+    monkeypatch.setattr(machine, "commit", lambda: "another")
+    kernels.run(**options)
+    assert len(measured) == 5
+
+
+def test_an_interruption_leaves_the_rows_before_it(tmp_path, monkeypatch):
+    def measure(case, *_):
+        if interrupted and case.name == "indexer_kl tiny":
+            raise KeyboardInterrupt
+        return row(case.name)
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    path, interrupted = tmp_path / "a.json", True
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run(cases=TINY[2:5], output=str(path))
+    assert list(read(path)["rows"]) == ["index_top_k tiny, forward"]
+    interrupted = False
+    kernels.run(cases=TINY[2:4], output=str(path))
+    assert list(read(path)["rows"]) == ["index_top_k tiny, forward", "indexer_kl tiny, both"]
+
+
+def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "measure", lambda case, *_: row(case.name))
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr(kernels.time, "monotonic", lambda: next(clock))
+    path = kernels.run(cases=TINY[4:7], output=str(tmp_path / "a.json"), minutes=1)
+    assert len(read(path)["rows"]) == 1
+    assert "5 rows left: the same command goes on" in capsys.readouterr().out
+
+
+def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
+    facts = {**machine.facts(CPU), "device": "a GPU", "commit": "c0ffee"}
+    results = Results(tmp_path / "a.json", facts)
+    results.add("one", row() | {"clocks": {"sm_mhz": 1980.0, "power_w": 650.0}})
+    results.add("two", {**row(direction="backward"), "ms": None, "failed": "out of memory"})
+    text = markdown(tmp_path / "a.json")
+    assert "a GPU, " in text and "commit c0ffee" in text and "SM clocks 1980 to 1980 MHz" in text
+    assert "| rms_norm 16K | forward | triton | 1 (1 to 1) | 50% of 1 ms | 1 TFLOP/s, 1 TB/s | compile 2.00 x |" in text
+    assert "| failed: out of memory |" in text and "* liger: liger_kernel is not installed" in text
+    pytest.importorskip("matplotlib")
+    from gsm.benchmarks import kernels as with_picture
+
+    with_picture.run(results=str(tmp_path / "a.json"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a.md").read_text() == text
+
+
+def test_a_file_that_is_none_of_results_is_named(tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    for path, said in (("a.json", "holds no rows"), ("b.json", "cannot be read")):
+        with pytest.raises(ValueError, match=f"{path} .*{said}"):
+            markdown(tmp_path / path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("start", [kernels.run, training.run])
+def test_a_gpu_that_is_not_there_is_one_sentence(start):
+    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch sees no GPU here"):
+        start(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["kernels", "device=gpu"], "device is 'gpu'; say cpu, cuda or auto"),
+        (["kernels", "onyl=attend"], "cannot read 'onyl=attend'; there are device=, only="),
+        (["kernels", "rounds=x"], "rounds is 'x', but takes int"),
+        (["kernels", "device=cpu", "only=nothing"], "no case begins with 'nothing'; there are attend 4K"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(words, said):
+    with pytest.raises(SystemExit, match=f"error: {said}"):
+        main(words)
+
+
+def test_training_is_measured_in_whole_steps(tmp_path, capsys):
+    output = tmp_path / "a.json"
+    options = {"models": ["gsm"], "batch_size": 1, "context": 24, "warm_up": 0, "steps": 2, "output": str(output)}
+    training.run(device="cpu", **options)
+    found = read(output)["rows"]["gsm nano, 1 x 24"]
+    assert found["ms"]["laps"] == 2
+    assert found["tokens_per_second"] == pytest.approx(24e3 / found["ms"]["median"])
+    from gsm import build_model
+
+    assert found["flops"] == cost(build_model("gsm", "nano")).training_flops(24).total()
+    assert found["mfu"] is None and found["share_of_product"] > 0
+    training.run(device="cpu", **options)
+    assert "measured already" in capsys.readouterr().out
+    assert "| gsm nano, 1 x 24 |" in output.with_suffix(".md").read_text()
+
+
+def test_where_nothing_is_launched_no_gpu_is_asked_for():
+    seen = []
+    gate = torch.randn(8, 16, requires_grad=True)
+    with using("triton"), launch.launching(lambda kernel, args, options: seen.append(kernel.__name__)):
+        gsm_kernels.swiglu(gate, torch.randn(8, 16), 1.0).sum().backward()
+    assert seen == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="kernels are compiled here")
+def test_the_interpreter_compiles_nothing_and_says_so():
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set"):
+        compiled.run()
+
+
+def test_every_operation_has_a_call_to_compile():
+    triton = {op.name for op in gsm_kernels.OPS if any(impl.name == "triton" for impl in op.fast)}
+    assert triton <= {case.op for case in compiled.samples()}
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_hopper_without_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": f"{ROOT}/src:{ROOT}/kernels", "TRITON_CACHE_DIR": str(tmp_path)}
+    words = ["-m", "gsm_kernels.benchmark", "compiled", "only=swiglu", f"output={tmp_path}/a.json"]
+    subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True, cwd=tmp_path)
+    rows = list(json.loads((tmp_path / "a.json").read_text())["rows"].values())
+    assert [found["kernel"] for found in rows] == ["forward", "backward"]
+    for found in rows:
+        assert 16 <= found["REG"] <= 128 and found["STACK"] == 0 and found["wgmma"] == 0
+        assert found["loads"] == found["wide_loads"] > 0 and found["constants"] == {"BLOCK": 2048}
+    assert "| swiglu | forward | 4 |" in (tmp_path / "a.md").read_text()
+
+
+def test_the_stage_of_tests_counts_file_by_file(tmp_path):
+    specification = importlib.util.spec_from_file_location("gpu_tests", ROOT / "benchmarks/gpu_tests.py")
+    assert specification is not None and specification.loader is not None
+    stage = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(stage)
+    (tmp_path / "ops").mkdir()
+    source = "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): pytest.skip('no')\n"
+    path = tmp_path / "ops/test_some.py"
+    path.write_text(source)
+    found = stage.run_file(path)
+    assert (found["passed"], found["skipped"], list(found["failed"])) == (1, 1, ["test_b"])
+    assert found["failed"]["test_b"].startswith("assert 1 == 2")
+    path.write_text("import os\nos._exit(3)\n")
+    assert stage.run_file(path)["failed"] == {"test_some.py": "exit status 3"}
+    assert Path(ROOT / "tests/ops/test_triton.py") in stage.files()
