@@ -31,9 +31,10 @@ Source: DeepSeek-V4.1-Flash's compressed sparse attention; the sink is that of X
 
 from torch import Tensor
 
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree, require
-from . import reference
+from . import reference, triton
 
 
 def check(
@@ -71,4 +72,10 @@ def require_window(op: str, sizes: dict[str, int], width: int) -> None:
     require(op, fits, f"{sizes['C']} channels do not hold {sizes['P']} rotated pairs; C must be even and >= 2P")
 
 
-attend = Op("attend", reference.attend, check=check, doc=__doc__)
+attend = Op(
+    "attend",
+    reference.attend,
+    (Impl("triton", triton.attend, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)

@@ -25,9 +25,10 @@ shared key and value head (Shazeer 2019).
 from torch import Tensor
 
 from ..attend import require_window
-from ..dispatch import Op
+from ..dispatch import Impl, Op
+from ..launch import missing
 from ..shapes import agree
-from . import reference
+from . import reference, triton
 
 
 def check(
@@ -51,4 +52,10 @@ def check(
     require_window("attend_band", sizes, width)
 
 
-attend_band = Op("attend_band", reference.attend_band, check=check, doc=__doc__)
+attend_band = Op(
+    "attend_band",
+    reference.attend_band,
+    (Impl("triton", triton.attend_band, triton.refuses, missing),),
+    check=check,
+    doc=__doc__,
+)
