@@ -176,19 +176,3 @@ def window_gradient(
         entry_grad = tl.dot(p.to(entry.dtype), grad, entry_grad, input_precision="ieee")
         entry_grad = tl.dot((slope * natural).to(entry.dtype), query, entry_grad, input_precision="ieee")
     tl.store(window_grad_ptr + entry_at, entry_grad.to(entry.dtype), mask=mask)
-
-
-@triton.jit
-def add_pairs(pair_ptr, order_ptr, offset_ptr, bank_grad_ptr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Add to a slot's gradient what its picks contribute, in their order: order[offset[slot] : offset[slot + 1]]."""
-    slot = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, C)
-    begin, end = tl.load(offset_ptr + slot), tl.load(offset_ptr + slot + 1)
-    total = tl.zeros([BLOCK, C], tl.float32)
-    for low in range(begin, end, BLOCK):
-        number = low + tl.arange(0, BLOCK)
-        pair = tl.load(order_ptr + number, mask=number < end, other=0)
-        mask = (number < end)[:, None]
-        total += tl.load(pair_ptr + pair[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    at = bank_grad_ptr + slot * C + channel
-    tl.store(at, tl.load(at) + tl.sum(total, 0))

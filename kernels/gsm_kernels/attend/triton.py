@@ -1,13 +1,13 @@
 """Attention over a window and a selection from a bank as Triton kernels: when they run, their sizes, and autograd.
 
-Forward is one kernel. A program takes a few neighbouring queries with all their heads: they share the window's
-entries, every one of which is loaded once as key and value of all heads; the online softmax (Dao et al. 2022,
-"FlashAttention") then goes on over the selection of one query after the other. Rotation, scale, sink and the rotation
-back happen on the tile in registers. Backward recomputes the softmax from the logarithm of its denominator, without
-atomics, so that it is deterministic:
+Forward is one kernel; a few rows without gradients, as in decoding, take two others (`few_rows.py`). A program takes a
+few neighbouring queries with all their heads: they share the window's entries, every one of which is loaded once as key
+and value of all heads; the online softmax (Dao et al. 2022, "FlashAttention") then goes on over the selection of one
+query after the other. Rotation, scale, sink and the rotation back happen on the tile in registers. Backward recomputes
+the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
 
 1. `query_gradient` owns a few queries; per pick, it leaves what that adds to its bank slot;
-2. `add_pairs` owns a bank slot and sums its picks, found by a stable sort of the selection by slot;
+2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection;
 3. `window_gradient` owns a tile of window entries and visits the rows that see it.
 
 An entry's gradient is accumulated in float32 and rounded once a call; where several layers attend to one stream,
@@ -33,48 +33,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..inverse import add_segments, inverse_index
 from ..launch import build_once, launch, unfit
+from .few_rows import few_rows, splits
+from .inputs import INPUTS, LOG2_E, Inputs
 
-INPUTS = (
-    "Tensor query_BRHC, Tensor window_BEC, Tensor sink_H, Tensor? bank_BFC, Tensor? bias_BRK, Tensor? index_BRK, "
-    "Tensor position_BR, Tensor cos_BRP, Tensor sin_BRP, int width"
-)
-LOG2_E = 1.4426950408889634
 PAIR_BYTES = 1 << 29  # the picks' contributions that exist at a time
-
-
-class Inputs(NamedTuple):
-    """The operation's arguments; those with a gradient come first."""
-
-    query_BRHC: Tensor
-    window_BEC: Tensor
-    sink_H: Tensor
-    bank_BFC: Tensor | None
-    bias_BRK: Tensor | None
-    index_BRK: Tensor | None
-    position_BR: Tensor
-    cos_BRP: Tensor
-    sin_BRP: Tensor
-    width: int
-
-    @property
-    def slots(self) -> int:
-        """F, if there is anything to pick."""
-        return 0 if self.bank_BFC is None or self.picks == 0 else self.bank_BFC.shape[1]
-
-    @property
-    def picks(self) -> int:
-        return 0 if self.index_BRK is None else self.index_BRK.shape[2]
-
-    def contiguous(self) -> Inputs:
-        given = {name: x.contiguous() for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**given)
-
-    def constants(self) -> dict[str, int | bool]:
-        """What the kernels of rows are compiled for."""
-        heads, channels = self.query_BRHC.shape[2:]
-        sizes = {"H": heads, "C": channels, "PAIRS": self.cos_BRP.shape[2]}
-        return sizes | {"PICKS": self.slots > 0, "BIASED": self.slots > 0 and self.bias_BRK is not None}
 
 
 class Tile(NamedTuple):
@@ -151,7 +115,10 @@ def attend(
     """See `gsm_kernels.attend`; without a bank, `gsm_kernels.attend_band`."""
     far = (bank_BFC, bias_BRK, index_BRK)
     inputs = Inputs(query_BRHC, window_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
-    if query_BRHC.shape[1] and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5]):
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5])
+    if not learns and (shares := splits(inputs)) > 1:
+        return few_rows(*inputs, shares)
+    if query_BRHC.shape[1] and learns:
         key = ("attend", query_BRHC.device, query_BRHC.dtype, *inputs.constants().values())
         lse_BRH = query_BRHC.new_empty(query_BRHC.shape[:3], dtype=torch.float32)
         build_once(key, lambda: _backward(query_BRHC, query_BRHC, lse_BRH, *inputs))
@@ -169,11 +136,11 @@ def _forward(*arguments):
     launch(
         forward,
         (inputs.query_BRHC.shape[0] * -(-inputs.query_BRHC.shape[1] // cut.QUERIES),),
-        *_read(inputs),
+        *inputs.read(),
         inputs.sink_H,
         out_BRHC,
         lse_BRH,
-        *_sizes(inputs),
+        *inputs.sizes(),
         **inputs.constants(),
         **cut._asdict(),
     )
@@ -225,13 +192,13 @@ def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, start: int, st
     launch(
         query_gradient,
         (batch * -(-(stop - start) // cut.QUERIES),),
-        *_read(inputs),
+        *inputs.read(),
         *saved,
         *written,
         pair_grads,
         start,
         stop,
-        *_sizes(inputs),
+        *inputs.sizes(),
         **inputs.constants(),
         **cut._asdict(),
     )
@@ -253,7 +220,7 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
         lse,
         delta,
         written,
-        *_sizes(inputs)[:4],
+        *inputs.sizes()[:4],
         H=query.shape[2],
         C=channels,
         **cut._asdict(),
@@ -262,32 +229,10 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
 
 def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, start: int, stop: int) -> None:
     """Add the picks' contributions to the bank's gradient, each slot's in the order of the rows."""
-    from .backward import add_pairs
-
-    if inputs.bank_BFC is None or inputs.index_BRK is None or inputs.slots == 0:
-        return
-    batch, slots, channels = inputs.bank_BFC.shape
-    index = inputs.index_BRK[:, start:stop]
-    none = batch * slots
-    first = torch.arange(0, none, slots, device=index.device)[:, None, None]
-    flat = torch.where(index < 0, none, index + first).flatten()
-    flat = flat.int() if none < 1 << 31 else flat
-    sorted_slots, order = torch.sort(flat, stable=True)
-    each = torch.arange(none + 1, device=index.device, dtype=flat.dtype)
-    offsets = torch.searchsorted(sorted_slots, each)
-    launch(add_pairs, (none,), pair_grads, order, offsets, bank_sum, C=channels, BLOCK=32, num_warps=4)
-
-
-def _read(inputs: Inputs) -> tuple:
-    """What the kernels of rows read, in their order."""
-    far = (inputs.bank_BFC, inputs.index_BRK, inputs.bias_BRK)
-    return inputs.query_BRHC, inputs.window_BEC, *far, inputs.position_BR, inputs.cos_BRP, inputs.sin_BRP
-
-
-def _sizes(inputs: Inputs) -> tuple:
-    """scale of a logit to base 2, width, R, E, F, K."""
-    rows, _, channels = inputs.query_BRHC.shape[1:]
-    return channels**-0.5 * LOG2_E, inputs.width, rows, inputs.window_BEC.shape[1], inputs.slots, inputs.picks
+    if inputs.index_BRK is not None and inputs.slots:
+        channels = bank_sum.shape[2]
+        inverse = inverse_index(inputs.index_BRK[:, start:stop], inputs.slots)
+        add_segments(bank_sum.view(-1, channels), pair_grads.view(-1, channels), inverse)
 
 
 def _outputs(*arguments):
