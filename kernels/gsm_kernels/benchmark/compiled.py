@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def samples() -> tuple[Case, ...]:
     return (
         workloads.attend("32 heads", 1, 512),
         workloads.attend("64 heads", 1, 512, heads=64),
+        _one_row(workloads.attend("32 heads", 1, 512)),
         workloads.attend_band("32 heads", 1, 512),
         workloads.attend_band("64 heads", 1, 512, heads=64),
         workloads.index_top_k("", 1, 512),
@@ -136,6 +138,16 @@ def markdown(path: Path) -> str:
     opening = f"Compiled for sm_{content['capability']}, nothing launched: {versions}, commit {content['commit']}."
     rows = [_cells(row) for row in content["rows"].values()]
     return f"# {path.stem}\n\n{opening}\n\n{table(HEAD, rows)}\n"
+
+
+def _one_row(case: Case) -> Case:
+    """The last row of an attention case without gradients, as when a token is decoded: other kernels run then."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        call = case.make(device, dtype)
+        return {name: x[:, -1:].contiguous() if "_BR" in name else x for name, x in call.items()}
+
+    return replace(case, name=f"{case.name}, one row", make=make, work={"forward": case.work["forward"]})
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
