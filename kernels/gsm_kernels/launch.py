@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import subprocess
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -60,8 +61,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if _instead is not None:
         _instead(kernel, args, options)
     elif all(grid):
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        with _told(kernel), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with _told(kernel), _device_of(args):
             kernel[grid](*args, **options)
 
 
@@ -70,7 +70,8 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
 
     An operation calls this with its backward before its first forward: a kernel that cannot be built then makes the
     dispatch fall back while nothing has been computed yet. The interpreter has nothing to compile, and who looks on
-    (`launching`) gets to see the backward when it runs.
+    (`launching`) gets to see the backward when it runs. Nor can anything fall back inside a graph of `torch.compile`:
+    there the error reaches the user.
     """
     if INTERPRETED or _instead is not None or torch.compiler.is_compiling() or key in _built:
         return
@@ -93,24 +94,46 @@ def launching(instead: Launcher) -> Iterator[None]:
 
 
 def _build(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
-    with _told(kernel):
+    with _told(kernel), _device_of(args):
         compiled = kernel.warmup(*args, grid=(1,), **options)
         _ = compiled.run  # loads it, which is where too much shared memory is found out
 
 
 @contextlib.contextmanager
 def _told(kernel: Any) -> Iterator[None]:
-    """Triton's errors as one that the dispatch falls back on."""
+    """Whatever says that a kernel could not be built, as the error that the dispatch falls back on.
+
+    Besides Triton's own: a missing assembler, C compiler or Python header, and a failed pass of its compiler, which is
+    a RuntimeError. So is what a kernel did wrong when it ran; that has to be seen.
+    """
     from triton.errors import TritonError
 
     try:
         yield
-    except TritonError as error:
-        raise KernelBuildError(f"{kernel.__name__}: {type(error).__name__}: {error}") from error
+    except (TritonError, OSError, subprocess.SubprocessError, RuntimeError) as error:
+        if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or "[CUDA]" in str(error):
+            raise
+        message = f"{kernel.__name__}: {type(error).__name__}: {error}; GSM_KERNELS=reference does without it"
+        raise KernelBuildError(message) from error
+
+
+def _device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
+    """Makes the device of the tensors the current one."""
+    device = next((x.device for x in args if isinstance(x, Tensor)), None)
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
+
+
+def _no_hopper(oldest: tuple[int, int]) -> str | None:
+    return _machine(oldest)
+
+
+# What torch.compiler.assume_constant_result sets, whose import takes seconds: the machine does not change, and a graph
+# cannot look at it.
+_no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
-def _no_hopper(oldest: tuple[int, int]) -> str | None:
+def _machine(oldest: tuple[int, int]) -> str | None:
     if triton_version() is None:
         return "Triton is not installed"
     if not torch.cuda.is_available():

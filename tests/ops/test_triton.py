@@ -46,7 +46,10 @@ def test_they_compile_into_one_graph(op):
         out, grads = gradients(compiled, call)
     expected, expected_grads = gradients(with_triton(op), call)
     for got, wanted in zip(out, expected, strict=True):
-        assert_close(got, wanted) if wanted.is_floating_point() else torch.equal(got, wanted)
+        if wanted.is_floating_point():
+            assert_close(got, wanted)
+        else:
+            assert torch.equal(got, wanted)
     for name, wanted in expected_grads.items():
         if wanted is not None:
             assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
@@ -77,7 +80,7 @@ def test_a_kernel_that_cannot_be_built_is_an_error_that_names_it():
         def __getitem__(self, grid):
             raise triton.TritonError("no such instruction")
 
-    with pytest.raises(KernelBuildError, match="^forward: TritonError: no such instruction"):
+    with pytest.raises(KernelBuildError, match="^forward: TritonError: no such instruction; GSM_KERNELS=reference"):
         launch.launch(Broken(), (1,), torch.ones(1))
 
 
@@ -101,6 +104,20 @@ def test_the_kernels_of_backward_are_built_before_forward_runs(monkeypatch):
     with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* too little shared memory"):
         assert op(torch.ones(1)) == -1
     assert op(torch.ones(1)) == -1 and asked == ["backward"], "it is not tried again"
+
+
+@pytest.mark.parametrize("message", ["PassManager::run failed", "Failed to find C compiler"])
+def test_a_compiler_that_fails_is_fallen_back_from_and_a_crash_of_the_device_is_not(message):
+    def kernel(error):
+        return type("Kernel", (), {"__name__": "forward", "__getitem__": lambda self, grid: raises(error)})()
+
+    def raises(error):
+        raise error
+
+    with pytest.raises(KernelBuildError, match=f"^forward: RuntimeError: {message}; GSM_KERNELS=reference"):
+        launch.launch(kernel(RuntimeError(message)), (1,), torch.ones(1))
+    with pytest.raises(RuntimeError, match="^Triton Error .CUDA.: an illegal memory access"):
+        launch.launch(kernel(RuntimeError("Triton Error [CUDA]: an illegal memory access")), (1,), torch.ones(1))
 
 
 def test_an_empty_call_launches_nothing():

@@ -96,10 +96,18 @@ def test_what_they_are_not_made_for_is_refused_with_the_number(sizes, reason):
         attend_band(**to_device(cast(band(**sizes), torch.float32)))
 
 
-def test_two_dtypes_are_refused():
+def test_entries_of_another_dtype_than_the_queries_learn_too():
+    """As under autocast, where a linear map has made the queries, and an embedding the stream."""
     call = to_device(cast(attention()[0], torch.float32))
-    with using("triton"), pytest.raises(RuntimeError, match="in one dtype, got float16, float32"):
-        attend(**{**call, "bank_BFC": call["bank_BFC"].half()})
+    call |= {name: call[name].half().float() for name in ("window_BEC", "bank_BFC")}
+    low = {**call, "query_BRHC": call["query_BRHC"].half()}
+    out, grads = gradients(with_triton(attend), low)
+    same = {**low, **{name: call[name].half() for name in ("window_BEC", "bank_BFC")}}
+    expected, expected_grads = gradients(with_triton(attend), same)
+    assert torch.equal(out[0], expected[0])
+    for name in ("window_BEC", "bank_BFC"):
+        assert grads[name].dtype == torch.float32
+        assert torch.equal(grads[name], expected_grads[name].float())
 
 
 @pytest.mark.parametrize("op", [attend, attend_band], ids=lambda op: op.name)

@@ -56,11 +56,35 @@ def test_a_band_is_read_in_shares(sizes, launched):
     assert launched == (["split", "join"] if call["width"] > 32 else ["forward"])
 
 
-def test_a_bias_is_added_to_the_picks():
+def test_a_bias_is_added_to_the_picks(launched):
     call = attention(rows=1, width=20, k=21)[0]
     bias = torch.randn(*call["index_BRK"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out, expected, _ = both(attend, {**call, "bias_BRK": bias})
     assert_close(out, expected)
+    assert launched == ["split", "join"]
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["split", "join"]), (70, ["forward"])])
+def test_a_memory_may_be_wider_than_the_rows_that_read_it(rows, kernels, launched):
+    """A memory takes the dtype of the embedding; under autocast, queries are in half precision."""
+    call = to_device(cast(attention(rows=rows, entries=70, width=40, k=21, batch=2)[0], torch.float32))
+    low = {**call, "query_BRHC": call["query_BRHC"].half()}
+    expected = {**cast(call, torch.float64), "query_BRHC": low["query_BRHC"].double()}
+    with torch.no_grad():
+        out = with_triton(attend)(**low)
+        assert relative_error(out, with_reference(attend)(**expected)) < 2e-3  # entries are rounded to float16
+    assert launched == kernels
+
+
+def test_a_row_that_sees_nothing_without_a_sink_gives_zeros():
+    call = to_device(cast(attention(rows=1, width=20, k=21)[0], torch.float32))
+    call |= {
+        "position_BR": torch.full_like(call["position_BR"], -1),
+        "index_BRK": torch.full_like(call["index_BRK"], -1),
+    }
+    call["sink_H"] = torch.full_like(call["sink_H"], -torch.inf)
+    with torch.no_grad():
+        assert not with_triton(attend)(**call).any()
 
 
 def test_many_rows_and_rows_that_learn_take_the_ordinary_kernel(launched):

@@ -106,7 +106,7 @@ def query_gradient(
             pick_at = (batch * R + owner) * K + pick
             slot = tl.load(index_ptr + pick_at, mask=known, other=-1).to(tl.int32)
             entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel)
-            seen = (slot >= 0)[:, None] & (row == owner)[None, :]
+            seen = (slot >= 0)[:, None] & (inside & (row == owner))[None, :]
             shifted = lse[None, :]
             if BIASED:
                 shifted -= tl.load(bias_ptr + pick_at, mask=known, other=0.0).to(tl.float32)[:, None] * LOG2_E

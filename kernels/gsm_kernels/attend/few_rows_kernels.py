@@ -7,7 +7,7 @@ import triton.language as tl
 from .forward import LOG2_E, LOWEST, absorb, turn
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "E", "F"])
 def split(
     query_ptr,
     window_ptr,
@@ -63,6 +63,7 @@ def split(
             chosen = slot >= 0
             entry += tl.load(bank_ptr + (batch * F + slot)[:, None] * C + channel, mask=chosen[:, None], other=0.0)
             seen = seen | chosen
+        entry = entry.to(loaded.dtype)
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
         if BIASED:  # by what it will be multiplied with
             bias = tl.load(bias_ptr + pick_at, mask=picked, other=0.0).to(tl.float32)
@@ -76,7 +77,7 @@ def split(
     tl.store(mixed_ptr + into[:, None] * C + channel, mixed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def join(
     high_ptr,
     total_ptr,
@@ -95,7 +96,7 @@ def join(
     """out of one row: its shares brought to one maximum and summed in their order, with the sink below the line."""
     number = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, HEADS), tl.arange(0, C)[None, :]
-    high = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E
+    high = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
     total = tl.full([HEADS], 1.0, tl.float32)
     mixed = tl.zeros([HEADS, C], tl.float32)
     for part in range(SPLITS):

@@ -67,7 +67,7 @@ def absorb(product, entry, high, total, mixed, scale):
     return higher, total * fade + tl.sum(weight, 1), mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "E", "F"])  # they change while a memory grows
 def forward(
     query_ptr,
     window_ptr,
@@ -113,6 +113,7 @@ def forward(
     for low in range(tl.min(begin), tl.minimum(E - R + first + QUERIES, E), BLOCK):
         place = low + tl.arange(0, BLOCK)
         entry = tl.load(window_ptr + (batch * E + place)[:, None] * C + channel, mask=(place < E)[:, None], other=0.0)
+        entry = entry.to(loaded.dtype)  # a memory may be wider than the rows that read it
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
         seen = (place[None, :] >= begin[:, None]) & (place[None, :] <= end[:, None])
         high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
@@ -125,7 +126,7 @@ def forward(
             known = pick < K
             pick_at = (batch * R + owner) * K + pick
             slot = tl.load(index_ptr + pick_at, mask=known, other=-1).to(tl.int32)
-            entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel)
+            entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel).to(loaded.dtype)
             product = tl.dot(query, tl.trans(entry), input_precision="ieee")
             if BIASED:
                 bias = tl.load(bias_ptr + pick_at, mask=known, other=0.0).to(tl.float32)
@@ -133,7 +134,7 @@ def forward(
             seen = (row == owner)[:, None] & (slot >= 0)[None, :]
             high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
 
-    sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E
+    sink = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
     higher = tl.maximum(high, sink)
     fade = tl.exp2(high - higher)
     total = total * fade + tl.exp2(sink - higher)

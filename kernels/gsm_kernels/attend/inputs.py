@@ -46,6 +46,21 @@ class Inputs(NamedTuple):
         sizes = {"H": heads, "C": channels, "PAIRS": self.cos_BRP.shape[2]}
         return sizes | {"PICKS": self.slots > 0, "BIASED": self.slots > 0 and self.bias_BRK is not None}
 
+    def in_one_dtype(self) -> Inputs:
+        """Window and bank in the dtype of the queries, as backward wants them; forward converts what it loads."""
+        dtype = self.query_BRHC.dtype
+        bank = None if self.bank_BFC is None else self.bank_BFC.to(dtype)
+        return self._replace(window_BEC=self.window_BEC.to(dtype), bank_BFC=bank)
+
+    def last_rows(self, rows: int) -> Inputs:
+        """The call of these rows of the first sequence: what is compiled for it serves the whole."""
+        each = ("query_BRHC", "bias_BRK", "index_BRK", "position_BR", "cos_BRP", "sin_BRP")
+        fewer = {name: x[:1, -rows:] for name, x in self._asdict().items() if name in each and x is not None}
+        whole = {
+            name: x[:1] for name, x in self._asdict().items() if name in ("window_BEC", "bank_BFC") and x is not None
+        }
+        return self._replace(**fewer, **whole)
+
     def read(self) -> tuple:
         """What the kernels of rows read, in their order."""
         far = (self.bank_BFC, self.index_BRK, self.bias_BRK)

@@ -87,7 +87,6 @@ def refuses(
 ) -> str | None:
     """Why this call is not for the kernels."""
     heads, channels = query_BRHC.shape[2:]
-    dtypes = {str(x.dtype).removeprefix("torch.") for x in (query_BRHC, window_BEC, bank_BFC) if x is not None}
     if channels not in (16, 32, 64, 128, 256):
         return f"made for 16, 32, 64, 128 or 256 channels, got {channels}"
     if channels == 256 and query_BRHC.dtype == torch.float32:
@@ -95,9 +94,7 @@ def refuses(
     if not 1 <= heads <= 64:
         return f"made for 1 to 64 heads, got {heads}"
     floats = (query_BRHC, window_BEC, sink_H, cos_BRP, sin_BRP, bank_BFC, bias_BRK)
-    reason = unfit(*(x for x in floats if x is not None))
-    mixed = f"needs query, window and bank in one dtype, got {', '.join(sorted(dtypes))}" if len(dtypes) > 1 else None
-    return reason or mixed
+    return unfit(*(x for x in floats if x is not None))
 
 
 def attend(
@@ -118,10 +115,13 @@ def attend(
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5])
     if not learns and (shares := splits(inputs)) > 1:
         return few_rows(*inputs, shares)
-    if query_BRHC.shape[1] and learns:
+    if learns:
+        inputs = inputs.in_one_dtype()
+    if query_BRHC.numel() and learns:
         key = ("attend", query_BRHC.device, query_BRHC.dtype, *inputs.constants().values())
-        lse_BRH = query_BRHC.new_empty(query_BRHC.shape[:3], dtype=torch.float32)
-        build_once(key, lambda: _backward(query_BRHC, query_BRHC, lse_BRH, *inputs))
+        few = inputs.last_rows(64)
+        lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
+        build_once(key, lambda: _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few))
     return _forward(*inputs)[0]
 
 

@@ -57,6 +57,7 @@ def samples() -> tuple[Case, ...]:
         workloads.indexer_kl("selected", 1, 512, dense=False),
         workloads.pool_groups("", 512),
         workloads.mhc_boundary("", 64),
+        workloads.mhc_boundary("mixed precision", 64, mixed=True),
         workloads.rms_norm("", 64),
         workloads.swiglu("", 64),
         workloads.linear_cross_entropy("", 16),

@@ -65,6 +65,7 @@ def gates() -> tuple[Case, ...]:
         index_top_k("index_top_k 256K", 1, 262144),
         indexer_kl("indexer_kl 4 x 4K", 4, 4096),
         mhc_boundary("mhc_boundary 16K", 16384),
+        mhc_boundary("mhc_boundary 16K, mixed precision", 16384, mixed=True),
         rms_norm("rms_norm 16K", 16384),
         swiglu("swiglu 16K", 16384),
         pool_groups("pool_groups 16K", 16384),
@@ -157,13 +158,16 @@ def indexer_kl(
     return Case(name, "indexer_kl", make, {"both": Work(teacher + scores, moved)})
 
 
-def mhc_boundary(name: str, tokens: int, width: int = MODEL) -> Case:
-    """Streams written, mixed and read; its parameters are float32, as in training."""
+def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False) -> Case:
+    """Streams written, mixed and read; its parameters are float32, as in training. In mixed precision the streams are
+    float32 too, since nothing rounds what the embedding gives."""
     numbers = 2 * STREAMS + STREAMS * STREAMS
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         return {
-            "streams_BRXD": torch.randn(1, tokens, STREAMS, width, device=device, dtype=dtype),
+            "streams_BRXD": torch.randn(
+                1, tokens, STREAMS, width, device=device, dtype=torch.float32 if mixed else dtype
+            ),
             "update_BRD": torch.randn(1, tokens, width, device=device, dtype=dtype),
             "phi": torch.randn(numbers, STREAMS * width, device=device) * (STREAMS * width) ** -0.5,
             "bias": torch.randn(numbers, device=device),
@@ -171,8 +175,9 @@ def mhc_boundary(name: str, tokens: int, width: int = MODEL) -> Case:
         }
 
     products, moved = 2 * numbers * STREAMS * width * tokens, 2 * width * tokens
-    per_token = 2 * STREAMS + 2  # streams in and out, the update in, the mixture out
-    backward = 3 * STREAMS + 3  # also the streams themselves, and the update
+    wide = 2 if mixed else 1
+    per_token = wide * (2 * STREAMS + 1) + 1  # streams in and out, the mixture out; the update in
+    backward = wide * (3 * STREAMS + 1) + 2  # also the streams themselves, and the update
     return Case(
         name,
         "mhc_boundary",

@@ -1,4 +1,6 @@
-"""The clamped SwiGLU product, element by element. N is the number of elements; arithmetic is in float32."""
+"""The clamped SwiGLU product, element by element. N is the number of elements; arithmetic is in float32.
+
+By default a GPU's minimum drops a NaN: a broken activation would become the limit, and nobody would see it."""
 
 import triton
 import triton.language as tl
@@ -9,9 +11,9 @@ def forward(gate_ptr, up_ptr, out_ptr, limit, N, BLOCK: tl.constexpr):
     """out = silu(min(gate, limit)) * clip(up, -limit, limit)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
-    gate = tl.minimum(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), limit)
+    gate = tl.minimum(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    clipped = tl.minimum(tl.maximum(up, -limit), limit)
+    clipped = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
     tl.store(out_ptr + at, gate * tl.sigmoid(gate) * clipped, mask=inside)
 
 
@@ -23,8 +25,8 @@ def backward(grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, limit, N, B
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    capped = tl.minimum(gate, limit)
-    clipped = tl.minimum(tl.maximum(up, -limit), limit)
+    capped = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+    clipped = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
     sigmoid = tl.sigmoid(capped)
     silu = capped * sigmoid
     gate_grad = tl.where(gate > limit, 0.0, grad * clipped * (sigmoid + silu * (1 - sigmoid)))
