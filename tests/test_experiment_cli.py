@@ -31,7 +31,7 @@ def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
     (tmp_path / "text").mkdir()
     text = tiny_text.write(tmp_path / "text")
     given = ["experiment=toy", "jobs=2", *TINY, f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]
-    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=40", "callbacks.latest.minutes=1e-9"]
+    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=15", "callbacks.latest.minutes=1e-9", "seeds=1"]
     command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -49,13 +49,10 @@ def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
     parent = type_in()
     printed = output(parent)
     assert parent.returncode == 1, printed
-    assert "failed: lost/seed0, lost/seed1" in printed
+    assert "failed: lost/seed0; to try again" in printed
     assert "error: model: stages [9] exceed" in printed
     assert "Going on with the unfinished run" in (place(tmp_path, "mhc/seed0") / "train.log").read_text()
-    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [
-        *(("mhc", "0"), ("mhc", "1")),
-        *(("plain", "0"), ("plain", "1")),
-    ]
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("plain", "0")]
     assert (place(tmp_path, "") / ".hydra/overrides.yaml").is_file()
 
     parent = type_in("arm=[mhc,plain]", "table=[val_loss]")

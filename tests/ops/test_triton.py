@@ -55,6 +55,7 @@ def test_they_compile_into_one_graph(op):
             assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
 
 
+@pytest.mark.gpu
 @each
 def test_they_are_deterministic(op):
     call = to_device(cast(CALLS[op.name], torch.float32))
