@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, power_of_two
 
 
 class Inverse(NamedTuple):
@@ -43,6 +43,6 @@ def add_segments(into: Tensor, values: Tensor, inverse: Inverse) -> None:
 
     width = values.shape[1]
     # 16 KB of float32 at a time, 32 numbers in each of 128 threads: enough loads under way where a slot is popular.
-    padded = 1 << (width - 1).bit_length()
+    padded = power_of_two(width)
     sizes = {"X": width, "WIDTH": padded, "PLACES": max(4096 // padded, 1), "num_warps": 4}
     launch(kernel, (into.shape[0],), values, *inverse, into, **sizes)

@@ -65,6 +65,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             kernel[grid](*args, **options)
 
 
+def power_of_two(number: int, least: int = 1) -> int:
+    """The lowest power of two that is not below the number nor below `least`, itself one."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
 def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     """Compile whatever `run` would launch, the first time that this key is seen, without launching anything.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..launch import launch
+from ..launch import launch, power_of_two
 from .inputs import INPUTS, Inputs
 
 PROCESSORS = 132  # of an H100
@@ -33,7 +33,7 @@ def few_rows(*arguments):
     *given, shares = arguments
     inputs = Inputs(*given).contiguous()
     batch, rows, heads, channels = inputs.query_BRHC.shape
-    padded = max(16, 1 << (heads - 1).bit_length())  # what a matrix product takes
+    padded = power_of_two(heads, 16)  # what a matrix product takes
     out_BRHC = torch.empty_like(inputs.query_BRHC)
     high, total = inputs.query_BRHC.new_empty(2, batch * rows * shares, padded, dtype=torch.float32)
     mixed = high.new_empty(*high.shape, channels)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, launch, unfit
+from ..launch import build_once, launch, power_of_two, unfit
 from .few_rows import few_rows, splits
 from .inputs import INPUTS, LOG2_E, Inputs
 
@@ -60,7 +60,7 @@ def tile(kernel: str, inputs: Inputs) -> Tile:
     for wgmma, and takes twice the registers.
     """
     heads, channels = inputs.query_BRHC.shape[2:]
-    padded, picks, wide = 1 << (heads - 1).bit_length(), inputs.slots > 0, channels > 128
+    padded, picks, wide = power_of_two(heads), inputs.slots > 0, channels > 128
     if inputs.query_BRHC.dtype == torch.float32:
         rows, block, warps, stages = 32, 32, 8, 1
     elif kernel == "forward":

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import launch, unfit
+from ..launch import launch, power_of_two, unfit
 
 SCRATCH = 12 << 20  # numbers of four bytes in a chunk's buffers, about the second-level cache of a Hopper GPU
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
@@ -267,11 +267,6 @@ def choice(size: int, k: int) -> dict[str, int]:
 def group_size(slots: int) -> int:
     """Neighbouring slots that count as one at first: as few as leave GROUPS groups or less."""
     return power_of_two(-(-slots // GROUPS), 1)
-
-
-def power_of_two(number: int, least: int) -> int:
-    """The lowest power of two that is not below the number nor below `least`, itself one."""
-    return max(least, 1 << max(number - 1, 0).bit_length())
 
 
 def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..index_top_k.triton import Rows, Search, lines_of, members_of, power_of_two, row_chunks, unfit_indexer
-from ..launch import launch, unfit
+from ..index_top_k.triton import Rows, Search, lines_of, members_of, row_chunks, unfit_indexer
+from ..launch import launch, power_of_two, unfit
 from ..score_slots.triton import add_gradients, alike, score_listed, zeros_for
 from .reference import IndexerLoss
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, unfit
+from ..launch import build_once, launch, power_of_two, unfit
 
 STREAMS = (1, 2, 4, 8)
 MOST_ROUNDS = 32  # they are unrolled in backward
@@ -78,14 +78,10 @@ def blocks(streams_BRXD: Tensor) -> Blocks:
     """Sized for four streams in 16 bits, and smaller where there are more or wider numbers."""
     streams, width = streams_BRXD.shape[2:]
     wide, many = streams_BRXD.dtype == torch.float32, streams > 4
-    padded = max(16, _power_of_two(2 * streams + streams**2))
-    whole = max(16, _power_of_two(width))
+    padded = power_of_two(2 * streams + streams**2, 16)
+    whole = power_of_two(width, 16)
     tile, column = min(256 >> (wide + many), whole), min(64 >> (wide + many), whole)
     return Blocks(tile, column, 8 if many else 4, padded, "tf32x3" if wide else "tf32")
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def mhc_boundary(

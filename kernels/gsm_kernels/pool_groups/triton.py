@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, unfit
+from ..launch import build_once, launch, power_of_two, unfit
 
 LONGEST = 16  # tokens of a group: read one after the other by one program
 
@@ -40,7 +40,7 @@ def pool_groups(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, rati
 
 def tile(channels: int) -> tuple[int, int]:
     """Groups and channels of a program: 16 numbers for each of its 128 threads, the channels side by side."""
-    block = min(128, 1 << (channels - 1).bit_length())
+    block = min(128, power_of_two(channels))
     return 2048 // block, block
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, unfit
+from ..launch import build_once, launch, power_of_two, unfit
 
 WIDEST = 8192  # 16 numbers a thread in 16 warps: backward takes 118 of the 128 registers that each of them may have
 PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide the sums of others
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 def tile(width: int) -> tuple[int, int, int]:
     """Rows of a tile, its columns, and warps: 16 numbers a thread, in narrow rows several of them at a time."""
-    columns = 1 << (width - 1).bit_length()
+    columns = power_of_two(width)
     rows = max(1, 2048 // columns)
     return rows, columns, min(16, rows * columns // 512)
 

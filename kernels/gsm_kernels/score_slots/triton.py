@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..index_top_k.triton import Rows, lines_of, power_of_two, row_chunks, unfit_indexer
+from ..index_top_k.triton import Rows, lines_of, row_chunks, unfit_indexer
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, launch
+from ..launch import build_once, launch, power_of_two
 
 
 def refuses(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> str | None:
