@@ -1,4 +1,4 @@
-"""The letters that tensor names end in, and the one dtype rule of the project.
+"""The letters that tensor names end in, and the two dtype rules of the project.
 
 A tensor is named after what it holds, then its dimensions: ``retrieved_SBRD`` is one retrieved vector per stage,
 sequence, row and channel.
@@ -23,6 +23,12 @@ def promoted(x: Tensor) -> Tensor:
     Never use ``.float()`` for this: it would silently narrow a float64 model, and the invariants are tested in float64.
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """``x`` in the dtype that matrix products have under autocast; as it is where there is none."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def last(x_BT: Tensor, rows: int) -> Tensor:

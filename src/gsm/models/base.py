@@ -29,6 +29,7 @@ from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.linear import Linear, draw
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
+from gsm.shapes import rounded
 from gsm.span import Span, document_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
 
@@ -158,7 +159,8 @@ class LanguageModel(nn.Module):
         inner = memory or replace(books, **self.forgetful_memory())
         whole = one and (memory is None or memory.capacity is None and not memory.used)
         span = Span(position_BT, rows or length, whole)
-        x_BTD = self.embedding(tokens) * self.dim**0.5
+        # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
+        x_BTD = rounded(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
         tap("embedding", x_BTD)
         trace = self.run(x_BTD, span, inner)
@@ -293,11 +295,8 @@ class LanguageModel(nn.Module):
     def _loss(self, hidden_BRD: Tensor, targets: Tensor | None) -> Tensor | None:
         if targets is None:
             return None
-        hidden_ND, kind = hidden_BRD.flatten(0, 1), hidden_BRD.device.type
-        if torch.is_autocast_enabled(
-            kind
-        ):  # as every linear map does; the streams are wider, and so would be the logits
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(kind))
+        # As every linear map does: a norm may leave its rows wider, and so would be the logits.
+        hidden_ND = rounded(hidden_BRD).flatten(0, 1)
         return linear_cross_entropy(
             hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
         )
