@@ -31,7 +31,7 @@ train: $(STAMP)  ## train a small model on a CPU in minutes; ARGS= goes to train
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)  ## run every test; ARGS= goes to pytest
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## check format, style, types and notebooks, as CI does
 	$(BIN)/ruff format --check .

@@ -78,11 +78,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def straight(home: Path, processes: Any) -> Path:
     """The folder of a run that nothing happened to."""
-    from short_runs import arguments, no_death, run_here
+    from short_runs import arguments, no_death, started
 
     log = home / "straight.log"
-    child = processes.Process(target=run_here, args=(arguments(home, "straight"), log, no_death))
-    child.start()
+    child = started(processes, arguments(home, "straight"), log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
     return home / "logs/straight/gsm/seed0"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,13 +37,26 @@ def count_calls(until: int) -> Callable[[], bool]:
     return called
 
 
-def run_here(arguments: list[str], log: Path, death: Callable[[], None]) -> None:
+def started(processes: Any, given: list[str], log: Path, death: Callable[[], None]) -> Any:
+    """A child process that trains, started. Its configuration is composed here: that takes about as long as the run."""
+    child = processes.Process(target=run_here, args=(composed(tuple(given)), log, death))
+    child.start()
+    return child
+
+
+@cache
+def composed(given: tuple[str, ...]) -> dict[str, Any]:
+    """Once for all runs that are given the same."""
+    return compose(given)
+
+
+def run_here(config: dict[str, Any], log: Path, death: Callable[[], None]) -> None:
     """In a child process: one run, with what it prints in a file."""
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = log.open("a", encoding="utf-8")
     death()
     with command_line.errors_as_sentences():
-        train(compose(arguments))
+        train(config)
 
 
 def arguments(home: Path, name: str, *more: str) -> list[str]:

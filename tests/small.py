@@ -7,7 +7,7 @@ them are drawn anew.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,12 +46,17 @@ GEOMETRY = Geometry(
     decoder_reindex=[7],
     candidate_blocks=1,
 )
+# No deeper than it takes to have a layer of every kind: window, Full, Reuse, stages on both, Full and Reindex.
+SHALLOW = replace(
+    GEOMETRY, encoder_layers=3, bank_layers=[2], stages=[2, 3], decoder_layers=2, decoder_full=4, decoder_reindex=[5]
+)
 W, K, M, RATIO = GEOMETRY.window, GEOMETRY.top_k, GEOMETRY.window + GEOMETRY.top_k, GEOMETRY.encoder_ratio
 ROUNDS = 3  # of Sinkhorn: what is tested here holds for any number, and 20 would take most of the time
 # Odd and even lengths around the window, the state, K groups of tokens, and beyond everything local.
 LENGTHS = (1, 2, 3, W, W + 1, K * RATIO, M, M + 1, 2 * M + 1, 40, 41)
 
 
+@cache
 def variant(group: str, name: str):
     """The partial that a yaml of a group stands for, as the model's constructor receives it."""
     return instantiate(OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml"), _convert_="all")

@@ -12,11 +12,12 @@ import pytest
 READ = """
 import json, resource, torch, gsm
 torch.manual_seed(0)
-model = gsm.build_model("gsm", size="nano", seed=0).eval()
+# Groups of 8 tokens instead of 2: what takes the time is to choose among the slots of the bank.
+model = gsm.build_model("gsm", size="pico", overrides=["size.encoder_ratio=8"], seed=0).eval()
 sizes = {}
 with torch.no_grad():
     for length in (1_024, 65_536):
-        memory = model.prefill(torch.randint(4096, (1, length)), model.start(), chunk=4096).memory
+        memory = model.prefill(torch.randint(512, (1, length)), model.start(), chunk=4096).memory
         sizes[length] = memory.breakdown()
         assert memory.nbytes() == sum(sizes[length].values())
 print(json.dumps({"sizes": sizes, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
@@ -37,7 +38,7 @@ def test_state_and_windows_take_the_same_bytes_at_1k_and_64k(reading):
     short, long = reading["sizes"]["1024"], reading["sizes"]["65536"]
     for kind in ("shared_state", "encoder_window", "bookkeeping"):
         assert short[kind] == long[kind], f"{kind}: {short[kind]} and {long[kind]} bytes"
-    assert long["shared_state"] == 32 * 32 * 4  # M entries of width C in float32
+    assert long["shared_state"] == 12 * 32 * 4  # M entries of width C in float32
     assert long["encoder_bank"] == 64 * short["encoder_bank"]
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, K, M, W, assert_same, build, variant
+from small import MEMORIES, SHALLOW, K, M, W, assert_same, build, variant
 from torch import Tensor
 
 from gsm.memory.memory import Memory
@@ -21,15 +21,11 @@ from gsm.models.base import LanguageModel
 
 SEQUENCES = int(os.environ.get("GSM_FUZZ", "60"))
 PARTS = 6  # so that several processes can share the work
-# No deeper than it takes to have a layer of every kind: window, Full, Reuse, stages on both, Full and Reindex.
-GEOMETRY = replace(
-    GEOMETRY, encoder_layers=3, bank_layers=[2], stages=[2, 3], decoder_layers=2, decoder_full=4, decoder_reindex=[5]
-)
 
 
 @cache
 def model_of(case: str) -> LanguageModel:
-    return build(case, geometry=GEOMETRY, residual=variant("residual", "plain"))
+    return build(case, geometry=SHALLOW, residual=variant("residual", "plain"))
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Play:
     @staticmethod
     def draw(model: LanguageModel, draw: random.Random) -> Play:
         batch, length = draw.randint(1, 3), draw.choice((K, M + 1, 2 * M + 3, 30))
-        tokens = torch.tensor([[draw.randrange(GEOMETRY.vocabulary) for _ in range(length)] for _ in range(batch)])
+        tokens = torch.tensor([[draw.randrange(SHALLOW.vocabulary) for _ in range(length)] for _ in range(batch)])
         documents = torch.tensor([random_documents(length, draw) for _ in range(batch)])
         capacity = draw.choice((None, length, length + draw.randrange(9)))
         return Play(tokens, documents, model(tokens, documents).logits, model.start(batch, capacity))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import arguments, count_calls, lines, no_death, run_here
+from short_runs import arguments, count_calls, lines, no_death, started
 
 import gsm.callbacks.files as files
 from gsm.callbacks.metrics_file import MetricsFile
@@ -34,8 +34,7 @@ from gsm.task import LanguageModeling
 @pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_alone(home: Path, processes: Any):
     log, folder = home / "full.log", home / "logs/full/gsm/seed0"
-    child = processes.Process(target=run_here, args=(arguments(home, "full"), log, partial(out_of_room, 9)))
-    child.start()
+    child = started(processes, arguments(home, "full"), log, partial(out_of_room, 9))
     child.join()
     said = log.read_text()
     assert child.exitcode == 1, said
@@ -155,8 +154,7 @@ def test_starting_over_says_why(home: Path, copy: Path):
 def test_a_finished_run_can_be_prolonged_from_its_checkpoint(home: Path, straight: Path, processes: Any):
     log = home / "longer.log"
     given = arguments(home, "longer", "trainer.max_steps=33", f"resume={straight / 'checkpoints/last.ckpt'}")
-    child = processes.Process(target=run_here, args=(given, log, no_death))
-    child.start()
+    child = started(processes, given, log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
     folder = home / "logs/longer/gsm/seed0"

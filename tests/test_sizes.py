@@ -83,9 +83,17 @@ def test_every_size_names_every_width(size):
 
 def test_the_table_stands_beside_the_paper_s_numbers(capsys, monkeypatch):
     monkeypatch.setattr(parameters, "build_model", model_of)
-    parameters.main(["1p5b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(parameters, "variants", lambda group: ["baseline", "gsm"])  # the largest size for these alone
+        parameters.main(["1p5b"])
     printed = capsys.readouterr().out
     assert "1.5 B, difference 32 M" in printed and "+31,9" in printed, printed
+
+
+def test_the_table_shows_how_every_comparator_is_matched(capsys, monkeypatch):
+    monkeypatch.setattr(parameters, "build_model", model_of)
+    parameters.main(["nano"])
+    printed = capsys.readouterr().out
     for name in variants("model"):
         assert f"\n{name} " in printed, f"{name} is missing in:\n{printed}"
     assert printed.count(" heads, query rank ") == len(variants("model")) - 2, "matching is shown"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, assert_same, build, comparators, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, comparators, random_tokens
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gsm.memory.memory import Memory, _tensors
@@ -33,7 +33,7 @@ def places(memory: Memory) -> list[int]:
 def without_values(case: str) -> Iterator[LanguageModel]:
     """A model whose tensors have shapes alone: whoever asks for a value fails. The range of token ids, which is looked
     at on a CPU alone, is not."""
-    model, moved = build(case), {}
+    model, moved = build(case, geometry=SHALLOW), {}
     with FakeTensorMode(), torch.no_grad(), using("reference"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "check_range", lambda *arguments: None)
         for module in model.modules():

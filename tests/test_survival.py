@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import UNSTEADY, arguments, count_calls, lines, no_death, run_here
+from short_runs import UNSTEADY, arguments, count_calls, lines, no_death, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm.callbacks.files as files
@@ -108,8 +108,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
     while kills < KILLS:
         death = DEATHS[kills % len(DEATHS)]
         injected = partial(death, chance.randint(2, 12))
-        child = processes.Process(target=run_here, args=(arguments(home, "killed"), log, injected))
-        child.start()
+        child = started(processes, arguments(home, "killed"), log, injected)
         if death is killed_at_some_moment:
             wait_for_progress(folder, child)
             time.sleep(chance.uniform(0, 0.4))
@@ -119,8 +118,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
             (folder / "summary.json").write_text('{"status": "running"}')  # too late: let it conclude once more
         assert child.exitcode in (0, -signal.SIGKILL), log.read_text()
         kills += 1
-    child = processes.Process(target=run_here, args=(arguments(home, "killed"), log, no_death))
-    child.start()
+    child = started(processes, arguments(home, "killed"), log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
     assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
@@ -139,15 +137,13 @@ def test_signals_end_a_run_at_the_next_batch_and_the_same_call_goes_on(home: Pat
     ]
     for number, code, injected, said in signals:
         given = arguments(home, "signals", "callbacks.latest.minutes=10")
-        child = processes.Process(target=run_here, args=(given, log, injected))
-        child.start()
+        child = started(processes, given, log, injected)
         child.join()
         assert child.exitcode == code, f"{number!r}: {log.read_text()}"
         assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
         assert f"{said}, and saved; to go on:" in log.read_text()
         assert "Traceback" not in log.read_text()
-    child = processes.Process(target=run_here, args=(arguments(home, "signals"), log, no_death))
-    child.start()
+    child = started(processes, arguments(home, "signals"), log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
     assert_same_run(folder, straight)
@@ -183,10 +179,7 @@ def signalled_in_a_validation(number: signal.Signals) -> None:
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once(home: Path, processes: Any):
     injected = partial(signalled_in_a_batch, 3, signal.SIGTERM, 2 * SAME)
-    child = processes.Process(
-        target=run_here, args=(arguments(home, "twice", "callbacks=default"), home / "twice.log", injected)
-    )
-    child.start()
+    child = started(processes, arguments(home, "twice", "callbacks=default"), home / "twice.log", injected)
     child.join(50)
     assert child.exitcode == -signal.SIGTERM, "it went on sleeping"
 

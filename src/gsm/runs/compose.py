@@ -33,28 +33,42 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
     overrides = list(overrides)
-    check_overrides(overrides, directories, script)
-    composed = _hydra(tuple(overrides), directories, script)
+    groups = _groups(_folders(directories))
+    parsed = _check_choices(overrides, groups)
+    try:
+        composed = _hydra(tuple(overrides), directories, script)
+    except ConfigError:
+        _check_keys(parsed, directories, script, groups)  # which says it better, and takes a composition of its own
+        raise
     state = HydraConfig.instance()
     before = state.cfg
+    only_groups = all(override.key_or_group in groups for override in parsed)
     try:
         state.set_config(composed)  # which the configuration refers to, as inside a job
-        return finish(composed, composed.hydra.runtime.choices, directories, script)
+        choices = composed.hydra.runtime.choices
+        reference = composed if only_groups and not choices.get("experiment") else None
+        return finish(composed, choices, directories, script, reference)
     finally:
         state.cfg = before
 
 
 def finish(
-    config: DictConfig, choices: Mapping[str, str], directories: Sequence[Path] = (), script: str = "train"
+    config: DictConfig,
+    choices: Mapping[str, str],
+    directories: Sequence[Path] = (),
+    script: str = "train",
+    reference: DictConfig | None = None,
 ) -> dict[str, Any]:
     """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
 
-    ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
+    ``HydraConfig`` has to be set, as it is inside a job. ``reference`` is the composition of the same groups without
+    experiment and values, where it is at hand. Raises ConfigError.
     """
     chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
-    groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-    reference = _remembered(groups, tuple(directories), _stamp(directories), script)
+    if reference is None:
+        groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
+        reference = _remembered(groups, tuple(directories), _stamp(directories), script)
     check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
     return {**plain, "choices": chosen}
 
@@ -74,10 +88,22 @@ def job_directories() -> list[Path]:
 
 def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
     """Checks a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
-    parsed = _parse(overrides)
     groups = _groups(_folders(directories))
+    _check_keys(_check_choices(overrides, groups), directories, script, groups)
+
+
+def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> list[Override]:
+    """The overrides, read, without those of Hydra itself; every group has the chosen variant."""
+    parsed = _parse(overrides)
     for override in parsed:
         _check_choice(override, groups)
+    return parsed
+
+
+def _check_keys(
+    parsed: Sequence[Override], directories: Sequence[Path], script: str, groups: Mapping[str, set[str]]
+) -> None:
+    """Every override of a value names a key that exists, unless it adds one."""
     first = tuple(line for override in parsed if (line := _first_choice(override, groups)))
     values = [
         override.key_or_group for override in parsed if override.key_or_group not in groups and not override.is_add()
