@@ -29,3 +29,10 @@ def last(x_BT: Tensor, rows: int) -> Tensor:
     """The last ``rows`` positions of [B, T, ...]; ``x`` itself if these are all: in backward even a whole slice
     copies."""
     return x_BT if rows == x_BT.shape[1] else x_BT[:, -rows:]
+
+
+def lowered(x: Tensor) -> Tensor:
+    """``x`` as products with weights take it: under autocast in its half type, else as it is."""
+    kind = x.device.type
+    half = kind != "meta" and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if half else x
