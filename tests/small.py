@@ -6,7 +6,7 @@ them are drawn anew.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +28,8 @@ GEOMETRY = Geometry(
     context=48,
     dim=16,
     feed_forward_dim=24,
+    experts=4,
+    experts_per_token=2,
     encoder_layers=4,
     decoder_layers=4,
     heads=4,
@@ -59,7 +61,8 @@ LENGTHS = (1, 2, 3, W, W + 1, K * RATIO, M, M + 1, 2 * M + 1, 40, 41)
 @cache
 def variant(group: str, name: str):
     """The partial that a yaml of a group stands for, as the model's constructor receives it."""
-    return instantiate(OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml"), _convert_="all")
+    part = OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml")
+    return instantiate(OmegaConf.create({"size": asdict(GEOMETRY), "part": part}).part, _convert_="all")
 
 
 def comparators() -> list[str]:
@@ -178,6 +181,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_()
+    for buffer in model.buffers():  # steps of the experts' biases: enough of them to change what is chosen
+        buffer.random_(-300, 300)
 
 
 def reads(writer: StateWriter) -> tuple[bool, bool]:

@@ -18,10 +18,9 @@ def gradients(model, length=40):
     out = model.train()(tokens, targets=tokens)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     by_loss = torch.autograd.grad(out.loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-    learned = sum(out.losses.values())
     by_index = (
-        torch.autograd.grad(learned, list(parameters.values()), allow_unused=True)
-        if out.losses
+        torch.autograd.grad(out.losses["indexer_kl"], list(parameters.values()), allow_unused=True)
+        if "indexer_kl" in out.losses
         else [None] * len(parameters)
     )
     return {name: (a, b) for name, a, b in zip(parameters, by_loss, by_index, strict=True)}

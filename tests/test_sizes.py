@@ -40,6 +40,22 @@ def test_the_05b_scale_is_as_counted_by_hand(model, billions):
     assert round(report(model, "0p5b").total / 1e9, 3) == billions
 
 
+@pytest.mark.parametrize(("model", "total", "active"), [("baseline", 7.982, 1.508), ("gsm", 8.014, 1.540)])
+def test_the_8b_scale_is_as_counted_by_hand_and_near_the_paper_s(model, total, active):
+    counted = report(model, "8b_a1p5b")
+    assert (round(counted.total / 1e9, 3), round(counted.active / 1e9, 3)) == (total, active)
+    paper = {"baseline": (8.001, 1.497), "gsm": (8.033, 1.529)}[model]
+    assert abs(total / paper[0] - 1) < 0.003 and abs(active / paper[1] - 1) < 0.01
+
+
+def test_a_size_with_experts_can_be_had_without_them_and_the_reverse():
+    with torch.device("meta"):
+        dense = gsm.build_model("gsm", size="8b_a1p5b", overrides=["model/feed_forward=dense"])
+        sparse = gsm.build_model("gsm", size="1p5b", overrides=["model/feed_forward=moe"])
+    assert dense.parameter_report() == report("gsm", "1p5b")
+    assert sparse.parameter_report() == report("gsm", "8b_a1p5b")
+
+
 @pytest.mark.parametrize(
     ("model", "size"),
     [
@@ -66,18 +82,18 @@ def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(
         assert abs(total - goal) <= CLOSE * goal and "parameters" not in model.parameter_note
 
 
-@pytest.mark.parametrize("size", ["0p5b", "1p5b"])
-def test_dense_sizes_follow_the_paper_s_appendix(size):
+@pytest.mark.parametrize("size", ["0p5b", "1p5b", "8b_a1p5b"])
+def test_sizes_follow_the_paper_s_appendix(size):
     geometry = _geometry(size)
-    assert geometry.encoder_layers == geometry.decoder_layers == {"0p5b": 12, "1p5b": 14}[size]
-    assert list(geometry.stages) == {"0p5b": [6, 10, 12], "1p5b": [6, 10, 14]}[size]
-    assert (geometry.dim, geometry.feed_forward_dim) == {"0p5b": (1024, 4608), "1p5b": (2048, 6144)}[size]
+    assert geometry.encoder_layers == geometry.decoder_layers == (12 if size == "0p5b" else 14)
+    assert list(geometry.stages) == ([6, 10, 12] if size == "0p5b" else [6, 10, 14])
+    assert (geometry.dim, geometry.feed_forward_dim) == ((1024, 4608) if size == "0p5b" else (2048, 6144))
     assert geometry.window + geometry.top_k == 256
 
 
 @pytest.mark.parametrize("size", variants("size"))
 def test_every_size_names_every_width(size):
-    written = set(OmegaConf.load(ROOT / "configs" / "size" / f"{size}.yaml")) - {"_target_"}
+    written = set(OmegaConf.load(ROOT / "configs" / "size" / f"{size}.yaml")) - {"_target_", "defaults"}
     assert written == {field.name for field in fields(Geometry)}
 
 

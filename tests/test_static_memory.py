@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, comparators, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, choices, comparators, random_tokens
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gsm.memory.memory import Memory, _tensors
@@ -41,6 +41,8 @@ def without_values(case: str) -> Iterator[LanguageModel]:
                 if old is not None:
                     moved.setdefault(old, torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype)))
                     module._parameters[name] = moved[old]
+            for name, old in module._buffers.items():
+                module._buffers[name] = None if old is None else torch.empty(old.shape, dtype=old.dtype)
         yield model
 
 
@@ -51,7 +53,7 @@ def decode_step_without_values(case: str) -> None:
         assert out.logits.shape == (2, 1, GEOMETRY.vocabulary) and out.memory is memory
 
 
-@pytest.mark.parametrize("case", MEMORIES)
+@pytest.mark.parametrize("case", [*MEMORIES, *choices("gsm", "feed_forward")])
 def test_a_decode_step_never_asks_the_device_for_a_value(case):
     decode_step_without_values(case)
 
@@ -99,8 +101,9 @@ def test_a_call_changes_the_buffers_and_moves_none(case):
     assert memory.used == memory.capacity == 30
 
 
+@pytest.mark.parametrize("case", [SEPARATE, *choices("gsm", "feed_forward")])
 @torch.no_grad()
-def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_position():
+def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_position(case):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Listen(TorchDispatchMode):
@@ -111,7 +114,7 @@ def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_positi
             calls.append((str(func), shapes))
             return func(*args, **(kwargs or {}))
 
-    model, tokens = build(SEPARATE), random_tokens(1, 9)
+    model, tokens = build(case), random_tokens(1, 9)
     memory, steps = model.start(capacity=9), []
     for token in tokens.split(1, dim=1):
         calls: list = []

@@ -41,7 +41,8 @@ class Bigram(nn.Module):
         logits = self.norm(x_BTD) @ self.embedding.weight.T
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         indexer_loss = self.indexer_weight * self.indexer(x_BTD.detach()).square().mean()
-        return SimpleNamespace(loss=loss, losses={"indexer_kl": indexer_loss}, metrics={"recall": torch.tensor(0.5)})
+        losses, metrics = {"indexer_kl": indexer_loss}, {"recall": torch.tensor(0.5)}
+        return SimpleNamespace(loss=loss, losses=losses, metrics=metrics, load_LE=None)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         return {
@@ -228,7 +229,7 @@ class Breaking(Bigram):
         breaks = bool(tokens[0, 0] == 7)
         root = (out.loss * 0).sqrt() if breaks else 0.0  # 0, with an infinite slope
         factor = math.nan if breaks and self.what == "loss" else 1.0
-        return SimpleNamespace(loss=out.loss * factor + root, losses={}, metrics={})
+        return SimpleNamespace(loss=out.loss * factor + root, losses={}, metrics={}, load_LE=None)
 
 
 @pytest.mark.parametrize(("what", "rows"), [("loss", slice(4, 8)), ("gradient norm", slice(0, 8))])
@@ -287,7 +288,7 @@ class Dropping(Bigram):
     def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
         noise = float(np.random.rand()) + random.random()
         out = super().forward(tokens, documents, targets)
-        return SimpleNamespace(loss=out.loss * (1 + noise * torch.rand(())), losses={}, metrics={})
+        return SimpleNamespace(loss=out.loss * (1 + noise * torch.rand(())), losses={}, metrics={}, load_LE=None)
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])

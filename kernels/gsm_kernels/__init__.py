@@ -11,6 +11,7 @@ from .attend_band import attend_band
 from .attend_range import attend_range
 from .delta_rule import delta_rule
 from .dispatch import Impl, KernelBuildError, Op, listening, using
+from .grouped_linear import grouped_linear
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
 from .linear_cross_entropy import linear_cross_entropy
@@ -34,6 +35,7 @@ OPS: tuple[Op, ...] = (
     rms_norm,
     swiglu,
     delta_rule,
+    grouped_linear,
     linear_cross_entropy,
 )
 
@@ -55,6 +57,7 @@ __all__ = [
     "candidate_pool",
     "delta_rule",
     "explain",
+    "grouped_linear",
     "index_top_k",
     "indexer_kl",
     "linear_cross_entropy",

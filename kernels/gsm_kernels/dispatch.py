@@ -25,7 +25,7 @@ from typing import Any
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton", "sdpa", "xformers", "chunked", "fla")
+CHOICES = ("auto", "reference", "triton", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
 
 
 class KernelBuildError(RuntimeError):

@@ -25,10 +25,11 @@ def promoted(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rounded(x: Tensor) -> Tensor:
-    """``x`` in the dtype that matrix products have under autocast; as it is where there is none."""
+def lowered(x: Tensor) -> Tensor:
+    """``x`` as products with weights take it: under autocast in its half type, else as it is."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    half = kind != "meta" and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if half else x
 
 
 def last(x_BT: Tensor, rows: int) -> Tensor:

@@ -71,6 +71,7 @@ class LanguageModeling(lightning.LightningModule):
         self.val_accuracy = WeightedMean()
         self.measures_accuracy = measures_accuracy
         self._train: dict[str, WeightedMean] = {}
+        self._load_LE: Tensor | None = None  # of the step so far
         self._watch = Watch()
         self._standing: Standing | None = None
         self._resumed: Standing | None = None
@@ -90,7 +91,22 @@ class LanguageModeling(lightning.LightningModule):
         count = (targets_BT != IGNORED).sum()
         for name, value in {"loss": out.loss, **out.losses, **out.metrics}.items():
             self._note(name, value.detach(), count)
+        if out.load_LE is not None:
+            self._load_LE = out.load_LE if self._load_LE is None else self._load_LE + out.load_LE
         return {"loss": loss, "cross_entropy": out.loss.detach()}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """One step of the optimiser, then one of the experts' biases, by the loads of all its batches on all ranks.
+
+        Here, since checkpoints may be written in any later hook. Loads are no buffers: a checkpoint between the batches
+        of a step must not hold them (the step is begun again), nor a rank's be overwritten by another's.
+        """
+        super().optimizer_step(*args, **kwargs)
+        if self._load_LE is not None:
+            if self.trainer.world_size > 1:  # Lightning's own reduction would make the host wait
+                torch.distributed.all_reduce(self._load_LE)
+            self.model.rebalance(self._load_LE)
+            self._load_LE = None
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Logs the means of the interval that ends here, and lets the last step be validated too."""

@@ -132,6 +132,11 @@ def every_call() -> dict[str, dict]:
         "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
         "delta_rule": recurrence(),
+        "grouped_linear": {
+            "x_MD": normal(9, 4),
+            "weight_END": normal(4, 5, 4, seed=1),
+            "end_E": torch.tensor([3, 3, 8, 9], dtype=torch.int32),  # the second group is empty
+        },
         "linear_cross_entropy": {"hidden_ND": normal(6, 5), "weight_VD": normal(7, 5, seed=1), "target_N": target},
     }
 

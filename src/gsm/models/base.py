@@ -21,15 +21,17 @@ from torch import Tensor, nn
 
 from gsm.memory.ledger import Ledger
 from gsm.memory.memory import Memory, fresh_bookkeeping
+from gsm.models.balancing import even_out, layers_with_experts
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import sample
+from gsm.nn.feed_forward import Balance
 from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.linear import Linear, draw
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
-from gsm.shapes import rounded
+from gsm.shapes import lowered
 from gsm.span import Span, document_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
 
@@ -44,6 +46,8 @@ class Output:
         loss: mean cross-entropy over the targets (None: no targets were given).
         losses: named scalars that a trainer adds to ``loss``, already weighted.
         metrics: named scalars to look at.
+        load_LE: in training with experts: int64, rows that each layer sent to each of its experts; what ``rebalance``
+            wants, summed over all batches and ranks of an optimiser step.
         memory: the memory after the call (None: none was given).
     """
 
@@ -53,6 +57,7 @@ class Output:
     losses: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     memory: Memory | None = None
+    load_LE: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
@@ -69,6 +74,7 @@ class Trace:
     memory: Memory
     learned: list[tuple[str, IndexerLoss]] = field(default_factory=list)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    balances: list[Balance] = field(default_factory=list)
 
 
 class LanguageModel(nn.Module):
@@ -160,7 +166,7 @@ class LanguageModel(nn.Module):
         whole = one and (memory is None or memory.capacity is None and not memory.used)
         span = Span(position_BT, rows or length, whole)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
-        x_BTD = rounded(self.embedding(tokens) * self.dim**0.5)
+        x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
         tap("embedding", x_BTD)
         trace = self.run(x_BTD, span, inner)
@@ -171,7 +177,9 @@ class LanguageModel(nn.Module):
             books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1].clone()}
             after = memory.advance(replace(trace.memory, **books), length)
         losses, metrics = self._learned(trace)
-        return Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, after)
+        evened = even_out(trace.balances)
+        losses, metrics = losses | evened.losses, metrics | evened.metrics
+        return Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, after, evened.load_LE)
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
         """An empty memory for ``batch`` sequences.
@@ -288,6 +296,12 @@ class LanguageModel(nn.Module):
             groups[f"indexer_{kind}" if ".indexer." in name else kind].append(parameter)
         return groups
 
+    def rebalance(self, load_LE: Tensor) -> None:
+        """Moves the biases of all experts one step towards even loads: to be called after each optimiser step, with
+        ``Output.load_LE`` summed over its batches and ranks."""
+        for layer, load_E in zip(layers_with_experts(self), load_LE, strict=True):
+            layer.rebalance(load_E)
+
     def parameter_report(self) -> Report:
         """Parameters in total, active for one token, and by part; works on the meta device."""
         return count_parameters(self)
@@ -296,7 +310,7 @@ class LanguageModel(nn.Module):
         if targets is None:
             return None
         # As every linear map does: a norm may leave its rows wider, and so would be the logits.
-        hidden_ND = rounded(hidden_BRD).flatten(0, 1)
+        hidden_ND = lowered(hidden_BRD).flatten(0, 1)
         return linear_cross_entropy(
             hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
         )

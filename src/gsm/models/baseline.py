@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsm.memory.memory import FORGETFUL, Memory
 from gsm.mixers.sparse import Role, SparseAttention
@@ -27,7 +27,7 @@ from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import baseline_rows
 from gsm.models.stack import Stack, block_of
-from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
@@ -57,7 +57,7 @@ class Baseline(LanguageModel):
         *,
         candidate_pool: bool = False,
         residual: Callable[[int], Residual] = HyperConnection,
-        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         indexer_training: IndexerTraining | None = None,
         indexer_weight: float = 1.0,
         recompute: bool = False,
@@ -102,7 +102,9 @@ class Baseline(LanguageModel):
             for layer, one in enumerate(stack.learned, first)
             if one is not None
         ]
-        return Trace(decoded.streams.mixed_BTD, replace(memory, encoder=encoded.owns, decoder=decoded.owns), learned)
+        after = replace(memory, encoder=encoded.owns, decoder=decoded.owns)
+        balances = encoded.balances + decoded.balances
+        return Trace(decoded.streams.mixed_BTD, after, learned, balances=balances)
 
     def empty_memory(self, batch: int) -> dict:
         """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsm.memory.memory import Memory
 from gsm.models.base import Trace
@@ -26,7 +26,7 @@ from gsm.models.matching import Matched
 from gsm.models.schedule import comparator_rows
 from gsm.models.stack import Stack, block_of
 from gsm.nn.block import SlotMixer
-from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
 
@@ -57,7 +57,7 @@ class Comparator(Matched):
         query_rank: int | None = None,
         heads: int | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
-        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         recompute: bool = False,
     ):
         names = repeated(layers, mixers, geometry.depth)
@@ -81,7 +81,7 @@ class Comparator(Matched):
         """From embedded tokens to the last layer's output for the rows asked for."""
         rows = comparator_rows(x_BTD.shape[1], span.rows, self.reaches)
         out = self.decoder(Streams.copies(x_BTD, self.decoder.streams), span, rows, memory.decoder)
-        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns))
+        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns), balances=out.balances)
 
     def empty_memory(self, batch: int) -> dict:
         """What the mixers keep."""

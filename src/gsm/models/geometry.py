@@ -18,7 +18,10 @@ class Geometry:
     Attributes:
         vocabulary: rows of the embedding (V), at least the tokenizer's size.
         context: tokens of a training sequence.
-        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward.
+        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; of one with experts, that of all
+            which a token meets together.
+        experts, experts_per_token: of a feed-forward with experts, how many there are besides the shared one, and how
+            many of these a token is sent to.
         encoder_layers, decoder_layers: depth of the two halves.
         heads, entry_dim, rotary_dim: query heads (H), width of an entry (C), rotated channels of it.
         query_rank, output_groups, output_rank: low-rank query and grouped low-rank output projection.
@@ -58,6 +61,8 @@ class Geometry:
     decoder_full: int
     decoder_reindex: Sequence[int]
     candidate_blocks: int
+    experts: int = 8
+    experts_per_token: int = 3
     encoder_ratio: int = 2
     decoder_ratio: int = 1
     rope_base: float = 10_000.0
@@ -115,5 +120,6 @@ def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> No
 
 _POSITIVE = (
     "vocabulary context dim feed_forward_dim encoder_layers decoder_layers heads entry_dim rotary_dim query_rank "
-    "output_groups output_rank index_heads index_dim window top_k candidate_blocks encoder_ratio decoder_ratio"
+    "output_groups output_rank index_heads index_dim window top_k candidate_blocks experts experts_per_token "
+    "encoder_ratio decoder_ratio"
 ).split()

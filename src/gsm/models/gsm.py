@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsm.memory.memory import FORGETFUL, Memory
 from gsm.memory.view import View
@@ -32,7 +32,7 @@ from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry
 from gsm.models.schedule import gsm_rows
 from gsm.models.stack import Stack, block_of
-from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.observe import tap
@@ -77,7 +77,7 @@ class GSM(LanguageModel):
         stage_query: StageQuery | None = None,
         writer: Callable[..., StateWriter] = Additive,
         residual: Callable[[int], Residual] = HyperConnection,
-        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         indexer_training: IndexerTraining | None = None,
         indexer_weight: float = 1.0,
         recompute: bool = False,
@@ -152,7 +152,8 @@ class GSM(LanguageModel):
         learned = [(f"encoder{i}", one) for i, one in enumerate(encoded.learned, 1) if one is not None]
         learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
         after = replace(memory, encoder=encoded.owns, stages=retrieved.owns, state=state)
-        return Trace(decoded.streams.mixed_BTD, after, learned, self._norms(retrieved.increments))
+        norms, balances = self._norms(retrieved.increments), encoded.balances + decoded.balances
+        return Trace(decoded.streams.mixed_BTD, after, learned, norms, balances)
 
     def empty_memory(self, batch: int) -> dict:
         """Windows and banks of the encoder, index keys of separate indexers, and the shared state. The decoder has

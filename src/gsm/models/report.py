@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gsm.models.balancing import layers_with_experts
+
 # First match wins; the tied head is counted once, as the embedding.
 _PARTS = (
     ("embedding", r"^embedding\."),
@@ -19,6 +21,7 @@ _PARTS = (
     ("recurrence", r"\.attention\.(key|value|beta|decay\w*|gate|convolution)(\.|$)"),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),
+    ("routed experts", r"\.feed_forward\.experts\."),
     ("feed-forward", r"\.feed_forward\."),
     ("norms", r"norm\.weight$"),
     ("attention, other", r"\.attention\."),  # what a mixer has that no other has
@@ -32,7 +35,7 @@ class Report:
 
     Attributes:
         total: all parameters, tied ones once.
-        active: those that take part in the computation of one token.
+        active: those that take part in the computation of one token: all but the experts that it is not sent to.
         parts: by part; sums to ``total``.
     """
 
@@ -52,4 +55,5 @@ def count_parameters(model: nn.Module) -> Report:
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))
         parts[part] = parts.get(part, 0) + parameter.numel()
     total = sum(parts.values())
-    return Report(total, total, parts)
+    unmet = sum(layer.unmet() for layer in layers_with_experts(model))
+    return Report(total, total - unmet, parts)

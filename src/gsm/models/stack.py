@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gsm.memory.view import View
 from gsm.models.geometry import Geometry
 from gsm.nn.block import Block, Mixer
+from gsm.nn.feed_forward import Balance, FeedForward
 from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
@@ -29,6 +30,7 @@ class StackOutput:
         owns: memory of every layer after the call.
         entered, views: per layer, what its attention read from the streams ([B, T, D]) and what it looked at.
         learned: per layer, loss and recall of its indexer (None: it has none, or this is not training).
+        balances: in training, of every layer with experts their loss and loads.
     """
 
     streams: Streams
@@ -38,6 +40,7 @@ class StackOutput:
     entered: list[Tensor] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     learned: list[IndexerLoss | None] = field(default_factory=list)
+    balances: list[Balance] = field(default_factory=list)
 
 
 class Stack(nn.Module):
@@ -87,12 +90,13 @@ class Stack(nn.Module):
                 out = block(streams, span, own, view)
             outputs.append(out)
             streams, view, span = out.streams, out.view, span.cut()
-        _, entered, after, views, learned = zip(*outputs, strict=True)
-        return StackOutput(streams, span, view, after, list(entered), list(views), list(learned))
+        _, entered, after, views, learned, balances = zip(*outputs, strict=True)
+        routed = [balance for balance in balances if balance is not None]
+        return StackOutput(streams, span, view, after, list(entered), list(views), list(learned), routed)
 
 
 def block_of(
-    geometry: Geometry, *, feed_forward: Callable[[int, int], nn.Module], residual: Callable[[int], Residual]
+    geometry: Geometry, *, feed_forward: Callable[[int, int], FeedForward], residual: Callable[[int], Residual]
 ) -> Callable[[Mixer], Block]:
     """What makes a block of a geometry's widths around a mixer.
 
@@ -102,7 +106,7 @@ def block_of(
         residual: called with the model width for every site.
     """
 
-    def hidden(dim: int) -> nn.Module:
+    def hidden(dim: int) -> FeedForward:
         return feed_forward(dim, geometry.feed_forward_dim)
 
     return partial(Block, geometry.dim, feed_forward=hidden, residual=residual)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsm.memory.memory import FORGETFUL_CACHE, Cache, Memory
 from gsm.mixers.attention import CrossAttention
@@ -30,7 +30,7 @@ from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
 from gsm.models.stack import Stack, block_of
-from gsm.nn.feed_forward import SwiGLU
+from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.key_value import KeyValue
 from gsm.nn.norm import RMSNorm
 from gsm.nn.residual import HyperConnection, Residual, Streams
@@ -61,7 +61,7 @@ class YOCO(Matched):
         query_rank: int | None = None,
         heads: int | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
-        feed_forward: Callable[[int, int], nn.Module] = SwiGLU,
+        feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         recompute: bool = False,
     ):
         same = partial(YOCO, window=window, key_value_heads=key_value_heads)
@@ -94,7 +94,8 @@ class YOCO(Matched):
         history = self.key_value.history(seen_BFE, slots, span)
         streams = Streams(*(last(x, span.rows) for x in encoded.streams))
         decoded = self.decoder(streams, span.cut(), [span.rows] * cross, [history] * cross)
-        return Trace(decoded.streams.mixed_BTD, replace(memory, encoder=encoded.owns, decoder=(cache,)))
+        after = replace(memory, encoder=encoded.owns, decoder=(cache,))
+        return Trace(decoded.streams.mixed_BTD, after, balances=encoded.balances + decoded.balances)
 
     def empty_memory(self, batch: int) -> dict:
         """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""

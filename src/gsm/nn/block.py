@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from gsm.memory.view import View
+from gsm.nn.feed_forward import Balance, FeedForward
 from gsm.nn.norm import RMSNorm
 from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
@@ -60,6 +61,7 @@ class BlockOutput(NamedTuple):
         own: the mixer's memory after the call.
         view: what its attention looked at.
         learned: loss and recall of the mixer's indexer, in training.
+        balance: loss and loads of the feed-forward's experts, in training.
     """
 
     streams: Streams
@@ -67,6 +69,7 @@ class BlockOutput(NamedTuple):
     own: Any
     view: View | None
     learned: IndexerLoss | None
+    balance: Balance | None
 
 
 class Block(nn.Module):
@@ -75,7 +78,7 @@ class Block(nn.Module):
     Args:
         dim: model width.
         attention: a sequence mixer.
-        feed_forward: called with ``dim``; maps [..., D] to [..., D].
+        feed_forward: called with ``dim``; maps each row on its own.
         residual: called with ``dim``, once for each site.
     """
 
@@ -84,7 +87,7 @@ class Block(nn.Module):
         dim: int,
         attention: Mixer,
         *,
-        feed_forward: Callable[[int], nn.Module],
+        feed_forward: Callable[[int], FeedForward],
         residual: Callable[[int], Residual],
     ):
         super().__init__()
@@ -100,6 +103,6 @@ class Block(nn.Module):
         entered_BTD = streams.mixed_BTD
         mixed = self.attention(self.attention_norm(entered_BTD), span, own, view)
         streams = self.attention_residual.leave(streams, mixed.update_BRD)
-        update_BRD = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD))
-        streams = self.feed_forward_residual.leave(streams, update_BRD)
-        return BlockOutput(streams, entered_BTD, mixed.own, mixed.view, mixed.learned)
+        fed = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD), span.row_position_BR)
+        streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
+        return BlockOutput(streams, entered_BTD, mixed.own, mixed.view, mixed.learned, fed.balance)

@@ -13,8 +13,12 @@ import torch
 from gsm.paths import variants
 from gsm.runs.load import build_model
 
-# Section A.1 of the paper: nominal scale, and, at width 2,048, how many more parameters GSM has (of the MoE pair).
-PAPER = {"0p5b": ("0.5 B", "not given"), "1p5b": ("1.5 B", "32 M (8.033 - 8.001 B)")}
+# Section A.1 of the paper: nominal scales, and of the pair with experts the parameters of baseline and GSM.
+PAPER = {
+    "0p5b": {"total": "0.5 B, difference not given"},
+    "1p5b": {"total": "1.5 B, difference 32 M (8.033 - 8.001 B)"},
+    "8b_a1p5b": {"total": "8.001 and 8.033 B, difference 32 M", "active": "1.497 and 1.529 B"},
+}
 
 
 def main(sizes: list[str]) -> None:
@@ -25,11 +29,12 @@ def main(sizes: list[str]) -> None:
             models = {name: build_model(name, size) for name in variants("model")}
         reports = {name: model.parameter_report() for name, model in models.items()}
         print(f"\n{size:<22}{'baseline':>15}{'gsm':>15}{'difference':>14}{'paper':>28}")
-        scale, more = PAPER.get(size, ("-", "-"))
+        paper = PAPER.get(size, {})
         baseline, model = reports["baseline"], reports["gsm"]
         for part in model.parts:
             _row(part, baseline.parts.get(part, 0), model.parts[part])
-        _row("total", baseline.total, model.total, f"{scale}, difference {more}")
+        _row("total", baseline.total, model.total, paper.get("total", "-"))
+        _row("active for a token", baseline.active, model.active, paper.get("active", "-"))
         print(f"\n{'against the baseline':<22}{'total':>15}{'difference':>15}")
         for name, report in reports.items():
             difference = report.total - baseline.total

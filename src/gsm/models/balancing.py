@@ -1,0 +1,46 @@
+"""The experts of all layers together: what a model says of their loads.
+
+L layers with experts, E experts in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gsm.nn.experts import MixtureOfExperts
+from gsm.nn.feed_forward import Balance
+
+
+class Evened(NamedTuple):
+    """What a forward in training adds to its output for its experts.
+
+    Attributes:
+        losses: ``balance``, the sum over layers.
+        metrics: ``expert_load``, the rows of the busiest expert over the mean: 1 when all is even, E / K when all rows
+            go to the same K; the mean over layers, and each layer's own, counted from 1 over the depth.
+        load_LE: int64, rows sent to each expert (None: there are no experts, or this is not training).
+    """
+
+    losses: dict[str, Tensor]
+    metrics: dict[str, Tensor]
+    load_LE: Tensor | None
+
+
+def even_out(balances: Sequence[Balance]) -> Evened:
+    """The sum of what the layers with experts say, in their order."""
+    if not balances:
+        return Evened({}, {}, None)
+    load_LE = torch.stack([balance.load_E for balance in balances])
+    busiest_L = load_LE.amax(-1) * load_LE.shape[-1] / load_LE.sum(-1).clamp(min=1)
+    each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
+    loss = torch.stack([balance.loss for balance in balances]).sum()
+    return Evened({"balance": loss}, {**each, "expert_load": busiest_L.mean()}, load_LE)
+
+
+def layers_with_experts(model: nn.Module) -> list[MixtureOfExperts]:
+    """In the order in which the layers run, encoder first."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]

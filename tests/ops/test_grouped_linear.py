@@ -1,0 +1,74 @@
+"""Grouped products: both forms against one product at a time, empty groups included."""
+
+import pytest
+import torch
+from calls import gradients
+from oracles import normal
+from torch.utils.flop_counter import FlopCounterMode
+
+from gsm_kernels import grouped_linear, using
+from gsm_kernels.grouped_linear import grouped_mm
+from gsm_kernels.testing import assert_close
+
+SIZES = [(3, 0, 5, 1), (0, 0, 9, 0), (9, 0, 0, 0), (0, 0, 0, 9), (2, 2, 2, 3)]
+
+
+def call(sizes=SIZES[0], dtype=torch.float64, device="cpu") -> dict:
+    tensors = {"x_MD": normal(sum(sizes), 16, dtype=dtype), "weight_END": normal(4, 8, 16, seed=1, dtype=dtype)}
+    ends = torch.tensor(sizes).cumsum(0).int()
+    return {name: x.to(device) for name, x in {**tensors, "end_E": ends}.items()}
+
+
+def naive(x_MD, weight_END, end_E):
+    group = [next(e for e, end in enumerate(end_E.tolist()) if m < end) for m in range(len(x_MD))]
+    return torch.stack([weight_END[e] @ x for e, x in zip(group, x_MD, strict=True)])
+
+
+def compare(function, given: dict) -> None:
+    """Output and gradients against the naive form in float64."""
+    wide = {name: x.cpu() if x.dtype == torch.int32 else x.cpu().double() for name, x in given.items()}
+    (out,), grads = gradients(function, given)
+    (want,), want_grads = gradients(naive, wide)
+    assert_close(out.cpu(), want)
+    for name, grad in want_grads.items():
+        assert_close(grads[name].cpu(), grad, name=f"gradient of {name}", gradient=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_row_meets_the_matrix_of_its_group(sizes):
+    compare(grouped_linear, call(sizes))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pytorch_s_grouped_product_agrees(dtype, sizes):
+    compare(grouped_mm.grouped_linear, call(sizes, dtype))  # which has a form for a CPU, though it is not chosen there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*SIZES, (100, 0, 37, 300)], ids=str)
+def test_it_agrees_on_a_gpu(sizes):
+    with using("grouped_mm"):
+        compare(grouped_linear, call(sizes, torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "said"),
+    [
+        (16, torch.float32, "needs bfloat16"),
+        (12, torch.bfloat16, "widths that are multiples of 8, got 12 and 8"),
+        (16, torch.bfloat16, None),
+    ],
+)
+def test_it_refuses_what_its_kernel_cannot_load(width, dtype, said, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    given = torch.zeros(3, width, dtype=dtype), torch.zeros(4, 8, width, dtype=dtype), torch.zeros(4, dtype=torch.int32)
+    reason = grouped_mm.refuses(*given)
+    assert reason is None if said is None else said in reason
+
+
+def test_products_are_counted_where_pytorch_counts():
+    with FlopCounterMode(display=False) as counter:
+        out = grouped_linear(**{k: v.requires_grad_(v.is_floating_point()) for k, v in call().items()})
+        out.sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 9 * 8 * 16
