@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from gsm.nn.linear import INTO_RESIDUAL, Linear
+from gsm.nn.work import Products, products
 from gsm_kernels import swiglu
 
 
@@ -27,3 +28,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., dim] to [..., dim]."""
         return self.down(swiglu(self.gate(x), self.up(x), self.limit))
+
+    def products(self) -> Products:
+        """What it costs."""
+        return products(self)
