@@ -189,7 +189,7 @@ def test_scores_far_below_zero_have_finite_gradients():
 
 def test_a_row_meets_as_many_weights_as_in_a_dense_one_and_the_router_s():
     mixture, dense = layer(), SwiGLU(DIM, HIDDEN)
-    assert mixture.multiply_adds_per_row() == dense.multiply_adds_per_row() + EXPERTS * DIM
+    assert mixture.products().multiply_adds == dense.products().multiply_adds + EXPERTS * DIM
     assert mixture.unmet() == (EXPERTS - CHOSEN) * 3 * DIM * HIDDEN // (CHOSEN + 1)
 
 

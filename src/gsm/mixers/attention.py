@@ -15,6 +15,7 @@ from gsm.nn.attention import Shape
 from gsm.nn.block import Mixed
 from gsm.nn.key_value import History, KeyValue, RangeReader
 from gsm.nn.rope import Rope
+from gsm.nn.work import Work
 from gsm.shapes import last
 from gsm.span import Span
 
@@ -65,6 +66,10 @@ class Attention(RangeReader):
         history = self.key_value.history(seen_BFE, slots, span)
         return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), cache, view)
 
+    def work(self, kind: str, below: Work | None) -> Work:
+        """What it costs."""
+        return self.key_value.work(f"{kind}_cache") + self.reading(self.key_value.projection.out_features)
+
 
 class CrossAttention(RangeReader):
     """Queries on a history that another part has made, and nothing to remember: a layer of YOCO's cross-decoder.
@@ -88,3 +93,8 @@ class CrossAttention(RangeReader):
         """Reads ``own``, the history as the rows see it, for the last R of T positions."""
         angles = self.rope(span.row_position_BR, x_BTD.dtype)
         return Mixed(self.read(last(x_BTD, span.rows), own.last(span.rows), angles), None, view)
+
+    def work(self, kind: str, below: Work) -> Work:
+        """What it costs on the history that ``below`` keeps."""
+        (history,) = below.stores
+        return self.reading(history.width)

@@ -29,6 +29,8 @@ class DeltaNet(Recurrence):
         ValueError: for a largest_beta outside of (0, 2], where the state would grow without bound.
     """
 
+    corrects = True
+
     def __init__(
         self,
         shape: Shape,

@@ -48,3 +48,7 @@ class GatedDeltaNet(DeltaNet):
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
         """The output times SiLU of the gate."""
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
+
+    def for_rows(self) -> tuple[nn.Module, ...]:
+        """The gate as well."""
+        return *super().for_rows(), self.gate

@@ -23,6 +23,7 @@ from gsm.nn.block import Mixed
 from gsm.nn.convolution import ShortConvolution
 from gsm.nn.linear import INTO_RESIDUAL, Linear
 from gsm.nn.norm import RMSNorm
+from gsm.nn.work import Products, Store, Work, products
 from gsm.observe import tap
 from gsm.shapes import last, promoted
 from gsm.span import Span
@@ -44,6 +45,8 @@ class Recurrence(nn.Module):
 
     # How many positions back of its input a row needs: every earlier one counts.
     reach: int | None = None
+    # Whether a write first reads what the state answers to its key: the delta rule.
+    corrects = False
 
     def __init__(self, shape: Shape, *, name: str, convolution: int, steps: int = 1):
         super().__init__()
@@ -152,3 +155,27 @@ class Recurrence(nn.Module):
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
         """The normed output as it goes into the output projection."""
         return out_BRHC
+
+    def for_rows(self) -> tuple[nn.Module, ...]:
+        """The parts that only rows asked for meet; all others meet every token."""
+        return self.norm, self.output
+
+    def work(self, kind: str, below: Work | None) -> Work:
+        """What it costs, token by token as the equations stand; in chunks, more is computed.
+
+        A token multiplies the state of every head, C x C, with its query, with each of its keys where writes correct,
+        and adds an outer product for each. That the state decays is no product. Every call reads and writes the state.
+        """
+        rows, inner = self.for_rows(), self.heads * self.width
+        tokens = [part for part in self.children() if part not in rows and part is not self.convolution]
+        touched = 1 + self.steps * (2 if self.corrects else 1)
+        per_token = {
+            "projections": products(*tokens, *self.parameters(recurse=False)),
+            "recurrence": Products(touched * inner * self.width, (2 + 2 * self.steps) * inner),
+        }
+        stores = [Store(f"{kind}_state", inner * self.width, 1, full=True, carried=True)]
+        if self.convolution is not None:
+            per_token["convolution"] = self.convolution.products()
+            channels, seen = sum(self.channels), self.convolution.width - 1
+            stores.append(Store(f"{kind}_convolution", channels, seen, carried=True))
+        return Work({"projections": products(*rows)}, per_token, stores=tuple(stores))

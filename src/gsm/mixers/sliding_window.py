@@ -10,6 +10,7 @@ from gsm.mixers.attention import Scale
 from gsm.nn.attention import Shape
 from gsm.nn.block import Mixed
 from gsm.nn.key_value import KeyValue, RangeReader
+from gsm.nn.work import Work
 from gsm.shapes import last
 from gsm.span import Span
 
@@ -59,3 +60,8 @@ class SlidingWindow(RangeReader):
         history = self.key_value.recent(seen_BEC, self.window, span)
         kept = None if own is None else window
         return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), kept, view)
+
+    def work(self, kind: str, below: Work | None) -> Work:
+        """What it costs."""
+        kept = self.key_value.work(f"{kind}_window", self.window)
+        return kept + self.reading(self.key_value.projection.out_features, self.window)

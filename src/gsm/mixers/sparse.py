@@ -27,6 +27,7 @@ from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.reader import Reader
 from gsm.nn.rope import Angles, Rope
 from gsm.nn.search import Found, search_bank
+from gsm.nn.work import POOL_BLOCK, Store, Work, check_pool, products
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.span import Span
@@ -152,3 +153,32 @@ class SparseAttention(Reader):
         bank = view.bank
         pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
         return replace(view, pool_BRN=pool_BRN)
+
+    def work(self, kind: str, below: Work | None) -> Work:
+        """What it costs; a layer that owns no bank reads that of the layer below, as this one does."""
+        near = self.seeing(self.window_size, nearest=True)
+        window = Store(f"{kind}_window", near.width, self.window_size)
+        total = Work(self.reading(), {"entries": products(self.window)}, looks=(near,), stores=(window,))
+        if self.role == "full":
+            total += self.owning(f"{kind}_bank", near.width)
+            bank, pool = self.seeing(self.top_k if self.indexer else 0, ratio=self.ratio), None
+        elif self.role == "window" or below is None or below.bank is None:
+            return total
+        else:
+            bank, pool = below.bank, below.pool
+        total += Work(looks=(bank,), bank=bank, pool=pool)
+        if self.indexer is not None:
+            total += self.indexer.work(self.ratio, pool)
+        if self.pool_blocks:
+            check_pool(POOL_BLOCK * self.pool_blocks, self.top_k)
+            total += Work(pool=POOL_BLOCK * self.pool_blocks)
+        return total
+
+    def owning(self, kind: str, width: int) -> Work:
+        """What a bank costs whose entries have so many numbers: compressing tokens, and keeping what comes of it."""
+        values = 1 if self.ratio == 1 else 2  # of a token: its value, and in groups its gate
+        pending = Store(f"{kind}_pending", values * width, self.ratio - 1, carried=True)
+        stores = [pending, Store(kind, width, ratio=self.ratio, counted=True)]
+        if self.indexer is not None:
+            stores.append(Store("index_keys", self.indexer.width, ratio=self.ratio))
+        return Work(per_token={"compressors": products(self.compressor)}, stores=tuple(stores))

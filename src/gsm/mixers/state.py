@@ -10,6 +10,7 @@ from gsm.nn.attention import Shape
 from gsm.nn.block import Mixed
 from gsm.nn.reader import Reader, attention_weights
 from gsm.nn.rope import Angles, Rope
+from gsm.nn.work import Work
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.span import Span
@@ -60,3 +61,8 @@ class StateAttention(Reader):
         turned = Angles(cos_BEP, sin_BEP)
         tap(f"{self.name}/weights", lambda: attention_weights(query_BEHC, view, *band, turned)[:, every])
         return self.output(attend_band(query_BEHC, view.window_BEC, *band, *turned)[:, every])
+
+    def work(self, kind: str, below: Work | None) -> Work:
+        """What it costs: the last M entries, J of each position."""
+        look = self.seeing(self.window_size // self.slots, each=self.slots, nearest=True)
+        return Work(self.reading(), looks=(look,))

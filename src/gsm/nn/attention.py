@@ -17,6 +17,7 @@ from gsm.memory.slots import Slots
 from gsm.nn.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.nn.norm import RMSNorm
 from gsm.nn.rope import Angles
+from gsm.nn.work import Look, Products, Work, products
 from gsm_kernels import pool_groups, rotate
 
 
@@ -54,10 +55,10 @@ class Query(nn.Module):
 
     def __init__(self, dim_in: int, shape: Shape):
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.width = shape.heads, shape.heads * shape.entry_dim
         self.down = Linear(dim_in, shape.query_rank)
         self.norm = RMSNorm(shape.query_rank)
-        self.up = Linear(shape.query_rank, shape.heads * shape.entry_dim)
+        self.up = Linear(shape.query_rank, self.width)
 
     def forward(self, x_BRD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
@@ -165,6 +166,18 @@ class Indexer(nn.Module):
                 "this indexer searches with the keys of another one (owns_keys=False) and has none to make"
             )
         return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
+
+    def work(self, ratio: int, pool: int | None = None) -> Work:
+        """What a search costs: for each row and slot J products of width I, and their weighted sum.
+
+        Args:
+            ratio: tokens of a slot (m).
+            pool: slots among which it searches at most; None: all that a row sees.
+        """
+        each = self.heads * (self.width + 1)
+        per_row = {"indexers": products(self.query, self.weight), "index scores": Products(moved=each)}
+        look = Look("index scores", each, self.width, pool, ratio, blocks=True)
+        return Work(per_row, per_slot={"indexers": products(self.key, self.key_norm)}, looks=(look,))
 
 
 class Output(nn.Module):

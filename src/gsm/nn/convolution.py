@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsm.nn.linear import draw
+from gsm.nn.work import Products
 from gsm.shapes import promoted
 
 
@@ -49,3 +50,7 @@ class ShortConvolution(nn.Module):
             reached_BT1 = (position_BT >= back)[..., None]  # this far back it is the same document
             total_BTC = total_BTC + padded_BEC[:, first : first + length] * reached_BT1 * self.weight[:, back]
         return total_BTC.to(seen_BEC.dtype)
+
+    def products(self) -> Products:
+        """What it costs for each token: a product of every channel with every weight of its own."""
+        return Products(self.weight.numel(), 2 * len(self.weight), self.weight.numel())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gsm.nn.feed_forward import Balance, Fed, SwiGLU
 from gsm.nn.linear import INTO_RESIDUAL, Linear, draw
+from gsm.nn.work import Products, products
 from gsm.shapes import lowered, promoted
 from gsm_kernels import grouped_linear, swiglu
 from gsm_kernels.device import full_precision
@@ -100,9 +101,13 @@ class MixtureOfExperts(nn.Module):
         """Moves every bias one step towards even loads; ``load_E`` is int64, the rows of a whole optimiser step."""
         self.nudges_E += torch.sign(load_E.sum() - load_E.numel() * load_E)
 
-    def multiply_adds_per_row(self) -> int:
-        """Weights that a row meets: the router's, and those of its K experts and of the shared one."""
-        return sum(p.numel() for p in self.parameters()) - self.unmet()
+    def products(self) -> Products:
+        """What it costs: the router, the shared expert, and K of the others, each reading and writing its own rows."""
+        every = products(self.experts)
+        each = self.chosen * every.weights // self.nudges_E.numel()
+        dim, width = self.experts.down.shape[1:]
+        moved = 3 * self.chosen * (dim + width)
+        return products(self.router, self.shared) + Products(each, moved, every.weights, every.weights, each)
 
     def unmet(self) -> int:
         """Weights of the experts that a row is not sent to."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from gsm.nn.linear import INTO_RESIDUAL, Linear
+from gsm.nn.work import Products, products
 from gsm_kernels import swiglu
 
 
@@ -43,8 +44,8 @@ class FeedForward(Protocol):
         """Maps every row; positions tell padding (-1) from what counts."""
         ...
 
-    def multiply_adds_per_row(self) -> int:
-        """Multiply-adds of a row in products with weights."""
+    def products(self) -> Products:
+        """What a row costs in products with weights."""
         ...
 
 
@@ -68,6 +69,6 @@ class SwiGLU(nn.Module):
         """Maps [..., dim] to [..., dim], whatever the positions."""
         return Fed(self.down(swiglu(self.gate(x), self.up(x), self.limit)))
 
-    def multiply_adds_per_row(self) -> int:
-        """All weights."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def products(self) -> Products:
+        """What it costs."""
+        return products(self)

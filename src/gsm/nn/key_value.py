@@ -13,6 +13,7 @@ from gsm.memory.slots import Slots
 from gsm.nn.attention import Output, Query, Shape
 from gsm.nn.linear import Linear
 from gsm.nn.rope import Angles, Rope
+from gsm.nn.work import Products, Store, Work, attention, products
 from gsm.observe import tap
 from gsm.shapes import last, promoted
 from gsm.span import Span
@@ -95,6 +96,11 @@ class KeyValue(nn.Module):
         key_BFGC, value_BFGC = seen_BFE.unflatten(-1, (2, self.heads, -1)).unbind(2)
         return key_BFGC, value_BFGC
 
+    def work(self, kind: str, size: int | None = None) -> Work:
+        """What they cost: their projection for each token, and what is kept as ``kind``, all or the last ``size``."""
+        store = Store(kind, self.projection.out_features, size, counted=size is None)
+        return Work(per_token={"keys and values": products(self)}, stores=(store,))
+
 
 class RangeReader(nn.Module):
     """Query and output projection of an attention that reads a history.
@@ -125,6 +131,12 @@ class RangeReader(nn.Module):
             history.whole,
         )
         return self.output(mixed_BRHC)
+
+    def reading(self, width: int, limit: int | None = None) -> Work:
+        """What reading a history costs whose entries have such a width, and of which a row sees all or the nearest."""
+        inner = self.query.width
+        per_row = {"projections": products(self.query, self.output), "attention": Products(moved=2 * inner)}
+        return Work(per_row, looks=(attention(inner, width, limit, nearest=True),))
 
 
 def shared_heads(heads: int) -> int:

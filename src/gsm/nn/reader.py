@@ -15,6 +15,7 @@ from gsm.nn.attention import Output, Query, Shape
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.rope import Angles, Rope
 from gsm.nn.search import Found
+from gsm.nn.work import Look, Products, attention, products
 from gsm.observe import tap
 from gsm.shapes import promoted
 from gsm_kernels import IndexerLoss, attend, attend_band, rotate
@@ -73,6 +74,15 @@ class Reader(nn.Module):
             return None
         looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
         return self.indexer_training.loss(found, *looked_at)
+
+    def reading(self) -> dict[str, Products]:
+        """What it costs for each row, besides what the row looks at."""
+        read_and_written = Products(moved=2 * self.query.width)
+        return {"projections": products(self.query, self.output, self.sink), "attention": read_and_written}
+
+    def seeing(self, limit: int, **options) -> Look:
+        """At most so many entries for each row; options as of ``Look``."""
+        return attention(self.query.width, self.query.width // self.query.heads, limit, **options)
 
     def _teaches(self, found: Found) -> bool:
         """Whether an indexer has searched that may learn in this call."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.nn.linear import draw
+from gsm.nn.work import Products, products
 from gsm.shapes import last
 from gsm_kernels import mhc_boundary
 
@@ -47,18 +48,23 @@ class Plain(nn.Module):
     """One stream, to which a site adds its output: pre-norm residual.
 
     Args:
-        dim: model width (unused: the site has no parameters).
+        dim: model width; the site has no parameters.
     """
 
     streams = 1
 
     def __init__(self, dim: int):
         super().__init__()
+        self.dim = dim
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Adds the update to the last R positions of the stream."""
         value_BRXD = last(streams.value_BTXD, update_BRD.shape[1]) + update_BRD[:, :, None]
         return Streams(value_BRXD, value_BRXD[:, :, 0])
+
+    def products(self) -> Products:
+        """What it costs: stream and update are read, the stream is written."""
+        return Products(moved=3 * self.dim)
 
 
 class HyperConnection(nn.Module):
@@ -93,3 +99,11 @@ class HyperConnection(nn.Module):
         """Mixes the last R positions of the streams, writes the site's output to them, and reads for the next site."""
         entered_BRXD = last(streams.value_BTXD, update_BRD.shape[1])
         return Streams(*mhc_boundary(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))
+
+    def products(self) -> Products:
+        """What it costs, in one pass: streams and update are read, streams and what the next site reads are written.
+
+        Besides its weights' products those of the coefficients: write and mix X x (X + 1), read X, each on D channels.
+        """
+        wide, weights = self.phi.shape[1], products(self).weights
+        return Products(self.phi.numel() + (self.streams + 2) * wide, 2 * (wide + wide // self.streams), weights)

@@ -23,7 +23,7 @@ class StateWriter(nn.Module):
     from that position alone.
 
     One that writes otherwise overrides ``write`` too; if it keeps more than the last M entries, ``start``, ``forget``
-    and ``stored``; and if it computes more than products with its own matrices, ``multiply_adds``.
+    and ``stored``; and if it computes more than products with its own matrices, ``multiply_adds`` and ``reads``.
 
     Args:
         shape: shared widths.
@@ -71,6 +71,10 @@ class StateWriter(nn.Module):
         """What writing the entries of positions [first, last) takes, by part, besides the products with this writer's
         matrices: those are counted by themselves, each once for every position that comes in."""
         return {}
+
+    def reads(self, first: int, last: int) -> int:
+        """Numbers that these products look at, each once."""
+        return 0
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """From the encoder's output and what each stage retrieved to ``z_BTD`` (equation 11)."""

@@ -101,6 +101,10 @@ class Delta(Additive):
         seen = sum(min(position, self.reach) for position in range(first, last))
         return {"attention": 2 * self.query.out_features * seen}
 
+    def reads(self, first: int, last: int) -> int:
+        """The plain entries of those predictions."""
+        return self.query.out_features * max(0, min(last - 1, last - 1 - first + self.reach))
+
     def write(self, z_BTD: Tensor, span: Span, state: DeltaMemory) -> tuple[Tensor, DeltaMemory]:
         """Plain entries of all positions; corrected ones of the last ``span.rows``, which have theirs before them."""
         x_BTD, angles = self.norm(z_BTD), self.rope(span.position_BT, z_BTD.dtype)
