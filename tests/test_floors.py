@@ -15,11 +15,11 @@ from gsm.paths import ROOT
 
 FLOORS = {
     "gsm_kernels": 0,
-    **dict.fromkeys(["__version__", "paths", "files", "shapes", "signals", "span", "observe", "memory"], 1),
+    **dict.fromkeys(["__version__", "paths", "files", "shapes", "signals", "span", "observe", "memory", "graphs"], 1),
     "nn": 2,
     **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
     "models": 4,
-    **dict.fromkeys(["task", "standing", "watch", "optimizer", "data", "callbacks", "eval", "generate"], 5),
+    **dict.fromkeys(["task", "standing", "watch", "optimizer", "data", "callbacks", "eval", "generate", "engine"], 5),
     **dict.fromkeys(["runs", "benchmarks", "compare", "notebook"], 6),
     "gsm": 7,  # the package's front door, which finds build_model and load_model in runs
 }

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,6 +26,26 @@ def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+@contextlib.contextmanager
+def ahead_of_a_graph() -> Iterator[None]:
+    """Inside the block, operations choose what they would choose while a CUDA graph is captured, so that what a warm-up
+    has compiled is what the graph will hold."""
+    global _ahead
+    before, _ahead = _ahead, True
+    try:
+        yield
+    finally:
+        _ahead = before
+
+
+def for_a_graph() -> bool:
+    """Whether this call is, or prepares, the capture of a CUDA graph, in which nobody can wait for the device."""
+    return _ahead or torch.cuda.is_current_stream_capturing()
+
+
+_ahead = False
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -14,13 +14,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gsm.engine import Engine
     from gsm.observe import record
     from gsm.runs.load import build_model, load_model
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build_model", "load_model", "record"]
+__all__ = ["Engine", "__version__", "build_model", "load_model", "record"]
 
-_HOMES = {"build_model": "gsm.runs.load", "load_model": "gsm.runs.load", "record": "gsm.observe"}
+_HOMES = {
+    "Engine": "gsm.engine",
+    "build_model": "gsm.runs.load",
+    "load_model": "gsm.runs.load",
+    "record": "gsm.observe",
+}
 
 
 def __getattr__(name: str) -> Any:

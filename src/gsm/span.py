@@ -7,10 +7,16 @@ position p has exactly p predecessors in its document, a window of W reaches min
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from gsm.shapes import last
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -21,16 +27,18 @@ class Span:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
         rows: how many trailing positions this layer has to produce.
         whole: known without asking the device: these are one document from its beginning, all that any memory holds.
+        known: what has been computed from the positions (``once``); layers with the same positions share it.
     """
 
     position_BT: Tensor
     rows: int
     whole: bool = False
+    known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def row_position_BR(self) -> Tensor:
         """Positions of the rows asked for."""
-        return self.position_BT[:, -self.rows :]
+        return last(self.position_BT, self.rows)
 
     def last(self, rows: int) -> Span:
         """Ask for ``rows`` trailing positions (or all there are)."""
@@ -38,7 +46,14 @@ class Span:
 
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one."""
-        return Span(self.row_position_BR, self.rows, self.whole and self.rows == self.position_BT.shape[1])
+        return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions
+        and the key alone."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
 
 def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:
@@ -57,3 +72,8 @@ def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_posit
     start_BT = torch.where(documents_BT != previous_BT, index_T, -1).cummax(dim=1).values
     position_BT = torch.where(start_BT >= 0, index_T - start_BT, last_position_B[:, None] + 1 + index_T)
     return torch.where(documents_BT < 0, -1, position_BT)
+
+
+def following_positions(last_position_B: Tensor, length: int) -> Tensor:
+    """The same where the document of the last token goes on: int64 [B, T], counted on from its position."""
+    return last_position_B[:, None] + torch.arange(1, length + 1, device=last_position_B.device)

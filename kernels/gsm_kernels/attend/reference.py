@@ -160,7 +160,7 @@ def _chunk(inputs: _Inputs, width: int, start: int, stop: int, softmax: Tensor |
         index_BRK = pad_rows(inputs.index_BRK[:, start:stop], rows, -1)
         bias = inputs.bias_BRK
         bias_BRK = None if bias is None else pad_rows(bias[:, start:stop].to(query.dtype), rows)
-        far = _far(inputs.bank_BFC.to(query.dtype), index_BRK, bias_BRK)
+        far = _far(inputs.bank_BFC, index_BRK, bias_BRK, query.dtype)
     if softmax is None:
         visible = window_visible(inputs.position_BR[:, start:stop], rows)
         softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
@@ -173,17 +173,18 @@ def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
     return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
 
-def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None) -> Far:
+def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None, dtype: torch.dtype) -> Far:
     slots = bank_BFC.shape[1]
     if _dense(slots, index_BRK.shape[2], bias_BRK):
+        bank_BFC = bank_BFC.to(dtype)
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
         times_BRF = times_BRF[..., :slots]
         # The bias is log(times); the CPU's vector log is a hundred times slower on zeros, so these are filled in.
         return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
-    keys = gather_slots(bank_BFC, index_BRK)
+    keys = gather_slots(bank_BFC, index_BRK).to(dtype)  # after gathering: a step of decoding reads K slots, not all
     hidden = index_BRK < 0
-    bias = as_bias(~hidden, bank_BFC.dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
+    bias = as_bias(~hidden, dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
     return Far(keys, bias)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import absent, at_least_float32, needs_one_half_type
+from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
 
 FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule")  # no delta rule, with it, and with decay besides
 WIDEST = 256  # channels of a head
@@ -36,8 +36,8 @@ def refuses(query_BTHC: Tensor, key_BTHC: Tensor, value_BTHC: Tensor, *others: A
         return refusal
     if query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {query_BTHC.shape[-1]}"
-    if query_BTHC.shape[1] > 1 and torch.cuda.is_current_stream_capturing():
-        return "waits for the device, which a CUDA graph that is being captured cannot"
+    if query_BTHC.shape[1] > 1 and for_a_graph():
+        return "waits for the device, which a CUDA graph cannot"
     return None
 
 

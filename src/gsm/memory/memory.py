@@ -17,6 +17,7 @@ from torch import Tensor
 from gsm.memory.ledger import Ledger
 from gsm.memory.slots import Slots, every_token
 from gsm.memory.store import FORGET, Column, ColumnStore, Slab, State, StateStore, Window, WindowStore
+from gsm.span import Span
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class Cache:
         count_B = torch.zeros(like_BC.shape[0], dtype=torch.int64, device=like_BC.device)
         return Cache(Column.empty(kind, 1, like_BC), count_B)
 
-    def extend(self, new_BTC: Tensor, position_BT: Tensor) -> tuple[Tensor, Slots, Cache]:
-        """Returns the values of all tokens, ``value_BFC``; which of them each new token sees; the cache after it."""
-        slots = every_token(position_BT, self.count_B)
+    def extend(self, new_BTC: Tensor, span: Span) -> tuple[Tensor, Slots, Cache]:
+        """Returns the values of all tokens, ``value_BFC``; which of them each new token sees; the cache after it. All
+        caches fill alike: one plan serves them."""
+        slots = span.once(every_token, lambda: every_token(span.position_BT, self.count_B))
         value_BFC, entry = self.entry.place(new_BTC, slots)
         return value_BFC, slots, Cache(entry, None if self.count_B is None else slots.after_B)
 
@@ -161,7 +163,7 @@ class Memory:
 
     def clone(self) -> Memory:
         """An independent copy: fork a prefix and continue both."""
-        return _map(self, (Tensor, Ledger), lambda x: x.clone() if isinstance(x, Tensor) else replace(x))
+        return map_nodes(self, (Tensor, Ledger), lambda x: x.clone() if isinstance(x, Tensor) else replace(x))
 
     def expand(self, times: int) -> Memory:
         """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2; an independent copy.
@@ -172,24 +174,60 @@ class Memory:
         def repeated(x: Tensor | Ledger) -> Tensor | Ledger:
             return x.repeat_interleave(times, dim=0) if isinstance(x, Tensor) else replace(x)
 
-        return _map(self, (Tensor, Ledger), repeated)
+        return map_nodes(self, (Tensor, Ledger), repeated)
 
     def fixed(self, capacity: int) -> Memory:
         """An empty static memory for so many tokens, with the stores of this empty growing one. Raises ValueError for
         a capacity below 1."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 token, or None for a memory that grows; got {capacity}")
-        memory = _map(self, (Window, Column), lambda store: store.fixed(capacity))
+        memory = map_nodes(self, (Window, Column), lambda store: store.fixed(capacity))
         return replace(memory, ledger=replace(self.ledger, capacity=capacity))
+
+    def narrow(self, tokens: int) -> Memory:
+        """The same buffers, with as many bank slots as ``tokens`` tokens need: what a call that knows where it ends
+        need not pay for the others. A growing memory is itself no larger than that."""
+        if self.capacity is None:
+            return self
+        kinds = (Slab, Tensor, Ledger)
+        return map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, Slab) else node)
+
+    @property
+    def keeps_padding(self) -> bool:
+        """Whether padding takes up room, as it does where there is a slot for every token."""
+        return _holds(self, Cache)
+
+    def mark(self) -> Memory:
+        """What ``rewind`` needs to come back to this point: a copy of everything but bank slots, to which later calls
+        only add."""
+
+        def marked(node: Any) -> Any:
+            return node if isinstance(node, Slab) else node.clone() if isinstance(node, Tensor) else replace(node)
+
+        return map_nodes(self, (Slab, Tensor, Ledger), marked)
+
+    def rewind(self, mark: Memory) -> None:
+        """Goes back, in place, to an earlier point, or with an empty static memory of any capacity to the beginning.
+        Bank slots filled since then are not cleared: the counts put them out of sight.
+
+        Raises:
+            ValueError: for a growing memory, of which the earlier point is the earlier memory.
+        """
+        if self.capacity is None:
+            raise ValueError("a growing memory is never changed in place; go on from the earlier memory instead")
+        _overwrite(_without_slots(self), _without_slots(mark))
+        self.ledger.used = mark.used
 
     def advance(self, after: Memory, tokens: int) -> Memory:
         """The memory after a call that read ``tokens`` tokens and left the stores ``after``.
 
-        A growing memory gives way to ``after``. A static one copies it into its own buffers, and stays: until here
+        A growing memory gives way to ``after``, of whose tensors those that are a part of a longer one are copied, to
+        hold on to no more than that part. A static one copies ``after`` into its own buffers, and stays: until here
         nothing that can be seen has changed, so a call that fails on the way leaves it as it was.
         """
         if self.capacity is None:
-            return replace(after, ledger=replace(self.ledger, used=self.used + tokens))
+            compact = map_nodes(after, (Tensor, Ledger), lambda x: _compact(x) if isinstance(x, Tensor) else x)
+            return replace(compact, ledger=replace(self.ledger, used=self.used + tokens))
         _overwrite(self, after)
         self.ledger.claim(tokens)
         return self
@@ -216,6 +254,17 @@ def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
     """The fields of a memory that has seen nothing yet."""
     nothing_B = torch.full((batch,), -1, dtype=torch.int64, device=device)
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}
+
+
+def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """The same tree with every node of these kinds replaced; what lies below them is left to ``function``."""
+    if isinstance(node, kinds):
+        return function(node)
+    if is_dataclass(node) and not isinstance(node, type):
+        return replace(node, **{f.name: map_nodes(getattr(node, f.name), kinds, function) for f in fields(node)})
+    if isinstance(node, tuple):
+        return tuple(map_nodes(item, kinds, function) for item in node)
+    return node
 
 
 def _stores(node: Any) -> Iterator[tuple]:
@@ -251,17 +300,6 @@ def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(part, getattr(node, "kind", kind))
 
 
-def _map(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """The same tree with every node of these kinds replaced."""
-    if isinstance(node, kinds):
-        return function(node)
-    if is_dataclass(node) and not isinstance(node, type):
-        return replace(node, **{f.name: _map(getattr(node, f.name), kinds, function) for f in fields(node)})
-    if isinstance(node, tuple):
-        return tuple(_map(item, kinds, function) for item in node)
-    return node
-
-
 def _overwrite(memory: Memory, after: Memory) -> None:
     """Copies every tensor of ``after`` into the one at its place. Raises TypeError, before anything is written, if they
     differ in shape."""
@@ -272,6 +310,28 @@ def _overwrite(memory: Memory, after: Memory) -> None:
                 f"a static memory keeps its shapes, but {kind} went from {list(buffer.shape)} to {list(value.shape)}; "
                 "keep what grows in a Window or a Column"
             )
+    # A list for each dtype: on a GPU a list is one kernel, if every pair has the same strides. Those of a buffer and of
+    # the end of a longer tensor differ in a batch of one, but only where the size is 1.
+    changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for (_, buffer), (_, value) in pairs:
         if buffer is not value:
-            buffer.copy_(value)
+            buffers, values = changed.setdefault(buffer.dtype, ([], []))
+            buffers.append(buffer.squeeze(0))
+            values.append(value.squeeze(0))
+    for buffers, values in changed.values():
+        torch._foreach_copy_(buffers, values)
+
+
+def _compact(x: Tensor) -> Tensor:
+    """The tensor in a storage of its own size."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+
+
+def _without_slots(memory: Memory) -> Memory:
+    """The same memory with nothing where the slots of its banks are."""
+    return map_nodes(memory, (Slab, Ledger), lambda node: None if isinstance(node, Slab) else node)
+
+
+def _holds(node: Any, kind: type) -> bool:
+    """Whether there is a node of this kind."""
+    return isinstance(node, kind) or any(_holds(part, kind) for part in _parts(node))

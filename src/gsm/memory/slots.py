@@ -43,7 +43,7 @@ class Slots:
 
     @property
     def after_B(self) -> Tensor:
-        """Slots filled after this call; a copy, for a memory must not hold on to ``last_BT``."""
+        """Slots filled after this call; a copy, for each of the banks with this plan keeps a count of its own."""
         return self.last_BT[:, -1].clone()
 
     @cached_property
@@ -56,8 +56,14 @@ class Slots:
 
     def places(self, spare: int) -> Tensor:
         """The slot of each new group, int64 [B, G]; ``spare`` for those that a sequence does not use."""
-        index_G = torch.arange(self.end_BG.shape[1], device=self.end_BG.device)
-        return torch.where(self.end_BG >= 0, self.before_B[:, None] + index_G, spare)
+        if spare not in self._places:
+            index_G = torch.arange(self.end_BG.shape[1], device=self.end_BG.device)
+            self._places[spare] = (self.before_B[:, None] + index_G).masked_fill(self.end_BG < 0, spare)
+        return self._places[spare]
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        return {}
 
 
 def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:

@@ -75,7 +75,7 @@ FORGET = Forget()
 
 @dataclass(frozen=True)
 class Window:
-    """The last ``size`` entries, as a compact copy.
+    """The last ``size`` entries.
 
     After a pruned prefill the stored entries and the next new ones may lie apart in the stream; no row reaches across
     that gap, because a layer always writes the ``size`` entries before the first row that it will be asked for.
@@ -99,7 +99,7 @@ class Window:
         """Stored entries followed by the new ones, and the last ``size`` of them as the next window."""
         seen_BEC = torch.cat([self.entry_BEC, new_BTC.to(self.entry_BEC.dtype)], dim=1)
         keep = min(self.size, seen_BEC.shape[1])
-        return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - keep :].detach().clone())
+        return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - keep :].detach())
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,6 @@ class FixedWindow(Window):
     Not a ring with a cursor: attention reads stored and new entries in stream order, so a ring would have to be
     unrolled at every read, and shifting a few hundred entries costs no more than that.
     """
-
-    def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
-        """The same as a growing window, except that the next entries are not copied: that is left to the memory, which
-        copies them into its buffer."""
-        seen_BEC = torch.cat([self.entry_BEC, new_BTC.to(self.entry_BEC.dtype)], dim=1)
-        return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - self.size :].detach())
 
 
 @dataclass(frozen=True)
@@ -183,6 +177,10 @@ class Slab:
     kind: str
     ratio: int
     value_BFC: Tensor
+
+    def narrow(self, tokens: int) -> Slab:
+        """The slots that so many tokens can fill, and behind them one to spare, in the same buffer."""
+        return replace(self, value_BFC=self.value_BFC[:, : tokens // self.ratio + 1])
 
     def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Slab]:
         """Writes the new values behind the slots that each sequence has filled so far. Positions are computed on the

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from gsm.memory.slots import Slots
@@ -23,7 +21,7 @@ class Bank:
         first_BR, last_BR: int64, the slots [first, last) that each row may see.
         latent_BGC: entries that this call added, before rotation: what another indexer makes its keys from.
         slots: where those go.
-        rope: rotation of entries and keys.
+        angles: cosine and sine of the rotation of what goes there, at least float32.
     """
 
     entry_BFC: Tensor
@@ -32,7 +30,7 @@ class Bank:
     last_BR: Tensor
     latent_BGC: Tensor
     slots: Slots
-    rope: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    angles: tuple[Tensor, Tensor]
 
     def last(self, rows: int) -> Bank:
         """The same bank for the last ``rows`` rows."""

@@ -60,9 +60,9 @@ class Attention(RangeReader):
 
     def forward(self, x_BTD: Tensor, span: Span, own: Cache | None, view: View | None) -> Mixed:
         """Writes keys and values of all T new positions and reads for the last R of them."""
-        angles = self.rope(span.position_BT, x_BTD.dtype)
+        angles = self.rope.at(span, x_BTD.dtype)
         entry_BTE = self.key_value(x_BTD, angles)
-        seen_BFE, slots, cache = (own or FORGETFUL_CACHE).extend(entry_BTE, span.position_BT)
+        seen_BFE, slots, cache = (own or FORGETFUL_CACHE).extend(entry_BTE, span)
         history = self.key_value.history(seen_BFE, slots, span)
         return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), cache, view)
 
@@ -91,7 +91,7 @@ class CrossAttention(RangeReader):
 
     def forward(self, x_BTD: Tensor, span: Span, own: History, view: View | None) -> Mixed:
         """Reads ``own``, the history as the rows see it, for the last R of T positions."""
-        angles = self.rope(span.row_position_BR, x_BTD.dtype)
+        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
         return Mixed(self.read(last(x_BTD, span.rows), own.last(span.rows), angles), None, view)
 
     def work(self, kind: str, below: Work) -> Work:

@@ -55,7 +55,7 @@ class SlidingWindow(RangeReader):
 
     def forward(self, x_BTD: Tensor, span: Span, own: Window | None, view: View | None) -> Mixed:
         """Writes keys and values of all T new positions and reads for the last R of them."""
-        angles = self.rope(span.position_BT, x_BTD.dtype)
+        angles = self.rope.at(span, x_BTD.dtype)
         seen_BEC, window = (own or FORGET).extend(self.key_value(x_BTD, angles))
         history = self.key_value.recent(seen_BEC, self.window, span)
         kept = None if own is None else window

@@ -95,7 +95,7 @@ class SparseAttention(Reader):
             own: this layer's memory.
             view: what the layer below looked at (None on the first layer).
         """
-        angles = self.rope(span.position_BT, x_BTD.dtype)
+        angles = self.rope.at(span, x_BTD.dtype)
         window_BEC, window = own.window.extend(self.window(x_BTD, angles))
         bank, bank_memory = self.publish(x_BTD, span, own.bank)
         x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
@@ -113,14 +113,16 @@ class SparseAttention(Reader):
         if self.compressor is None or own is None:
             return None, None
         projected_BEC, pending = own.pending.extend(self.compressor.project(x_BTD))
-        slots = plan_slots(span.position_BT, self.ratio, own.count_B)
+        # All banks of a ratio fill alike: one plan serves them, and one table of angles.
+        slots = span.once(self.ratio, lambda: plan_slots(span.position_BT, self.ratio, own.count_B))
         latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
-        angles = self.rope(slots.position_BG, x_BTD.dtype)
+        key = (self.ratio, *self.rope.key, x_BTD.dtype)
+        angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
         entry_BFC, entry = own.entry.place(rotate(latent_BGC, *angles), slots)
         key_BFI, key = None, None
         if self.indexer is not None and own.key is not None:
             key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
-        bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, self.rope)
+        bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
         return bank, BankMemory(pending, entry, key, None if own.count_B is None else slots.after_B)
 
     def look(self, window_BEC: Tensor, bank: Bank | None, below: View | None, rows: int) -> View:

@@ -40,7 +40,7 @@ class StateAttention(Reader):
         """Reads the state, ``view.window_BEC``, for the last R of T positions."""
         if view is None:
             raise ValueError("StateAttention needs a view of the shared state, got None")
-        angles = self.rope(span.row_position_BR, x_BTD.dtype)
+        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
         query_BRHC, _ = self.query(last(x_BTD, span.rows))
         return Mixed(self.read(query_BRHC, view, span.row_position_BR, angles), own, view)
 

@@ -74,7 +74,7 @@ class Stage(Reader):
     def forward(self, u_BRU: Tensor, span: Span, view: View, own: Any) -> tuple[Tensor, Any, IndexerLoss | None]:
         """Returns the increment [B, R, D], the retriever's memory, and loss and recall of its indexer."""
         x_BRU = self.norm(u_BRU)
-        angles = self.rope(span.position_BT, x_BRU.dtype)
+        angles = self.rope.at(span, x_BRU.dtype)
         found, own = self.retriever(x_BRU, view, span.position_BT, angles, own)
         view = self.choose(view, found)
         query_BRHC, _ = self.query(x_BRU)

@@ -25,14 +25,14 @@ from gsm.models.balancing import even_out, layers_with_experts
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
-from gsm.models.sampling import sample
+from gsm.models.sampling import continuation
 from gsm.nn.feed_forward import Balance
 from gsm.nn.indexer_training import IndexerTraining
 from gsm.nn.linear import Linear, draw
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
 from gsm.shapes import lowered
-from gsm.span import Span, document_positions
+from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
 
 
@@ -160,8 +160,10 @@ class LanguageModel(nn.Module):
         one = documents is None
         if documents is None:
             documents = books.document_B.clamp(min=0)[:, None].expand(-1, length)
-        documents = documents.long()
-        position_BT = document_positions(documents, books.document_B, books.position_B)
+            position_BT = following_positions(books.position_B, length)
+        else:
+            documents = documents.long()
+            position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self.forgetful_memory())
         whole = one and (memory is None or memory.capacity is None and not memory.used)
         span = Span(position_BT, rows or length, whole)
@@ -174,7 +176,7 @@ class LanguageModel(nn.Module):
         hidden_BRD = self.norm(trace.hidden_BRD)
         after = None
         if memory is not None:
-            books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1].clone()}
+            books = {"document_B": documents[:, -1], "position_B": position_BT[:, -1]}
             after = memory.advance(replace(trace.memory, **books), length)
         losses, metrics = self._learned(trace)
         evened = even_out(trace.balances)
@@ -228,11 +230,12 @@ class LanguageModel(nn.Module):
         memory.ledger.require(tokens.shape[1])
         out = None
         for start in range(0, max(tokens.shape[1], 1), chunk):
+            tokens_BT = tokens[:, start : start + chunk]
             part = None if documents is None else documents[:, start : start + chunk]
-            out = self(tokens[:, start : start + chunk], documents=part, memory=memory, rows=1)
-            memory = out.memory
+            out = self(tokens_BT, documents=part, memory=memory.narrow(memory.used + tokens_BT.shape[1]), rows=1)
+            memory = out.memory if memory.capacity is None else memory  # what is narrow has no room for the next chunk
         assert out is not None
-        return out
+        return replace(out, memory=memory)
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
         """New token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``. The length
@@ -268,19 +271,20 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: as ``forward``; for fewer new tokens than 1, or a capacity that does not hold them all.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         tokens, documents = as_batch(prompt, self.embedding.weight.device)
-        if capacity is not None:
-            check_room(capacity, tokens.shape[1], max_new_tokens)
-        with self._evaluating():
+        check_room(capacity, tokens.shape[1], max_new_tokens)
+        with self.evaluating():
             out = self.prefill(tokens, self.start(tokens.shape[0], capacity), chunk, documents)
-        for step in range(max_new_tokens):
-            token_B = sample(out.logits[:, -1], temperature, top_p, generator)
-            yield token_B
-            if step + 1 < max_new_tokens:
-                with self._evaluating():
-                    out = self(token_B[:, None], memory=out.memory, rows=1)
+        memory = out.memory
+
+        def step(token_B: Tensor) -> Tensor:
+            nonlocal memory
+            with self.evaluating():
+                out = self(token_B[:, None], memory=memory, rows=1)
+            memory = out.memory
+            return out.logits[:, -1]
+
+        yield from continuation(out.logits[:, -1], step, max_new_tokens, temperature, top_p, generator)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by how an optimiser should treat them: ``decay``, ``no_decay`` (norms, scales, biases, sinks),
@@ -329,7 +333,7 @@ class LanguageModel(nn.Module):
         return losses, {**trace.metrics, **named, "indexer_recall": mean}
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside the block; what was in training is so again behind it."""
         training = [module for module in self.modules() if module.training] if self.training else []
         try:

@@ -81,11 +81,15 @@ def describe(store: tuple) -> str:
     return f"{kind} {size} x {width} {str(dtype).removeprefix('torch.')}"
 
 
-def check_room(capacity: int, prompt: int, new: int) -> None:
-    """Raises ValueError for a capacity that a prompt and the new tokens after it do not fit into. The last new token is
-    not read, so it needs no room."""
-    if prompt + new - 1 > capacity:
+def check_room(capacity: int | None, prompt: int, new: int, used: int = 0) -> None:
+    """Raises ValueError for fewer new tokens than 1, and for a capacity that does not hold what is used, a prompt, and
+    the new tokens after it. The last new token is not read, so it needs no room."""
+    if new < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {new}")
+    needed = used + prompt + new - 1
+    if capacity is not None and needed > capacity:
+        after = f", after {used} that are used" if used else ""
         raise ValueError(
-            f"capacity {capacity} does not hold a prompt of {prompt} tokens and {new} new ones; "
-            f"use capacity={prompt + new - 1} or more, or None for a memory that grows"
+            f"capacity {capacity} does not hold a prompt of {prompt} tokens and {new} new ones{after}; "
+            f"use capacity={needed} or more, or None for a memory that grows"
         )

@@ -1,6 +1,9 @@
-"""From logits to the next token: greedy, temperature, and nucleus sampling (Holtzman et al., 2020)."""
+"""From logits to the next token: greedy, temperature, and nucleus sampling (Holtzman et al., 2020); and from each token
+to the next. Nothing here waits for the device: only who reads an id does."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,4 +37,32 @@ def sample(
         # A token stays while the mass before it is below top_p, so that the likeliest always stays.
         kept_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= top_p, 0)
         probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, kept_BV)
-    return torch.multinomial(probability_BV, 1, generator=generator)[:, 0]
+    # As torch.multinomial draws, which would wait for the device to see whether these are probabilities: exponential
+    # variables with rates p race, and i is first with probability p_i.
+    clock_BV = torch.empty_like(probability_BV).exponential_(generator=generator)
+    return (probability_BV / clock_BV).argmax(dim=-1)
+
+
+def continuation(
+    logits_BV: Tensor,
+    step: Callable[[Tensor], Tensor],
+    count: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yields ``count`` new ids per sequence, int64 [B], one after the other.
+
+    Args:
+        logits_BV: scores of the first of them.
+        step: reads a token [B] and returns the scores of the next. The last id is not read.
+        count, temperature, top_p, generator: how many, and as in ``sample``.
+
+    Raises:
+        ValueError: as ``sample``.
+    """
+    for number in range(1, count + 1):
+        token_B = sample(logits_BV, temperature, top_p, generator)
+        yield token_B
+        if number < count:
+            logits_BV = step(token_B)

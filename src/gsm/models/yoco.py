@@ -88,9 +88,9 @@ class YOCO(Matched):
         everything = [x_BTD.shape[1]] * layers  # what is cached needs every position
         encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, everything, memory.encoder)
         normed_BTD = self.cache_norm(encoded.streams.mixed_BTD)
-        entry_BTE = self.key_value(normed_BTD, self.rope(span.position_BT, x_BTD.dtype))
+        entry_BTE = self.key_value(normed_BTD, self.rope.at(span, x_BTD.dtype))
         (cache,) = memory.decoder
-        seen_BFE, slots, cache = cache.extend(entry_BTE, span.position_BT)
+        seen_BFE, slots, cache = cache.extend(entry_BTE, span)
         history = self.key_value.history(seen_BFE, slots, span)
         streams = Streams(*(last(x, span.rows) for x in encoded.streams))
         decoded = self.decoder(streams, span.cut(), [span.rows] * cross, [history] * cross)

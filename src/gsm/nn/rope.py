@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gsm.shapes import last
+from gsm.span import Span
+
 
 class Angles(NamedTuple):
     """Cosine and sine of every rotated pair, at least float32."""
@@ -22,7 +25,7 @@ class Angles(NamedTuple):
 
     def last(self, rows: int) -> Angles:
         """Those of the last ``rows`` positions."""
-        return Angles(self.cos_BTP[:, -rows:], self.sin_BTP[:, -rows:])
+        return Angles(last(self.cos_BTP, rows), last(self.sin_BTP, rows))
 
 
 class Rope:
@@ -54,6 +57,15 @@ class Rope:
         wide = torch.promote_types(dtype, torch.float32)
         angle_BTP = position_BT.to(wide)[..., None] * self.frequencies(position_BT.device, wide)
         return Angles(angle_BTP.cos(), angle_BTP.sin())
+
+    def at(self, span: Span, dtype: torch.dtype) -> Angles:
+        """Angles at the new positions of a span; layers that rotate alike share them."""
+        return span.once((*self.key, dtype), lambda: self(span.position_BT, dtype))
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        """What tells this rotation from others."""
+        return self.channels, self.base, self.factor, self.original
 
     def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Radians per position of every pair, with YaRN's interpolation of the slow ones."""

@@ -38,6 +38,6 @@ class SeparateIndexer(Retriever):
         bank = view.bank
         if bank is None:
             return Found(None), own
-        new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.rope(bank.slots.position_BG, bank.latent_BGC.dtype)))
+        new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.angles))
         key_BFI, own = (FORGET if own is None else own).place(new_BGI, bank.slots)
         return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), own

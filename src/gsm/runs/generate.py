@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from gsm.data.tokenizer import Tokenizer
+from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError
 from gsm.runs.load import load_model, load_tokenizer, usable
@@ -24,7 +26,7 @@ def generate(
     seed: int = 0,
     device: str = "auto",
 ) -> None:
-    """Prints a prompt and how a trained model goes on; it stops where the model ends its text.
+    """Prints a prompt and how a trained model goes on; it stops where the model ends its text, or at Ctrl-C.
 
     Args:
         checkpoint: a .ckpt file, or the folder of a run
@@ -45,10 +47,15 @@ def generate(
     tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
     generator = torch.Generator(device).manual_seed(seed)
     sys.stdout.write(start)
-    for piece in pieces(model, tokenizer, start, max_new_tokens, temperature, top_p, generator):
-        sys.stdout.write(piece)
+    try:
+        for piece in pieces(model, tokenizer, start, max_new_tokens, temperature, top_p, generator):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # what has been written stays
+        raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        sys.stdout.write("\n")
         sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def pieces(
@@ -63,7 +70,8 @@ def pieces(
     """The new text, as much of it at a time as makes whole characters; ends with the model's end of text."""
     decoder = tokenizer.stream()
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    for token_B in model.stream(torch.tensor([ids]), max_new_tokens, temperature, top_p=top_p, generator=generator):
+    engine = Engine(model, capacity=len(ids) + max_new_tokens - 1)
+    for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
         token = int(token_B)
         if token == tokenizer.end_of_text:
             break

@@ -91,7 +91,7 @@ class StateWriter(nn.Module):
         Returns:
             ``state_BEC``, stored and new entries in stream order, the J of a position side by side; the state after.
         """
-        return state.extend(self.entry(self.norm(z_BTD), self.rope(span.position_BT, z_BTD.dtype)))
+        return state.extend(self.entry(self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)))
 
     def forward(
         self, encoded_BTD: Tensor, increments: tuple[Tensor, ...], span: Span, state: Any

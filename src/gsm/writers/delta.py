@@ -107,7 +107,7 @@ class Delta(Additive):
 
     def write(self, z_BTD: Tensor, span: Span, state: DeltaMemory) -> tuple[Tensor, DeltaMemory]:
         """Plain entries of all positions; corrected ones of the last ``span.rows``, which have theirs before them."""
-        x_BTD, angles = self.norm(z_BTD), self.rope(span.position_BT, z_BTD.dtype)
+        x_BTD, angles = self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)
         plain_BTC = self.entry.latent(x_BTD)
         plain_BEC, plain = state.plain.extend(rotate(plain_BTC, *angles))
         beta_BT1 = torch.sigmoid(self.rate(x_BTD) + self.bias)

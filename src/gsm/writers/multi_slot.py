@@ -46,6 +46,6 @@ class MultiSlot(Additive):
 
     def write(self, z_BTD: Tensor, span: Span, state: WindowStore) -> tuple[Tensor, WindowStore]:
         """All entries of all positions; those of one position share its rotation."""
-        x_BTD, angles = self.norm(z_BTD), self.rope(span.position_BT, z_BTD.dtype)
+        x_BTD, angles = self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)
         entries = [entry(x_BTD, angles) for entry in (self.entry, *self.further)]
         return state.extend(torch.stack(entries, dim=2).flatten(1, 2))

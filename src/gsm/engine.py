@@ -1,0 +1,237 @@
+"""Generation at the speed of the device: a model with a static memory, and its calls as CUDA graphs.
+
+    engine = gsm.Engine(model, capacity=4096)
+    for token_B in engine.stream(prompt, 100, temperature=0.8):
+        ...
+    engine.reset()
+
+Decoding is one graph for all lengths: positions and counts are on the device, no shape depends on what has been read,
+and how much that is, is counted on the host. Short prompts, for which a GPU waits for Python longer than it computes,
+are graphs too, one for each power of two tokens, filled up on the left with padding. What is longer is read in chunks,
+by plain calls that do not look at slots which cannot be filled yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gsm.graphs import Call, CudaGraphs, Recorder
+from gsm.memory.memory import Memory
+from gsm.models.base import LanguageModel
+from gsm.models.checks import check_call, check_room
+from gsm.models.prompts import Prompt, as_batch
+from gsm.models.sampling import continuation
+
+SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
+
+
+class Bucket(NamedTuple):
+    """A recorded prefill and the buffers that it reads, [B, T] both."""
+
+    tokens: Tensor
+    documents: Tensor
+    replay: Call
+
+
+class Engine:
+    """Prefill and decoding of one model in one static memory.
+
+    Results are the engine's own buffers where they come from a graph: valid until the next call, to be cloned if they
+    are wanted longer. A graph reads the weights where they lie: values may change (an optimiser's step, a state dict),
+    places may not (``model.to(...)``), and autocast is as it was when the graph was recorded.
+
+    Args:
+        model: any language model; it computes in evaluation mode, whatever mode it is in.
+        batch: number of sequences.
+        capacity: tokens that the memory holds.
+        chunk: tokens of a long prompt that are read at a time.
+        graphs: whether to record CUDA graphs (None: where the model is on a GPU), or what to record calls with.
+
+    Raises:
+        ValueError: for a batch, capacity or chunk below 1, or graphs where there is no GPU.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        batch: int = 1,
+        capacity: int,
+        chunk: int = 4096,
+        graphs: bool | Recorder | None = None,
+    ):
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+        self.model, self.batch, self.chunk = model, batch, chunk
+        self.device = model.embedding.weight.device
+        self._recorder = _recorder(graphs, self.device)
+        with torch.inference_mode(False):  # buffers made inside of that mode could not be written outside
+            self._memory = model.start(batch, capacity)
+            self._token_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self._step: Call | None = None
+        self._buckets: dict[int, Bucket] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """The static memory; the same object, and the same buffers, for life."""
+        return self._memory
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the memory holds."""
+        return self._memory.capacity or 0
+
+    def reset(self) -> None:
+        """Forgets everything that was read."""
+        self._memory.rewind(self.model.start(self.batch, capacity=1))
+
+    def load(self, memory: Memory) -> None:
+        """Goes on from what another static memory of the same batch, capacity and model holds, e.g. from a prefix that
+        was kept as ``engine.memory.clone()``. Raises ValueError for any other."""
+        self._memory.load(memory)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, documents: Tensor | None = None) -> Tensor:
+        """Reads a prompt, going on from what has been read before.
+
+        Args:
+            prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths; these only into an empty memory.
+            documents: as in ``LanguageModel.forward``; only for a tensor [B, T].
+
+        Returns:
+            logits_BV, scores of the token after the last.
+
+        Raises:
+            ValueError: as ``LanguageModel.prefill``; before anything is read if there is no room for the prompt.
+        """
+        tokens_BT, padding_BT = as_batch(prompt, self.device)
+        size = self._bucket_size(tokens_BT)
+        if size is None or padding_BT is not None and documents is not None:
+            with self.model.evaluating():
+                return self.model.prefill(prompt, self._memory, self.chunk, documents).logits[:, -1]
+        documents = padding_BT if documents is None else documents
+        check_call(self.model.vocabulary, tokens_BT, documents, None, None)
+        return self._read_at_once(tokens_BT, documents, size)
+
+    @torch.no_grad()
+    def decode(self, token_B: Tensor) -> Tensor:
+        """Reads one token of every sequence, int64 [B], and returns the scores of the next, logits_BV.
+
+        Raises:
+            ValueError: for a token of another shape or, on a CPU, out of range; before anything is read if the memory
+                is full.
+        """
+        if token_B.shape != (self.batch,):
+            raise ValueError(f"token_B must have the shape [{self.batch}] of the batch, got {list(token_B.shape)}")
+        if self._recorder is None:
+            return self._plain(token_B.to(self.device)[:, None])
+        check_call(self.model.vocabulary, token_B[:, None], None, None, None)
+        self._memory.ledger.require(1)
+        self._token_B.copy_(token_B)
+        step = self._decoding()
+        self._memory.ledger.claim(1)
+        return step()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields one new id per sequence, [B], at a time; the arguments are those of ``LanguageModel.stream``. Goes on
+        from what has been read before; the last new id is not read itself.
+
+        Raises:
+            ValueError: as ``prefill``; before anything is read if there is no room for prompt and new tokens.
+        """
+        tokens_BT, _ = as_batch(prompt, self.device)
+        check_room(self.capacity, tokens_BT.shape[1], max_new_tokens, self._memory.used)
+        logits_BV = self.prefill(prompt)
+        yield from continuation(logits_BV, self.decode, max_new_tokens, temperature, top_p, generator)
+
+    def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
+        """All new ids at once, [B, max_new_tokens]; arguments and errors as in ``stream``."""
+        return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Records now what would be recorded at its first use: the graph of decoding and, while the memory is empty,
+        those of all prompts that fit. The memory is left as it was."""
+        if self._recorder is None:
+            return
+        self._decoding()
+        size = SHORTEST
+        while not self._memory.used and size <= min(LONGEST, self.capacity, self.chunk):
+            self._bucket(size)
+            size *= 2
+
+    def _plain(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """One call without a graph, which does not pay for slots that it cannot reach."""
+        seen = self._memory.narrow(self._memory.used + tokens_BT.shape[1])
+        with self.model.evaluating():
+            return self.model(tokens_BT, documents=documents_BT, memory=seen, rows=1).logits[:, -1]
+
+    def _decoding(self) -> Call:
+        """The recorded step of decoding."""
+        if self._step is None:
+            self._step = self._record(self._token_B[:, None], None)
+        return self._step
+
+    def _bucket_size(self, tokens_BT: Tensor) -> int | None:
+        """Length of the graph that reads a prompt; None if it is to be read by plain calls: longer than a chunk or the
+        longest graph, not the first in the memory, or of a length that is wasted on a memory which keeps padding."""
+        length = tokens_BT.shape[1] if tokens_BT.ndim == 2 else 0
+        if self._recorder is None or self._memory.used or len(tokens_BT) != self.batch or not length:
+            return None
+        size = max(SHORTEST, 1 << (length - 1).bit_length())
+        if size > min(LONGEST, self.capacity, self.chunk) or size > length and self._memory.keeps_padding:
+            return None
+        return size
+
+    def _bucket(self, size: int) -> Bucket:
+        """The recorded prefill of so many tokens."""
+        if size not in self._buckets:
+            tokens = torch.zeros(self.batch, size, dtype=torch.int64, device=self.device)
+            documents = torch.zeros_like(tokens)
+            self._buckets[size] = Bucket(tokens, documents, self._record(tokens, documents))
+        return self._buckets[size]
+
+    def _read_at_once(self, tokens_BT: Tensor, documents_BT: Tensor | None, size: int) -> Tensor:
+        """A prompt as the end of a bucket. What fills it up is in no document, and takes no room."""
+        bucket, padding = self._bucket(size), size - tokens_BT.shape[1]
+        bucket.documents[:, :padding] = -1
+        bucket.documents[:, padding:] = 0 if documents_BT is None else documents_BT
+        bucket.tokens[:, padding:] = tokens_BT
+        self._memory.ledger.claim(tokens_BT.shape[1])
+        return bucket.replay()
+
+    def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Call:
+        """Records a call of the model on these buffers; the memory is left as it was."""
+        assert self._recorder is not None
+        memory, ledger = self._memory, self._memory.ledger
+        mark = memory.mark()
+
+        def call() -> Tensor:
+            ledger.used = self.capacity - tokens_BT.shape[1]  # whatever is used: the graph is for all lengths
+            with self.model.evaluating():
+                out = self.model(tokens_BT, documents=documents_BT, memory=memory, rows=1)
+            return out.logits[:, -1]
+
+        return self._recorder(call, lambda: memory.rewind(mark))
+
+
+def _recorder(graphs: bool | Recorder | None, device: torch.device) -> Recorder | None:
+    """What calls are recorded with; None: they are not."""
+    if graphs is None:
+        graphs = device.type == "cuda"
+    if not isinstance(graphs, bool):
+        return graphs
+    if graphs and device.type != "cuda":
+        raise ValueError(f"graphs are for a model on a GPU, and this one is on {device.type}; use graphs=None or False")
+    return CudaGraphs(device) if graphs else None

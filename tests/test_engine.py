@@ -1,0 +1,361 @@
+"""The engine: that one recording serves all lengths, with CUDA graphs where there is a GPU, and everywhere with a
+stand-in that repeats the operations of one call as a graph would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import GEOMETRY, MEMORIES, M, W, assert_same, build, random_tokens
+from tape import tape
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gsm.engine import Engine
+from gsm.graphs import CudaGraphs
+from gsm.memory.memory import _tensors
+from gsm.models.prompts import left_pad
+from gsm.models.sampling import sample
+from gsm.observe import record
+from gsm.runs import generate
+
+SEPARATE = "gsm-retriever=separate_indexer"
+VARIED = (SEPARATE, "gsm-writer=delta", "baseline-pool", "hybrid-residual=mhc")
+LENGTH = 2 * M + 3  # beyond windows, state and K groups, so that all of them turn over
+EXACT = 1e-12
+
+recorders = pytest.mark.parametrize("recorder", ["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Counting:
+    """A recorder that counts what it records."""
+
+    def __init__(self, recorder: Any = tape):
+        self.recorder, self.count = recorder, 0
+
+    def __call__(self, call, undo):
+        self.count += 1
+        return self.recorder(call, undo)
+
+
+def engine(case: str, recorder: str = "tape", *, capacity: int, **options) -> Engine:
+    """An engine around a small model."""
+    model = build(case).to("cuda" if recorder == "cuda" else "cpu")
+    graphs = CudaGraphs(torch.device("cuda")) if recorder == "cuda" else tape
+    return Engine(model, capacity=capacity, graphs=Counting(graphs), **options)
+
+
+def read(running: Engine, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Logits after every token, [B, T, V], one token at a time."""
+    return torch.stack([running.decode(token_B).clone() for token_B in tokens_BT.unbind(1)], dim=1)
+
+
+@recorders
+@pytest.mark.parametrize("case", MEMORIES)
+@torch.no_grad()
+def test_one_recorded_step_decodes_at_every_length(case, recorder):
+    running = engine(case, recorder, capacity=LENGTH, batch=2, chunk=8)
+    tokens = random_tokens(2, LENGTH).to(running.device)
+    want = running.model(tokens).logits
+    running.warm_up()
+    assert_same(read(running, tokens[:, : M + 1]), want[:, : M + 1], f"{case}: the first tokens", EXACT)
+    assert_same(running.prefill(tokens[:, M + 1 : 2 * M]), want[:, 2 * M - 1], f"{case}: a few at once", EXACT)
+    assert_same(read(running, tokens[:, 2 * M :]), want[:, 2 * M :], f"{case}: the last tokens", EXACT)
+    running.reset()
+    assert_same(read(running, tokens[:, :2]), want[:, :2], f"{case}: after a reset", EXACT)
+    assert running._recorder.count == 1
+
+
+@recorders
+@pytest.mark.parametrize("case", VARIED)
+@torch.no_grad()
+def test_one_recorded_prefill_reads_prompts_of_all_its_lengths(case, recorder):
+    running = engine(case, recorder, capacity=40, batch=2)
+    for lengths in ((5, 16), (1, 2), (32, 17)):
+        prompts = [random_tokens(1, length, seed=length)[0].to(running.device) for length in lengths]
+        out = running.model.prefill(prompts, running.model.start(2))
+        assert_same(running.prefill(prompts), out.logits[:, -1], f"{case}: prompts of {lengths}", EXACT)
+        more = random_tokens(2, 2).to(running.device)
+        after = running.model(more, memory=out.memory).logits
+        assert_same(read(running, more), after, f"{case}: tokens after prompts of {lengths}", EXACT)
+        running.reset()
+    assert running._recorder.count == 3, "16 tokens, 32 tokens, and a step"
+
+
+@recorders
+@torch.no_grad()
+def test_a_recorded_prefill_takes_documents(recorder):
+    running = engine(SEPARATE, recorder, capacity=40)
+    tokens, documents = random_tokens(1, 13).to(running.device), (torch.arange(13) // 8)[None].to(running.device)
+    want = running.model(tokens, documents=documents).logits[:, -1]
+    assert_same(running.prefill(tokens, documents), want, "two documents in a prompt", EXACT)
+    assert running._recorder.count == 1
+
+
+@pytest.mark.parametrize(("case", "recorded"), [(SEPARATE, 1), ("transformer", 0)])
+@torch.no_grad()
+def test_what_fills_a_prompt_up_takes_no_room(case, recorded):
+    running = engine(case, capacity=33)
+    running.prefill(random_tokens(1, 17))
+    assert (running.memory.used, running._recorder.count) == (17, recorded)
+    read(running, random_tokens(1, 16))
+    with pytest.raises(ValueError, match="its capacity is 33 tokens, 33 are used, and 1 more were given"):
+        running.decode(torch.zeros(1, dtype=torch.int64))
+
+
+@torch.no_grad()
+def test_a_model_that_keeps_padding_records_prompts_that_need_none():
+    running = engine("transformer", capacity=40)
+    tokens = random_tokens(1, 16)
+    assert_same(running.prefill(tokens), running.model(tokens).logits[:, -1], "16 tokens", EXACT)
+    assert running._recorder.count == 1
+
+
+@recorders
+@pytest.mark.parametrize("used", [0, 5, 19, 20])
+@torch.no_grad()
+def test_recording_leaves_the_memory_as_it_was(used, recorder):
+    running = engine(SEPARATE, recorder, capacity=20)
+    tokens = random_tokens(1, 20).to(running.device)
+    if used:
+        running.model.prefill(tokens[:, :used], running.memory)
+    before = running.memory.mark()
+    running.warm_up()
+    assert running.memory.ledger == before.ledger
+    for (kind, got), (_, want) in zip(_tensors(running.memory.mark(), ""), _tensors(before, ""), strict=True):
+        assert torch.equal(got, want), f"{kind} was written"
+    if used < 20:
+        next_BTV = running.model(tokens).logits[:, used : used + 3]
+        assert_same(read(running, tokens[:, used : used + 3]), next_BTV, f"what follows {used} tokens", EXACT)
+
+
+@torch.no_grad()
+def test_warming_up_records_everything_that_would_be_recorded_later():
+    running = engine(SEPARATE, capacity=100, chunk=40)
+    running.warm_up()
+    assert running._recorder.count == 1 + 2  # a step, 16 and 32 tokens
+    for length in (1, 20, 32, 33):
+        running.reset()
+        running.prefill(random_tokens(1, length))
+        running.decode(torch.zeros(1, dtype=torch.int64))
+    assert running._recorder.count == 3
+
+
+@recorders
+@torch.no_grad()
+def test_a_prefix_that_was_kept_is_gone_on_from(recorder):
+    running = engine(SEPARATE, recorder, capacity=30)
+    tokens = random_tokens(1, 30).to(running.device)
+    memory = running.memory
+    running.prefill(tokens[:, :13])
+    prefix = memory.clone()
+    want = read(running, tokens[:, 13:20])
+    running.load(prefix)
+    assert running.memory is memory and memory.used == 13
+    assert torch.equal(read(running, tokens[:, 13:20]), want)
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_read_in_chunks_wherever_it_begins():
+    running, tokens = engine(SEPARATE, capacity=70, chunk=16), random_tokens(1, 70)
+    full = running.model(tokens).logits
+    assert_same(running.prefill(tokens[:, :35]), full[:, 34], "35 tokens, 16 at a time")
+    assert_same(running.prefill(tokens[:, 35:40]), full[:, 39], "a short one behind it")
+    assert_same(read(running, tokens[:, 40:42]), full[:, 40:42], "two tokens")
+    assert_same(running.prefill(tokens[:, 42:]), full[:, -1], "the rest")
+
+
+@pytest.mark.parametrize("graphs", [None, tape])
+@torch.no_grad()
+def test_a_full_memory_is_refused_before_anything_is_written(graphs):
+    running, tokens = Engine(build(SEPARATE), capacity=20, graphs=graphs), random_tokens(1, 21)
+    running.prefill(tokens[:, :18])
+    before = running.memory.clone()
+    with pytest.raises(
+        ValueError, match="capacity 20 does not hold .* 2 tokens and 2 new ones, after 18 that are used"
+    ):
+        next(running.stream(tokens[0, :2], 2))
+    with pytest.raises(ValueError, match="its capacity is 20 tokens, 18 are used, and 3 more were given"):
+        running.prefill(tokens[:, :3])
+    assert running.memory.used == 18
+    for (kind, got), (_, want) in zip(_tensors(running.memory, ""), _tensors(before, ""), strict=True):
+        assert torch.equal(got, want), f"{kind} was written"
+    read(running, tokens[:, 18:20])
+    with pytest.raises(ValueError, match="memory is full"):
+        running.decode(tokens[:, 20])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}])
+@pytest.mark.parametrize("graphs", [None, tape])
+def test_the_engine_writes_what_the_model_does(graphs, options):
+    model, prompts = build(SEPARATE), [random_tokens(1, length, seed=length)[0] for length in (3, 12)]
+    running = Engine(model, batch=2, capacity=21, graphs=graphs)
+    ids = [
+        writer.generate(prompts, 10, **options, generator=torch.Generator().manual_seed(3))
+        for writer in (running, model)
+    ]
+    assert torch.equal(*ids)
+
+
+@torch.no_grad()
+def test_it_goes_on_from_what_it_has_read():
+    model, tokens = build(SEPARATE), random_tokens(1, 12)
+    running = Engine(model, capacity=20)
+    running.prefill(tokens[:, :8])
+    assert torch.equal(running.generate(tokens[:, 8:], 5), model.generate(tokens, 5))
+
+
+def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
+    logits = torch.randn(50, 9)
+    for seed in range(5):
+        got = sample(logits, 0.7, generator=torch.Generator().manual_seed(seed))
+        probability = (logits / 0.7).softmax(-1)
+        want = torch.multinomial(probability, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+        assert torch.equal(got, want)
+
+
+def test_whoever_was_in_training_is_so_again_and_the_engine_computes_as_in_evaluation(monkeypatch):
+    model, modes = build("gsm-writer=additive").train(), []
+    right = model.run
+    monkeypatch.setattr(model, "run", lambda *arguments: modes.append(model.encoder.training) or right(*arguments))
+    Engine(model, capacity=10).generate([1, 2, 3], 3)
+    assert modes == [False] * 3 and all(module.training for module in model.modules())
+
+
+def test_what_is_made_in_inference_mode_works_outside_of_it():
+    with torch.inference_mode():
+        running = Engine(build("gsm-writer=additive"), capacity=10)
+        running.prefill([1, 2, 3])
+    running.decode(torch.tensor([4]))
+    assert running.memory.used == 4
+
+
+def test_ctrl_c_ends_the_line_and_leaves_what_was_written(monkeypatch, capsys):
+    def pieces(*arguments):
+        yield "a = "
+        raise KeyboardInterrupt
+
+    for name, instead in (("load_tokenizer", str), ("load_model", lambda *arguments: None), ("pieces", pieces)):
+        monkeypatch.setattr(generate, name, instead)
+    with pytest.raises(SystemExit) as ended:
+        generate.generate("somewhere", prompt="def f():", device="cpu")
+    assert ended.value.code == 130 and capsys.readouterr().out == "def f():a = \n"
+
+
+@torch.no_grad()
+def test_a_prefill_in_a_large_static_memory_does_not_look_at_slots_that_it_cannot_fill():
+    running = Engine(build("gsm-writer=additive"), capacity=1000)
+    with record("encoder/*/bank") as seen:
+        running.prefill(random_tokens(1, 10))
+        assert {bank.shape[1] for bank in seen.values()} == {10 // 2 + 1}
+        running.decode(torch.tensor([1]))
+        assert {bank.shape[1] for bank in seen.values()} == {11 // 2 + 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda running: running.decode(torch.tensor([1, 2])), r"token_B must have the shape \[1\] of the batch"),
+        (lambda running: running.decode(torch.tensor([GEOMETRY.vocabulary])), "token id 23 is out of range"),
+        (lambda running: running.prefill([GEOMETRY.vocabulary]), "token id 23 is out of range"),
+        (lambda running: running.prefill([[1], [2]]), "memory is for a batch of 1, tokens have a batch of 2"),
+        (lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64)), "got an empty prompt"),
+        (lambda running: running.generate([1], 0), "max_new_tokens must be at least 1, got 0"),
+        (lambda running: Engine(running.model, capacity=0), "capacity must be at least 1 token"),
+        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk must be at least 1 token, got 0"),
+        (lambda running: Engine(running.model, capacity=9, graphs=True), "graphs are for a model on a GPU"),
+    ],
+)
+@pytest.mark.parametrize("graphs", [None, tape])
+def test_what_it_cannot_do_is_said(call, message, graphs):
+    running = Engine(build("gsm-writer=additive"), capacity=40, graphs=graphs)
+    with pytest.raises(ValueError, match=message):
+        call(running)
+    assert running.memory.used == 0
+
+
+# What a capture would refuse, found without a GPU: PyTorch's meta device has shapes and no values.
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where a tensor of the host meets those of the device: to get it there, the host would wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            assert not isinstance(x, torch.Tensor) or x.is_meta, f"{func} has a tensor on {x.device}"
+        return out
+
+
+@pytest.mark.parametrize("case", MEMORIES)
+@torch.no_grad()
+def test_what_is_captured_neither_asks_the_device_nor_brings_anything_from_the_host(case):
+    model = build(case).to("meta")
+    memory = model.start(2, capacity=64)
+    token, tokens = (torch.zeros(2, length, dtype=torch.int64, device="meta") for length in (1, 16))
+    with OneDevice():
+        model(tokens, documents=torch.zeros_like(tokens), memory=memory, rows=1)
+        logits_BV = model(token, memory=memory, rows=1).logits[:, -1]
+        assert sample(logits_BV, 0.8, top_p=0.9).shape == (2,)
+
+
+def test_a_tensor_from_the_host_and_a_look_at_the_device_are_caught():
+    with OneDevice(), pytest.raises(AssertionError, match="has a tensor on cpu"):
+        torch.zeros(2, device="meta") + torch.tensor(1.0)
+    with OneDevice(), pytest.raises(RuntimeError, match="meta"):
+        torch.zeros(2, device="meta").sum().item()
+
+
+def test_the_stand_in_repeats_operations_and_notices_whoever_looks():
+    buffer, state = torch.zeros(3), torch.zeros(3)
+    repeat = tape(lambda: state.add_(buffer).cumsum(0), state.zero_)
+    buffer.fill_(1)
+    assert repeat().tolist() == [1, 2, 3] and repeat().tolist() == [2, 4, 6]
+    with pytest.raises(AssertionError, match="looks at a value"):
+        tape(lambda: buffer * buffer.sum().item(), lambda: None)
+
+
+# With a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["gsm", "baseline", "transformer", "gated_delta_net"])
+@torch.no_grad()
+def test_in_bfloat16_graphs_compute_what_plain_calls_do(case):
+    model = build(case).to("cuda", torch.bfloat16)
+    graphs, plain = (Engine(model, batch=2, capacity=300, graphs=graphs) for graphs in (True, False))
+    prompts, more = random_tokens(2, 130).cuda(), random_tokens(2, 150, seed=2).cuda()
+    for one in (graphs, plain):
+        one.prefill(prompts)
+    got, want = (torch.stack([one.decode(token_B).clone() for token_B in more.unbind(1)]) for one in (graphs, plain))
+    assert (got - want).float().abs().mean() <= 0.02 * want.float().abs().mean()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_nobody_waits_for_the_device_while_it_generates():
+    running = Engine(build("gsm").to("cuda", torch.float32), batch=2, capacity=60)
+    running.warm_up()
+    tokens, documents = left_pad([[1, 2, 3], [4] * W], "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits_BV = running.prefill(tokens, documents)
+        for _ in range(20):
+            logits_BV = running.decode(sample(logits_BV, 0.8, 0.9, generator))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logits_BV.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_graphs_take_memory_for_one_call_and_not_for_each():
+    running = Engine(build("gsm").to("cuda", torch.float32), capacity=1024)
+    running.warm_up()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    for _ in range(5):
+        running.generate([1, 2, 3], 20)
+        running.reset()
+    assert torch.cuda.memory_reserved() == before

@@ -1,0 +1,111 @@
+"""Memories as if a long text had been read: that they are like real ones, and what comes after 64K and 256K tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import GEOMETRY, MEMORIES, M, assert_same, build, random_tokens
+
+from gsm.memory.ledger import Ledger
+from gsm.memory.memory import BankMemory, Cache, Memory, _tensors, map_nodes
+from gsm.memory.store import Column
+from gsm.memory.synthetic import synthetic_memory
+from gsm.models.baseline import Baseline
+from gsm.models.gsm import GSM
+from gsm.observe import record
+
+LONG = [65_536, 262_144]
+
+
+@pytest.mark.parametrize("capacity", [None, 60])
+@pytest.mark.parametrize("case", MEMORIES)
+@torch.no_grad()
+def test_it_has_the_shapes_counts_and_bytes_of_a_real_one(case, capacity):
+    model = build(case)
+    for tokens in (2 * M, 31):
+        real = model.prefill(random_tokens(2, tokens), model.start(2, capacity), chunk=20).memory
+        memory = synthetic_memory(model, tokens, capacity, batch=2)
+        assert memory.ledger == real.ledger and memory.breakdown() == real.breakdown()
+        for (kind, got), (other, want) in zip(_tensors(memory, ""), _tensors(real, ""), strict=True):
+            assert (kind, got.shape, got.dtype) == (other, want.shape, want.dtype)
+            assert got.dtype != torch.int64 or torch.equal(got, want), f"a count of {kind or 'the memory'}"
+            assert got.dtype == torch.int64 or not got.numel() or got.any(), f"{kind} is empty"
+
+
+@torch.no_grad()
+def test_the_same_generator_draws_the_same_memory():
+    model = build("gsm-retriever=separate_indexer")
+    one, other = (synthetic_memory(model, 20, 30, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(_tensors(one, ""), _tensors(other, ""), strict=True))
+
+
+def test_what_no_memory_can_be_like_is_refused():
+    model = build("gsm-writer=additive")
+    with pytest.raises(ValueError, match=f"tokens must be at least {M}, as many as shared_state holds.* got {M - 1}"):
+        synthetic_memory(model, M - 1, None)
+    with pytest.raises(ValueError, match="memory is full: its capacity is 20 tokens"):
+        synthetic_memory(model, 21, 20)
+
+
+def only(memory: Memory, tokens: int) -> Memory:
+    """A growing memory of the last ``tokens`` tokens alone, as if their document had begun there."""
+
+    def cut(node):
+        if isinstance(node, Column):
+            return Column(node.kind, node.ratio, node.value_BFC[:, node.value_BFC.shape[1] - tokens // node.ratio :])
+        if isinstance(node, BankMemory):
+            key = None if node.key is None else cut(node.key)
+            entry = cut(node.entry)
+            return BankMemory(node.pending, entry, key, torch.full_like(node.count_B, tokens // entry.ratio))
+        if isinstance(node, Cache):
+            return Cache(cut(node.entry), torch.full_like(node.count_B, tokens))
+        return node
+
+    return map_nodes(memory, (BankMemory, Cache, Column, Ledger), cut)
+
+
+@pytest.mark.parametrize(("case", "read"), [*((case, LONG[1]) for case in MEMORIES), ("gsm", LONG[0])])
+@torch.no_grad()
+def test_a_document_that_begins_late_sees_nothing_of_what_lies_before_it(case, read):
+    model, tokens, seen = build(case), random_tokens(1, 4), 60
+    long = synthetic_memory(model, read, None)
+    long.position_B.fill_(seen - 1)
+    want = model(tokens, memory=only(long, seen)).logits
+    static = model.start(capacity=read + 4)
+    for (_, buffer), (_, value) in zip(_tensors(static, ""), _tensors(long, ""), strict=True):
+        buffer[:, : value.shape[1]].copy_(value) if value.ndim > 1 else buffer.copy_(value)
+    static.ledger.used = read
+    for memory, kind in ((long, "growing"), (static, "static")):
+        got = []
+        for token in tokens.split(1, dim=1):
+            out = model(token, memory=memory)
+            memory = out.memory
+            got.append(out.logits)
+        assert_same(torch.cat(got, dim=1), want, f"{case}: {kind}, {seen} of {read} tokens")
+
+
+@pytest.mark.parametrize("read", LONG)
+@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-residual=mhc"])
+@torch.no_grad()
+def test_of_a_long_document_a_step_reads_what_it_has_selected(case, read):
+    model, token = build(case), random_tokens(1, 1)
+    assert isinstance(model, GSM | Baseline)
+    memory = synthetic_memory(model, read, None)
+    with record("*/top_k") as seen:
+        want = model(token, memory=memory).logits
+    chosen = torch.cat([chosen_BRK.flatten() for chosen_BRK in seen.values()])
+    assert (chosen >= 0).all() and chosen.max() > GEOMETRY.top_k + read // 8, "nothing far in was selected"
+    # The union of all selections, and a thousand slots that nobody has selected, in their order.
+    few = torch.cat([chosen, torch.arange(5, 1005)]).unique()
+
+    def fewer(node):
+        if isinstance(node, Column):
+            slots = few[few < node.value_BFC.shape[1]]
+            return Column(node.kind, node.ratio, node.value_BFC[:, slots])
+        if isinstance(node, BankMemory):
+            key, entry = None if node.key is None else fewer(node.key), fewer(node.entry)
+            return BankMemory(node.pending, entry, key, torch.full_like(node.count_B, entry.value_BFC.shape[1]))
+        return node
+
+    short = map_nodes(memory, (BankMemory, Column, Ledger), fewer)
+    assert_same(model(token, memory=short).logits, want, f"{case}: {len(few)} slots of {read} tokens")
