@@ -50,9 +50,10 @@ BESIDE := .gpu/site
 gpu_tests := benchmarks/gpu_tests.py
 gpu_kernels := -m gsm_kernels.benchmark kernels
 gpu_training := benchmark.py benchmark=training
+gpu_inference := benchmark.py benchmark=inference
 
-gpu:  ## measure on a GPU in stages of 8 minutes: STAGE=tests, kernels or training; the same command goes on
-	@test -n "$(gpu_$(STAGE))" || { echo "STAGE is '$(STAGE)'; say tests, kernels or training" >&2; exit 1; }
+gpu:  ## measure on a GPU in stages of 8 minutes: STAGE=tests, kernels, training or inference; the same command goes on
+	@test -n "$(gpu_$(STAGE))" || { echo "STAGE is '$(STAGE)'; say tests, kernels, training or inference" >&2; exit 1; }
 	@for wheel in $(wildcard wheels/*.whl); do $(PYTHON) -m zipfile -e "$$wheel" $(BESIDE); done
 	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/$(BESIDE):$(CURDIR)/src:$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" \
 		timeout --signal=INT --kill-after=20 480 $(PYTHON) $(gpu_$(STAGE)) $(ARGS)

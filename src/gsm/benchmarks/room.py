@@ -1,0 +1,121 @@
+"""Memory: how much there is, how much a measurement takes, and what would fit.
+
+A request needs the weights, the memory of so many tokens (``gsm.models.cost``), and what the layers hold while they
+read a chunk of the prompt. The last is known once something has been measured; before that it is guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+GUESS = 64  # numbers of the model's width that a token of a chunk takes while it is read, before anybody has measured
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device) -> int:
+    """What can still be taken: of a GPU, with what PyTorch holds and does not use; else of this machine, or of the
+    container that this process may live in."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), free)
+    with suppress(OSError, ValueError):  # no container, or one without a limit, which says `max`
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
+
+
+@dataclass
+class Peak:
+    """Bytes that something took on top of what was held before; None where the system does not say."""
+
+    extra: int | None = None
+
+
+@contextmanager
+def watching(device: torch.device) -> Iterator[Peak]:
+    """Measures the peak of memory inside: what PyTorch allocates on a GPU, else the resident memory of this process."""
+    peak, before = Peak(), _restart(device)
+    try:
+        yield peak
+    finally:
+        reached = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+        peak.extra = None if before is None or reached is None else max(0, reached - before)
+
+
+def _restart(device: torch.device) -> int | None:
+    """Forgets the peak so far; what is held now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
+    except OSError:
+        return None
+    return _resident("VmRSS")
+
+
+def _resident(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+@dataclass
+class Room:
+    """What requests to one model need besides its weights, which are there already.
+
+    Attributes:
+        cache: bytes of the memory of so many tokens.
+        chunk: tokens that are read at a time.
+        batch: requests at once.
+        each: bytes that a token of a chunk takes while it is read.
+        measured: whether that was measured.
+    """
+
+    cache: Callable[[int], int]
+    chunk: int
+    batch: int
+    each: float
+    measured: bool = field(default=False)
+
+    def needed(self, tokens: int, memories: int = 1) -> int:
+        """Bytes of a request; a decode from a synthetic memory holds two memories, and reads no chunk."""
+        reading = self.batch * min(tokens, self.chunk) if memories == 1 else self.batch
+        return round(memories * self.cache(tokens) + self.each * reading)
+
+    def learn(self, extra: int | None, tokens: int) -> None:
+        """Takes over what a request to so many tokens took."""
+        if extra is None:
+            return
+        found = (extra - self.cache(tokens)) / (self.batch * min(tokens, self.chunk))
+        self.each = max(found, self.each) if self.measured else max(found, 1.0)
+        self.measured = True
+
+    def fits(self, available: int, memories: int = 1) -> int:
+        """The largest number of tokens that fits, 0 if none does."""
+        low, high = 0, 1
+        while high < 1 << 40 and self.needed(high, memories) <= available:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.needed(middle, memories) <= available else (low, middle)
+        return low
+
+    def refusal(self, tokens: int, available: int, memories: int = 1) -> str:
+        """One sentence: what was needed, what there is, and what would fit."""
+        need, most = self.needed(tokens, memories), self.fits(available, memories)
+        wanted = f"about {need / 2**30:.3g} GiB besides the weights, {max(available, 0) / 2**30:.3g} GiB are there"
+        return f"out of memory: {wanted}; would fit: {most:,} tokens at batch {self.batch}"

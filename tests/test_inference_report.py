@@ -1,0 +1,151 @@
+"""What is made of a file of inference results: ratios, where GSM gets ahead, goals, the paper's claims, the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsm.benchmarks import comparisons, figures, goals, inference, paper
+from gsm.benchmarks.comparisons import Crossing, crossing
+from gsm.benchmarks.turns import short
+from gsm_kernels.benchmark import ceilings, machine, timing
+from gsm_kernels.benchmark.results import Results
+
+K = 1024
+PROTOCOL = {"size": "pico", "batch": 1, "chunk": 4096, "steps": 64, "warm_up": 2, "runs": 3, "dtype": "bfloat16"}
+SPEEDS = {"gsm": 2.0, "baseline": 1.0}  # tokens a millisecond
+
+
+def row(model="gsm", tokens=4 * K, kind="read", prefill=None, decode=2.0, cache=100, **others) -> dict[str, Any]:
+    """A row in which prefill and a token took so many milliseconds."""
+    made: dict[str, Any] = {"model": model, "tokens": tokens, "kind": kind, "protocol": PROTOCOL, "text": "a text"}
+    made["ceilings"] = ceilings.Ceilings(1e12, 1e11, "bfloat16")._asdict()
+    prefill = tokens / SPEEDS.get(model, 1.0) if prefill is None else prefill
+    if kind != "decode":
+        rate = {"tokens_per_second": 1e3 * tokens / prefill, "flops": 100 * tokens, "share_of_product": 0.5}
+        clocks = {"ms": timing.spread([prefill])._asdict(), "processor_ms": timing.spread([prefill**2])._asdict()}
+        made["prefill"] = {**clocks, **rate}
+    if kind != "unpruned":
+        rate = {"tokens_per_second": 1e3 / decode, "flops": 10, "bytes": 10, "share_of_floor": 0.5, "operations": 300}
+        made["decode"] = {"ms": timing.spread([decode])._asdict(), "kernels": 200, **rate}
+        made["decoder"] = {"operations": 7, "bytes": 1000}
+        made["cache"] = {"bytes": cache, "formula": cache, "parts": {}}
+    return {**made, "synthetic": kind == "decode", "peak_gib": 1.5, **others}
+
+
+def file_of(folder: Path, *rows: dict[str, Any], device: str = "a GPU") -> Path:
+    facts = {**machine.facts(torch.device("cpu")), "device": device, "commit": "c0ffee"}
+    results = Results(folder / "a.json", facts)
+    for number, one in enumerate(rows):
+        results.add(f"{one['model']} {short(one['tokens'])} {number}", one)
+    return results.path
+
+
+def test_gsm_is_held_against_the_others_of_the_same_length():
+    rows = [row(), row("baseline", decode=3.0, cache=150), row("baseline", 8 * K), row("yoco", failed="out of memory")]
+    lines = comparisons.against(rows).splitlines()[2:]
+    assert lines == ["| baseline, read | 4K | 2.00 | 4.00 | 1.00 | 1.50 |  | 1.00 | 0.667 | 0.667 |"]
+
+
+def test_pruning_is_held_against_the_same_model_s_every_row():
+    whole = row(kind="unpruned", prefill=5000.0)
+    lines = comparisons.pruning([row(), whole, row("baseline", kind="unpruned")]).splitlines()[2:]
+    assert lines == ["| gsm | 4K | 2.44 | 5.96 | 1.00 |"]
+
+
+def test_growth_is_from_the_shortest_to_the_longest():
+    rows = [row(tokens=n * K, kind="decode", decode=1 + n / 64, cache=n) for n in (64, 1, 4)]
+    lines = comparisons.growth(rows).splitlines()[2:]
+    assert lines == ["| gsm | synthetic, 1K to 64K | 1.97 | 1 | 1 | 64 |"]
+
+
+def times(model: str, seconds: dict[int, float]) -> list[dict[str, Any]]:
+    return [row(model, tokens, prefill=ms) for tokens, ms in seconds.items()]
+
+
+def test_a_crossing_between_lengths_is_measured():
+    rows = times("gsm", {1000: 2.0, 4000: 4.0}) + times("transformer", {1000: 1.0, 4000: 8.0})
+    found = crossing(rows, "transformer", "prefill", lambda name, tokens: tokens)
+    assert found.measured and found.tokens == pytest.approx(2000)
+
+
+def test_a_crossing_beyond_follows_the_flops():
+    flops = {"gsm": lambda n: n, "transformer": lambda n: n + n * n // 1000}
+    rows = times("gsm", {n: 10 + n / 100 for n in (1000, 2000)})
+    rows += times("transformer", {n: flops["transformer"](n) / 1000 for n in (1000, 2000)})
+    found = crossing(rows, "transformer", "prefill", lambda name, tokens: flops[name](tokens))
+    exact = 4500 + (4500**2 + 10**7) ** 0.5  # 10 + n / 100 = n / 1000 + n^2 / 10^6
+    assert not found.measured and found.tokens is not None and exact <= found.tokens < 1.13 * exact
+
+
+def test_whoever_is_ahead_everywhere_crosses_nowhere():
+    ahead = times("gsm", {1000: 1.0, 2000: 2.0}) + times("transformer", {1000: 2.0, 2000: 4.0})
+    assert crossing(ahead, "transformer", "prefill", lambda name, tokens: tokens) == Crossing(1000.0, True)
+    behind = times("transformer", {1000: 1.0, 2000: 2.0}) + times("gsm", {1000: 2.0, 2000: 4.0})
+    assert crossing(behind, "transformer", "prefill", lambda name, tokens: tokens) == Crossing(None, False)
+
+
+def test_a_verdict_names_goal_and_measurement():
+    rows = [row(prefill=10.0, decode=1.6), row(tokens=256 * K, kind="decode", decode=2.0)]
+    rows += [row(tokens=64 * K, prefill=200.0), row("baseline", 64 * K, prefill=250.0)]
+    assert goals.verdicts(rows) == []
+    lines = goals.verdicts([{**one, "protocol": {**PROTOCOL, "size": "1p5b"}} for one in rows])
+    assert "aim 4K decode: 620 tokens/s: 625, met" in lines
+    assert "aim 256K decode: 600 tokens/s: 500, missed" in lines
+    assert "must 256K decode over 4K: 0.97: 0.8, missed" in lines
+    assert "must 4K kernels: at most 240: 200, met" in lines
+    assert "must 64K prefill over baseline: 1.3: 1.25, missed" in lines
+    assert "aim 256K prefill: 260,000 tokens/s: not measured" in lines
+
+
+def test_every_goal_is_that_of_a_case_that_the_gpu_measures():
+    cases = inference.plan(["gsm", "baseline"], inference.LENGTHS["cuda"], inference.SYNTHETIC["cuda"])
+    there = {case.tokens for case in cases if case.kind == "read"}
+    assert {goal.tokens for goal in goals.GOALS} <= there
+
+
+def test_the_paper_s_claims_are_counted_length_by_length(tmp_path):
+    rows = [row(), row("baseline", cache=150), row(tokens=8 * K, prefill=9e9, decode=1.0), row("baseline", 8 * K)]
+    text = inference.run(results=str(file_of(tmp_path, *rows))).with_suffix(".md").read_text()
+    assert "NVIDIA H800 80GB" in text and "on a GPU | holds at |" in text
+    assert "4K 2.00, 8K 0.00 | 1 of 2 lengths |" in text and "4K 0.67, 8K 1.00 | 1 of 2 lengths |" in text
+
+
+def test_the_paper_s_table_of_training_stands_beside_ours():
+    ours = {"size": "1p5b", "batch_size": 4, "context": 4096, "compiled": False, "recompute": True, "devices": 8}
+    ours |= {"ms": {"median": 2000.0}, "tokens_per_second": 300.0, "peak_gib": 40.0}
+    other = {**ours, "model": "baseline", "tokens_per_second": 200.0}
+    content = {"device": "a GPU", "rows": {"a": {**ours, "model": "gsm"}, "b": other}}
+    text = paper.training(content)
+    assert "| paper: tokens/s | 50,833 | 53,231 | 1.047 |" in text and "| a: tokens/s | 200 | 300 | 1.500 |" in text
+    assert paper.training({**content, "rows": {"a": content["rows"]["a"], "b": {**other, "recompute": False}}}) == ""
+
+
+def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row(model, n * K, kind) for n in (1, 64) for model in SPEEDS for kind in ("read", "decode", "unpruned")]
+    failed = {"model": "yoco", "tokens": K, "kind": "read", "protocol": PROTOCOL, "failed": "out of memory: would fit"}
+    path = inference.run(results=str(file_of(tmp_path, *rows, failed)))
+    for picture in (path.with_suffix(".png"), path.with_name("a-computed.png")):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    text = path.with_suffix(".md").read_text()
+    assert "a GPU, " in text and "64 given tokens, 2 runs to warm up and 3 timed; a text." in text
+    assert "failed: out of memory: would fit" in text
+
+
+def test_a_prompt_that_was_read_counts_before_a_synthetic_memory():
+    pytest.importorskip("matplotlib")
+    rows = [row(decode=1.0), row(kind="decode", decode=3.0), row(tokens=8 * K, kind="decode", decode=4.0)]
+    figure, (axes,) = figures.plots.figure()
+    figures._curve(axes, rows, figures.PANELS["decode"], figures.plots.styles(["gsm"])["gsm"])
+    line, *marks = axes.lines
+    assert torch.as_tensor(line.get_ydata()).tolist() == [1000.0, 250.0]
+    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True]
+
+
+def test_a_file_without_measurements_has_no_picture(tmp_path):
+    with pytest.raises(ValueError, match="holds no request that was measured"):
+        figures.picture(file_of(tmp_path, row(failed="out of memory")))
