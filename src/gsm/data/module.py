@@ -81,7 +81,7 @@ class TextData(Placed):
         _require("prepare_workers", prepare_workers, 1)
         _require("max_tokens", max_tokens, context + 1)
         _require("max_validation_tokens", max_validation_tokens, context + 1)
-        self._chosen = _chosen_tokenizer(tokenizer, end_of_text, vocabulary)
+        self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         self.corpus = corpus or _corpus(path, files=files, validation=validation, text_field=text_field)
         if corpus and _given(path=path, files=files, validation=validation, text_field=text_field):
             raise ValueError(
@@ -265,7 +265,7 @@ def _corpus(path: str | None, **chosen: object) -> Corpus:
     return standard_library() if path is None else Corpus(path, **given)
 
 
-def _chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:
+def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:
     """The tokenizer, if it need not be trained first."""
     if end_of_text is not None and tokenizer in ("bpe", "bytes"):
         raise ValueError(

@@ -127,8 +127,8 @@ def _parquet(path: Path, field: str, moved: Moved) -> Iterator[Piece]:
             moved(int(share * batch.num_rows))
 
 
-def needed(module: str, package: str, purpose: str) -> Any:
-    """A module that only some data need.
+def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
+    """A module that only some data need; `extra` is the one that installs it.
 
     Raises:
         ModuleNotFoundError: it is not installed; the sentence says how to install it.
@@ -137,7 +137,8 @@ def needed(module: str, package: str, purpose: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{purpose} need the package {package}, which is not installed: pip install -c constraints.txt -e '.[data]'"
+            f"{purpose} need the package {package}, which is not installed: "
+            f"pip install -c constraints.txt -e '.[{extra}]'"
         ) from error
 
 

@@ -48,6 +48,8 @@ def evaluate(
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
     in: trainer.precision of its run, and what auto stands for on the device at hand.
 
+    With ruler=true it asks RULER's needle tasks instead: python evaluate.py ruler=true --help.
+
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer

@@ -25,6 +25,7 @@ from gsm.callbacks.metrics_file import MetricsFile
 from gsm.callbacks.summary import Summary
 from gsm.callbacks.tensorboard import TensorBoard
 from gsm.callbacks.throughput import callbacks
+from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
 from gsm.data.synthetic import SyntheticData
 from gsm.eval import overlap
@@ -41,6 +42,7 @@ from gsm_kernels import explain
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
 OVERLAP_SEQUENCES = 16  # of each length
+Data = TextData | SyntheticData | RulerData
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
 
@@ -49,7 +51,7 @@ class Run:
     """Everything a training run is made of."""
 
     config: Mapping[str, Any]
-    data: TextData | SyntheticData
+    data: Data
     model: LanguageModel
     task: LanguageModeling
     trainer: lightning.Trainer
@@ -80,7 +82,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         return _conclude(run) if leads else dict(run.summary.facts)
 
 
-def open_data(config: Mapping[str, Any]) -> TextData | SyntheticData:
+def open_data(config: Mapping[str, Any]) -> Data:
     """The data of a run, ready to be read. Raises ConfigError where it is missing, damaged or too little."""
     data = instantiate(config["data"], "data")
     with refusals("data"):
@@ -89,9 +91,7 @@ def open_data(config: Mapping[str, Any]) -> TextData | SyntheticData:
     return data
 
 
-def assemble(
-    config: Mapping[str, Any], start: Start | None = None, data: TextData | SyntheticData | None = None
-) -> Run:
+def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data | None = None) -> Run:
     """Builds all parts, the loggers as of where the run starts.
 
     The weights follow from the seed alone, whatever else has drawn random numbers before.
@@ -207,7 +207,7 @@ def _conclude(run: Run) -> dict[str, Any]:
     return facts
 
 
-def _facts(config: Mapping[str, Any], data: TextData | SyntheticData, model: LanguageModel) -> dict[str, Any]:
+def _facts(config: Mapping[str, Any], data: Data, model: LanguageModel) -> dict[str, Any]:
     """What a summary says before anything was measured."""
     return {
         "experiment": config["name"],

@@ -107,8 +107,9 @@ def shown(path: str | os.PathLike[str]) -> str:
 def _table(facts: Mapping[str, Any]) -> list[str]:
     """The model beside n-gram models of the same tokens; of a task, how many of its questions are answered."""
     if facts["accuracy"] is not None:
-        answers = facts["data"]["validation_answers"]
-        return [f"  {facts['accuracy']:.1%} of {answers:,} held-out questions answered, loss {facts['val_loss']:.3f}"]
+        answers = facts["data"].get("validation_answers")  # None where an answer has several tokens
+        of = f"{answers:,} held-out questions answered" if answers else "the tokens of held-out answers right"
+        return [f"  {facts['accuracy']:.1%} of {of}, loss {facts['val_loss']:.3f}"]
     rows = [(f"{facts['model']} ({facts['parameters']:,} parameters)", facts["bits_per_byte"], facts["val_perplexity"])]
     for name in ("five_gram", "bigram", "unigram"):
         bits = facts[f"{name}_bits_per_byte"]

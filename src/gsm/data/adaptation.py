@@ -1,0 +1,272 @@
+"""`RulerData`: questions with their answers, to teach a trained model the form of RULER's tasks. B batch, T positions.
+
+    direct   <prompt> 8262683 END
+    cot      <prompt> told here: <needle> It is about <key>, as asked. Final answer: 8262683 END
+
+Both have the same prompts, to the letter: only what follows differs, and nothing but that is trained on. The chain of
+thought retrieves the needle, verifies its key and answers; what it says is ours, since the paper gives its last words
+alone. Example number i is a function of (seed, i, length); a pass takes all examples in order, and the lengths follow
+one another step by step, so that the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, 4K, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gsm.data.cache import cache_folder
+from gsm.data.corpus import standard_library
+from gsm.data.ingredients import Ingredients
+from gsm.data.loader import Batches
+from gsm.data.module import chosen_tokenizer
+from gsm.data.packing import IGNORED, validation_batches, validation_indices
+from gsm.data.place import Placed
+from gsm.data.ruler import TASKS, Needles, Sample
+from gsm.data.tokenizer import Tokenizer
+from gsm.data.tokens import find_or_train
+
+MARK = "Final answer:"
+RESPONSES = {
+    "direct": " {value}",
+    "cot": " told here: {needle} It is about {key}, as asked. " + MARK + " {value}",
+}
+HELD_OUT = 2**32 - 1  # stands for the seed in validation
+
+
+class Examples:
+    """A question with its answer for every number, as training sees it.
+
+    Args:
+        tasks: where the samples come from; example i belongs to the one at i modulo their number.
+        answers: "direct" or "cot".
+        seed: of all of them.
+        length: T of the batch that begins with a number.
+        count: how many different ones there are; then they come again.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Needles], answers: str, seed: int, length: Callable[[int], int], count: int
+    ) -> None:
+        self.tasks, self.answers, self.seed, self.length, self.count = tasks, answers, seed, length, count
+        self.ids = lru_cache(count)(self._ids)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One example: `tokens`, `targets` and `documents`, int64 [T] each."""
+        return {name: value_BT[0] for name, value_BT in self.batch([index]).items()}
+
+    def batch(self, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
+        """The examples of these numbers, int64 [B,T] each, all of the length of the first one.
+
+        Targets are -100 but for the answer and the end of text behind it, and throughout for -1, which evens out ranks.
+        What is left of T is padding: `documents` is -1 there.
+        """
+        length, end = self.length(int(indices[0])), self.tasks[0].tokenizer.end_of_text
+        token_BT = torch.full((len(indices), length), end)
+        target_BT, document_BT = torch.full_like(token_BT, IGNORED), torch.full_like(token_BT, -1)
+        for row, number in enumerate(map(int, indices)):
+            prompt, answer = self.ids(max(number, 0) % self.count, length)
+            whole = torch.from_numpy(np.concatenate([prompt, answer])).long()
+            token_BT[row, : len(whole) - 1] = whole[:-1]
+            document_BT[row, : len(whole) - 1] = 0
+            if number >= 0:
+                target_BT[row, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+        return {"tokens": token_BT, "targets": target_BT, "documents": document_BT}
+
+    def sample(self, index: int, length: int) -> Sample:
+        """The question of an example."""
+        return self.tasks[index % len(self.tasks)].sample(index, length, self.seed)
+
+    def _ids(self, index: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the prompt, and of the answer with its end, int32."""
+        sample = self.sample(index, length)
+        made, tokenizer = self.tasks[0], self.tasks[0].tokenizer
+        answer = [*tokenizer.encode(response(sample, self.answers)), tokenizer.end_of_text]
+        if len(answer) > made.new_tokens:
+            raise ValueError(
+                f"answers {self.answers!r} take {len(answer)} tokens with their end, and new_tokens keeps "
+                f"{made.new_tokens} free for them; set data.new_tokens to at least {len(answer) + len(answer) // 4}"
+            )
+        return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
+
+
+class RulerData(Placed):
+    """Examples of RULER's tasks, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy,
+    over the tokens of the answers.
+
+    Validation takes examples of its own at the longest of `lengths`; it does not touch what `gsm.eval.ruler` asks, and
+    longer texts are left to that.
+
+    Args:
+        vocabulary: how many ids the model has.
+        context: the longest text that the model is to see, here or in evaluation.
+        batch_size: B on each device.
+        tokenizer: as in `TextData`; "bpe" is the one that it trains on the standard library.
+        end_of_text: as in `TextData`.
+        tasks: names of `gsm.data.ruler.TASKS`.
+        lengths: T, one after another; None: a sixteenth, an eighth, a quarter and a half of `context`, which stays
+            reserved for evaluation.
+        answers: "direct", or "cot" for a short chain of thought.
+        examples: how many different ones.
+        template, haystack, keys, words, text_field, digits, new_tokens, increment: see `Ingredients.choose`.
+        seed: of the training examples.
+        validation_sequences: how many examples validation takes.
+        cache_dir: where the tokenizer is kept; None: GSM_CACHE or `.cache/gsm`.
+
+    Raises:
+        ValueError: a name is unknown, a number is out of range, or a length holds no sample.
+        FileNotFoundError: there is nothing at a path.
+    """
+
+    measures_accuracy = True
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        context: int,
+        batch_size: int,
+        tokenizer: str | Tokenizer = "bpe",
+        end_of_text: str | None = None,
+        tasks: Sequence[str] = tuple(TASKS),
+        lengths: Sequence[int] | None = None,
+        answers: str = "direct",
+        examples: int = 512,
+        template: str = "ruler",
+        haystack: str = "python",
+        keys: str = "builtin",
+        words: int | None = None,
+        text_field: str = "text",
+        digits: int | None = None,
+        new_tokens: int | None = None,
+        increment: int | None = None,
+        seed: int = 0,
+        validation_sequences: int = 64,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.lengths = list(lengths or (context // part for part in (16, 8, 4, 2)))
+        self.tasks, self.answers, self.examples = list(tasks), answers, examples
+        self.vocabulary, self.context, self.batch_size, self.cache_dir = vocabulary, context, batch_size, cache_dir
+        self.seed, self.validation_sequences = seed, validation_sequences
+        self._check()
+        self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
+        numbers = {"digits": digits, "new_tokens": new_tokens, "increment": increment}
+        self.ingredients = Ingredients.choose(template, haystack, keys, words, text_field, **numbers)
+
+    def prepare_data(self) -> None:
+        """Trains the tokenizer, unless the cache has it, and refuses a length that is too short for a task."""
+        made = self.train_set
+        for length in self.lengths:
+            for index in range(len(self.tasks)):
+                made.ids(index, length)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer (its `vocabulary` may be smaller than the model's)."""
+        if self._chosen:
+            return self._chosen
+        return find_or_train(standard_library(), self.vocabulary, cache_folder(self.cache_dir))
+
+    @cached_property
+    def train_set(self) -> Examples:
+        """The training examples at the longest length."""
+        return self.training_set(lambda _: max(self.lengths))
+
+    @cached_property
+    def validation_set(self) -> Examples:
+        """The examples of validation."""
+        return self._held_out(max(self.lengths), self.validation_sequences)
+
+    def training_set(self, length: Callable[[int], int]) -> Examples:
+        """The training examples, with T as a function of the number of an example among all that are taken."""
+        return Examples(self._needles["training"], self.answers, self.seed, length, self.examples)
+
+    def train_dataloader(self) -> Batches:
+        """All batches that are left; their number follows from the trainer's steps."""
+        total = self._steps * self._accumulated
+        train = self.training_set(self._length_of)
+        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
+
+    def val_dataloader(self) -> Batches:
+        """The validation examples; with several ranks each takes its share."""
+        batches = validation_batches(
+            self.validation_sequences, limit=None, batch_size=self.batch_size, rank=self._rank, world=self._world
+        )
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
+
+    def validation(self) -> Iterator[dict[str, Tensor]]:
+        """The examples that validation averages over, one by one, in order."""
+        return (self.validation_set[index] for index in range(self.validation_sequences))
+
+    def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
+        """Examples of another length; of validation, or of training. Raises ValueError for one that holds none."""
+        count = self.validation_sequences if split == "validation" else self.examples
+        made = self._held_out(length, count) if split == "validation" else self.training_set(lambda _: length)
+        return [made[int(index)] for index in validation_indices(count, most)]
+
+    def bytes_of_tokens(self, split: str) -> np.ndarray:
+        """int64 [V]: bytes that each id stands for."""
+        return self.tokenizer.token_lengths_V
+
+    def headline(self) -> dict[str, str]:
+        """What the header of a run says of its data."""
+        lengths = ", ".join(f"{length:,}" for length in self.lengths)
+        return {"data": f"{self.examples:,} examples of RULER's tasks, answers {self.answers}, at {lengths} tokens"}
+
+    def description(self, splits: Sequence[str] = ()) -> dict[str, Any]:
+        """What a run's summary says of its data, whichever splits it uses."""
+        chosen = {name: getattr(self, name) for name in ("tasks", "lengths", "answers", "examples", "context")}
+        return {"task": "RULER", **chosen, **self.ingredients.facts(), "tokenizer": self.tokenizer.kind}
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes the examples that training sees, but for the run's seed and batches."""
+        facts = {**self.description(), "tokenizer": self.tokenizer.digest}
+        return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}
+
+    def _check(self) -> None:
+        for name in ("batch_size", "examples", "validation_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is too small; give data.{name} at least 1")
+        if self.answers not in RESPONSES:
+            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {', '.join(RESPONSES)}")
+        if not self.tasks or set(self.tasks) - set(TASKS):
+            raise ValueError(f"tasks {self.tasks} must be some of {', '.join(TASKS)}")
+        if max(self.lengths) > self.context:
+            raise ValueError(
+                f"lengths {self.lengths} go beyond context {self.context}; take shorter ones, or set data.context"
+            )
+
+    @cached_property
+    def _needles(self) -> dict[str, list[Needles]]:
+        """The tasks of each part; they remember the sizes of haystacks, which take a while to find."""
+        parts = ("training", "evaluation")
+        return {part: [Needles(task, self.tokenizer, self.ingredients, part) for task in self.tasks] for part in parts}
+
+    def _held_out(self, length: int, count: int) -> Examples:
+        return Examples(self._needles["evaluation"], self.answers, HELD_OUT, lambda _: length, count)
+
+    def _plan(self, total: int) -> Iterator[np.ndarray]:
+        for batch in range(self._finished, total):
+            first = (batch * self._world + self._rank) * self.batch_size
+            yield np.arange(first, first + self.batch_size)
+
+    def _length_of(self, index: int) -> int:
+        step = index // (self.batch_size * self._world * self._accumulated)
+        return self.lengths[step % len(self.lengths)]
+
+    @property
+    def _steps(self) -> int:
+        return max(1, self.trainer.max_steps) if self.trainer else 1
+
+
+def response(sample: Sample, answers: str) -> str:
+    """What is to follow a prompt."""
+    return RESPONSES[answers].format(value=sample.outputs[0], needle=sample.needle, key=sample.key)

@@ -1,0 +1,266 @@
+"""RULER's samples: the benchmark's words and fields, as long as fits, needles where they belong, always the same."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gsm.data.haystack import Haystack, Keys, open_haystack, open_keys, sentence_splitter
+from gsm.data.ingredients import TEMPLATES, Ingredients
+from gsm.data.ruler import DEPTHS, NOISE, TASKS, Needles, read_samples, write_samples
+from gsm.data.tokenizer import Tokenizer
+
+BYTES = Tokenizer.plain_bytes()
+# Sentences of one word each, all different, so that a place among them can be told.
+SENTENCES = Haystack(" ".join(f"W{number}." for number in range(4000)), "numbers")
+SENTENCES.sentences = lambda count: SENTENCES.first(count).split(" ")  # punkt takes some of them for abbreviations
+MADE = Ingredients(haystack=SENTENCES)
+SHORT = Ingredients(TEMPLATES["short"], SENTENCES, open_keys(words=4))
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return Tokenizer.train([open_haystack().first(5000), NOISE], 600)
+
+
+def needles(task: str, made: Ingredients = MADE, tokenizer: Tokenizer = BYTES, part: str = "evaluation") -> Needles:
+    return Needles(task, tokenizer, made, part)
+
+
+def test_the_words_are_the_benchmarks_in_their_form_for_one_number():
+    question = (
+        "Some special magic {type} are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the {type} afterwards.\n{context}\nWhat are all the special magic {type} for {key} mentioned in the "
+        "provided text?"
+    )
+    prefix = " The special magic {type} for {key} mentioned in the provided text are"
+    for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("{type}", "number")):
+        question, prefix = question.replace(old, new), prefix.replace(old, new)
+    ruler = TEMPLATES["ruler"]
+    assert (ruler.question, ruler.prefix) == (question, prefix)
+    assert ruler.needle == "One of the special magic numbers for {key} is: {value}."
+    assert (ruler.digits, ruler.new_tokens) == (7, 128)
+
+
+def test_a_sample_among_lines_field_by_field():
+    sample = needles("niah_single_1").sample(3, 2048)
+    head, *lines, tail = sample.input.split("\n")
+    (value,), key = sample.outputs, sample.key
+    assert head.startswith("A special magic number is hidden") and head.endswith("about the number afterwards.")
+    assert tail == f"What is the special magic number for {key} mentioned in the provided text?"
+    room = 2048 - 128 - len(sample.prompt) + (len(lines) - 1) * len(NOISE + "\n")
+    assert len(lines) - 1 in (room // len(NOISE + "\n"), room // len(NOISE + "\n") - 1)
+    assert sorted(lines, key=len) == [f"One of the special magic numbers for {key} is: {value}."] + [NOISE] * (
+        len(lines) - 1
+    )
+    assert sample.answer_prefix == f" The special magic number for {key} mentioned in the provided text is"
+    assert 1_000_000 <= int(value) <= 9_999_999 and value == str(int(value))
+    adjective, noun = key.split("-")
+    assert adjective in MADE.keys.adjectives and noun in MADE.keys.nouns
+    assert sample.length == len(sample.input + sample.answer_prefix) + 128, "a byte is a token here"
+    assert sample.input[sample.token_position_answer :].startswith(f"{value}.")
+    wanted = {"index": 3, "input": sample.input, "outputs": [value], "length": sample.length}
+    wanted |= {"length_w_model_temp": sample.length, "answer_prefix": sample.answer_prefix}
+    assert sample.row() == {**wanted, "token_position_answer": sample.token_position_answer}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_its_needles_and_asks_for_one(task: str):
+    asked = set()
+    for index in range(30):
+        sample = needles(task).sample(index, 2000)
+        found = re.findall(r"One of the special magic numbers for [a-z]+-[a-z]+ is: (\d{7})\.", sample.input)
+        assert len(found) == len(set(found)) == TASKS[task].needles
+        assert sample.input.count(sample.needle) == 1 and f" {sample.key} is: {sample.outputs[0]}." in sample.needle
+        assert sample.input.count(sample.key) == 2 and sample.answer_prefix.count(sample.key) == 1
+        asked.add(found.index(sample.outputs[0]))
+    assert asked == set(range(TASKS[task].needles)), "any of them is asked for"
+
+
+@pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_1"])
+def test_needles_stand_between_sentences_at_the_benchmarks_depths(task: str):
+    assert DEPTHS[:4] == [0, 3, 5, 8] and DEPTHS[-1] == 100 and len(set(DEPTHS)) == 40
+    made, seen = needles(task), set()
+    for index in range(240 // TASKS[task].needles):
+        context = made.sample(index, 3000).input.split("\n")[1]
+        words = context.replace("One of the special magic numbers for", "NEEDLE").replace(" is: ", " is:").split()
+        total = sum(word.startswith("W") for word in words)
+        places = [sum(w.startswith("W") for w in words[:at]) for at, word in enumerate(words) if word == "NEEDLE"]
+        assert [w for w in words if w.startswith("W")] == SENTENCES.words[:total]
+        depths = {place: depth for depth in DEPTHS for place in [int(total * depth / 100)]}
+        assert len(set(places)) == TASKS[task].needles and set(places) <= set(depths)
+        seen |= {depths[place] for place in places}
+    assert {0, 100} <= seen and len(seen) > 25
+
+
+def test_a_needle_among_lines_may_come_before_any_of_them():
+    seen = {needles("niah_single_1").sample(i, 1500).input.split("\n")[1:-1].index(NOISE) for i in range(60)}
+    assert seen == {0, 1}, "0: a line comes first, 1: the needle does"
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_samples_are_less_than_a_unit_below_the_length(task: str, kind: str, length: int, bpe: Tokenizer):
+    tokenizer = BYTES if kind == "bytes" else bpe
+    made = needles(task, replace(MADE, haystack=open_haystack(), increment=1), tokenizer)
+    unit = len(tokenizer.encode(f"\n{NOISE}")) if TASKS[task].noise else 40  # bytes of the longest words
+    keys = 8 * TASKS[task].needles  # tokens by which prompts with other keys are longer or shorter
+    for index in range(6):
+        sample = made.sample(index, length)
+        assert sample.length == len(tokenizer.encode(sample.prompt)) + 128
+        assert length - unit - 4 * keys < sample.length <= length
+
+
+def test_a_sample_that_is_too_long_loses_the_benchmarks_unit():
+    made = needles("niah_single_1")
+    units, unit = made.size(2048, 42)
+    assert (
+        unit == 5
+        and needles("niah_single_1").size(8192, 42)[1] == 25
+        and needles("niah_single_2").size(8192, 42)[1] == 500
+    )
+    lines = {made.sample(index, 2048).input.count(NOISE) for index in range(30)}
+    assert lines <= {units, units - 5, units - 10} and units in lines
+
+
+def test_samples_are_a_function_of_their_number():
+    made, again = needles("niah_multikey_1"), needles("niah_multikey_1")
+    assert made.sample(5, 1500) == [again.sample(index, 1500) for index in (7, 2, 5)][2]
+    several = [made.sample(0, 1500), made.sample(1, 1500), made.sample(0, 1600), made.sample(0, 1500, seed=1)]
+    assert len({sample.outputs for sample in several}) == 4
+
+
+def test_training_and_evaluation_never_tell_the_same_pair():
+    made = {part: needles("niah_multikey_1", SHORT, part=part) for part in ("training", "evaluation")}
+    pairs = {part: set() for part in made}
+    for part, one in made.items():
+        for index in range(300):
+            said = one.sample(index, 600).input.split("The number of ")[1:5]
+            pairs[part] |= {tuple(text.split(". ")[0].split(" is ")[:2]) for text in said if " is " in text}
+    training, evaluation = ({(key, value[:2]) for key, value in pairs[part]} for part in made)
+    assert not training & evaluation and min(len(training), len(evaluation)) > 400
+    assert {key for key, _ in training} == {key for key, _ in evaluation} == set(SHORT.keys)
+
+
+def test_of_trillions_of_pairs_both_take_any():
+    many = Keys([f"a{n}" for n in range(900)], [f"n{n}" for n in range(6700)], "many")
+    assert len(many) == 6_030_000 and many[6_029_999] == "a899-n6699"
+    assert not needles("niah_single_1", replace(MADE, keys=many)).divided and needles("niah_single_1").divided
+
+
+def test_a_haystack_begins_again_when_it_is_too_short():
+    hay = Haystack("One  two.\nThree four.", "few")
+    assert hay.first(6) == "One two. Three four. One two."
+    assert hay.sentences(6) == ["One two.", "Three four.", "One two."] or hay.splitter == "punkt"
+
+
+def test_the_rule_for_sentences(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    split, name = sentence_splitter()
+    assert name == "rule"
+    assert split('He said "No!" Then (so) he went. 3 times? yes, e.g. here. (Or not.) End') == [
+        'He said "No!"',
+        "Then (so) he went.",
+        "3 times? yes, e.g. here.",
+        "(Or not.)",
+        "End",
+    ]
+
+
+def test_punkt_cuts_sentences_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", SimpleNamespace(sent_tokenize=lambda text: text.split(";")))
+    hay = Haystack("a;b c;d", "any")
+    assert hay.splitter == "punkt" and hay.sentences(2) == ["a", "b c", "d"]
+
+    def lacks(text: str) -> list[str]:
+        raise LookupError("punkt_tab")
+
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", SimpleNamespace(sent_tokenize=lacks))
+    assert sentence_splitter()[1] == "rule"
+
+
+def test_the_default_haystack_is_on_every_machine_and_long_enough():
+    hay = open_haystack()
+    assert len(hay.words) > 50_000 and len(hay.sentences(10_000)) > 300
+    assert Ingredients().facts()["haystack"] == "python's language reference"
+
+
+def test_essays_are_read_from_a_folder_a_packed_file_and_the_benchmarks_own(tmp_path: Path):
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "b.txt").write_text("three  four")
+    with lzma.open(tmp_path / "essays" / "a.jsonl.xz", "wt") as file:
+        file.write('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "PaulGrahamEssays.json").write_text(json.dumps({"text": "five six"}))
+    assert open_haystack(str(tmp_path / "essays")).words == ["one", "two", "three", "four"]
+    assert open_haystack(str(tmp_path / "essays" / "a.jsonl.xz")).words == ["one", "two"]
+    assert open_haystack(str(tmp_path / "PaulGrahamEssays.json")).words == ["five", "six"]
+
+
+def test_word_lists_come_from_a_file_a_folder_or_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assets = tmp_path / "wonderwords" / "assets"
+    assets.mkdir(parents=True)
+    (tmp_path / "wonderwords" / "__init__.py").write_text("")
+    (assets / "adjectivelist.txt").write_text("red\nad hoc \nred\n\n")
+    (assets / "nounlist.txt").write_text("cat\ndog\n")
+    (tmp_path / "words.json").write_text(json.dumps({"adjectives": ["big", "old"], "nouns": ["car", "tram"]}))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wonderwords", raising=False)
+    wanted = ["red-cat", "red-dog", "ad hoc-cat", "ad hoc-dog"]
+    assert list(open_keys("wonderwords")) == list(open_keys(str(assets))) == wanted
+    assert list(open_keys(str(tmp_path))) == list(open_keys(str(tmp_path / "words.json")))
+    assert list(open_keys("builtin", words=2)) == ["amber-anchor", "amber-barrel", "ancient-anchor", "ancient-barrel"]
+
+
+def test_a_file_of_the_benchmark_is_written_and_read(tmp_path: Path):
+    made = [needles("niah_single_2").sample(index, 1500) for index in range(3)]
+    write_samples(tmp_path / "1500" / "a.jsonl", made)
+    found = read_samples(tmp_path / "1500" / "a.jsonl")
+    assert [sample.row() for sample in found] == [sample.row() for sample in made]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"index": 1, "input": "a"}', "line 2, has no field 'outputs'; each line needs index, input, outputs"),
+        ("[1]", "line 2, has no field 'index'"),
+        ("{", "line 2, is not JSON"),
+    ],
+)
+def test_a_broken_line_is_named(line: str, words: str, tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"index": 0, "input": "a", "outputs": ["1"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_samples(file)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: needles("niah_single_1").sample(0, 500), r"length 500 is too short .* takes \d+ tokens, 128 of them"),
+        (lambda: needles("niah_multikey_1", SHORT).sample(0, 200), "length 200 is too short for niah_multikey_1"),
+        (lambda: needles("niah_single_3"), "unknown task 'niah_single_3'"),
+        (lambda: Ingredients.choose("long"), "unknown template 'long'; the known ones are ruler, short"),
+        (lambda: Ingredients.choose(digits=1), "digits 1 is too small; take at least 2"),
+        (lambda: open_keys(words=1), "words 1 is too small"),
+        (lambda: Haystack(" ", "void"), "haystack void has no words"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(make, words: str):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_essays_without_their_field_are_named_with_the_line(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2, has no field 'text' but fields body"):
+        open_haystack(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="neither 'python' nor a file"):
+        open_haystack(str(tmp_path / "none"))
