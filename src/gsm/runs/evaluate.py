@@ -46,7 +46,8 @@ def evaluate(
     """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
 
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
-    in: trainer.precision of its run, and what auto stands for on the device at hand.
+    in: trainer.precision of its run, and what auto stands for on the device at hand. For downstream tasks instead of
+    text, see: python evaluate.py tasks=paper --help
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
@@ -180,7 +181,9 @@ def open_data(
     return made
 
 
-def progress(sequences: Iterable[Any], count: int, note: str = "", patience: float = 3.0) -> Iterator[Any]:
+def progress(
+    sequences: Iterable[Any], count: int, note: str = "", unit: str = "sequences", patience: float = 3.0
+) -> Iterator[Any]:
     """Passes sequences on, and says on stderr how far it is, when that takes longer than ``patience`` seconds."""
     start = last = time.perf_counter()
     terminal, written = sys.stderr.isatty(), False
@@ -188,7 +191,7 @@ def progress(sequences: Iterable[Any], count: int, note: str = "", patience: flo
         now = time.perf_counter()
         if done and now - last > (patience if terminal or not written else 30.0):
             left = clock((now - start) / done * (count - done))
-            line = f"{note}{done} of {count} sequences, {left} left"
+            line = f"{note}{done} of {count} {unit}, {left} left"
             sys.stderr.write(f"\r{line:<78}" if terminal else f"{line}\n")
             sys.stderr.flush()
             last, written, patience = now, True, min(patience, 0.5)
