@@ -1,4 +1,4 @@
-"""Measures trained models on held-out text: `python evaluate.py checkpoint=logs/default/gsm/seed0`."""
+"""Scores trained checkpoints: `python evaluate.py checkpoint=logs/default`, `python evaluate.py --help`."""
 
 import sys
 
@@ -15,6 +15,10 @@ if __name__ == "__main__":
 
         words = [word.removeprefix("ruler.") for word in given if word != "ruler=true"]
         command_line.call(ask, "evaluate.py ruler=true", words)
+    elif any(word.startswith("tasks=") for word in given):
+        from gsm.runs.downstream import evaluate as score
+
+        command_line.call(score, "evaluate.py")
     else:
         from gsm.runs.evaluate import evaluate
 

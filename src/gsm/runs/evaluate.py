@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gsm.callbacks.progress import clock
 from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
 from gsm.data.tokenizer import Tokenizer
@@ -23,8 +18,9 @@ from gsm.files import write_json
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
-from gsm.runs.fit import OVERLAP_SEQUENCES, best_precision
+from gsm.runs.fit import OVERLAP_SEQUENCES
 from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals, usable
+from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
 from gsm_kernels import explain
 
 SPLITS = ("validation", "train")
@@ -48,7 +44,7 @@ def evaluate(
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
     in: trainer.precision of its run, and what auto stands for on the device at hand.
 
-    With ruler=true it asks RULER's needle tasks instead: python evaluate.py ruler=true --help.
+    Downstream tasks instead of text: python evaluate.py tasks=paper --help; RULER's: python evaluate.py ruler=true --help
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
@@ -76,7 +72,7 @@ def evaluate(
         options = {"device": device, "data": data, "path": path, "position": position, "overlap": overlap}
         result = measure(file, note=note, **options, **wanted)  # pyright: ignore[reportArgumentType]
         if not output:
-            _write(_home(file) / "evaluation.json", result)
+            _write(home(file) / "evaluation.json", result)
         print(
             f"{_title(result)}\n{_share(result) if data or path else _caution(file, result)}\n{show.one(result)}\n",
             flush=True,
@@ -110,8 +106,8 @@ def measure(
     text = open_data(saved, data, path, split=split, context=context, batch_size=batch_size, sequences=sequences)
     rows, count = _sequences(text, split, sequences)
     model, start = load_model(file, device), time.perf_counter()
-    precision = _precision(config, device)
-    with _autocast(precision, device), refusals(str(file)):
+    precision = precision_of(config, device)
+    with autocast(precision, device), refusals(str(file)):
         shown = progress(rows, count, note)
         options = {
             "batch_size": text.batch_size,
@@ -129,22 +125,10 @@ def measure(
         **found,
         "data": text.description([split]),
         "split_sequences": len(getattr(text, f"{split}_set")) if text.tokenizer else text.validation_sequences,
-        **{"device": _device_name(device), "precision": precision, "kernels": explain()},
+        **{"device": device_name(device), "precision": precision, "kernels": explain()},
         "seconds": round(time.perf_counter() - start, 3),
         **{"versions": versions(), "commit": commit()},
     }
-
-
-def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path, or those of all runs below it, sorted. Raises FileNotFoundError if there is none."""
-    folder = Path(path)
-    if not folder.is_dir() or (folder / "checkpoints" / "last.ckpt").is_file():
-        return [folder / "checkpoints" / "last.ckpt" if folder.is_dir() else folder]
-    found = sorted(folder.glob("**/checkpoints/last.ckpt"))
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    if not found:
-        raise FileNotFoundError(f"no checkpoint at {path}, and no run below it has a checkpoints/last.ckpt")
-    return found
 
 
 def open_data(
@@ -180,23 +164,6 @@ def open_data(
         made = make(tokenizer=Tokenizer.from_state(saved["tokenizer"])) if "tokenizer" in node else make()
         _ = getattr(made, f"{split}_set", None)
     return made
-
-
-def progress(sequences: Iterable[Any], count: int, note: str = "", patience: float = 3.0) -> Iterator[Any]:
-    """Passes sequences on, and says on stderr how far it is, when that takes longer than ``patience`` seconds."""
-    start = last = time.perf_counter()
-    terminal, written = sys.stderr.isatty(), False
-    for done, sequence in enumerate(sequences):
-        now = time.perf_counter()
-        if done and now - last > (patience if terminal or not written else 30.0):
-            left = clock((now - start) / done * (count - done))
-            line = f"{note}{done} of {count} sequences, {left} left"
-            sys.stderr.write(f"\r{line:<78}" if terminal else f"{line}\n")
-            sys.stderr.flush()
-            last, written, patience = now, True, min(patience, 0.5)
-        yield sequence
-    if written and terminal:
-        sys.stderr.write(f"\r{'':<78}\r")
 
 
 def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
@@ -241,30 +208,6 @@ def _check(split: str, position: str, **numbers: int) -> None:
             raise ConfigError(f"{name} is {number}, but has to be {least} or more; leave it out for what the run had")
 
 
-def _precision(config: Mapping[str, Any], device: str) -> str:
-    """The arithmetic that the run validated in; on a CPU float32, and on a GPU what ``auto`` would choose there."""
-    chosen = str(config.get("trainer", {}).get("precision") or "32-true")
-    return best_precision(torch.device(device).type) if chosen == "auto" else chosen
-
-
-def _autocast(precision: str, device: str) -> contextlib.AbstractContextManager[Any]:
-    kinds: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    if precision not in kinds:
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=kinds[precision])
-
-
-def _device_name(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device}, {torch.get_num_threads()} threads"
-
-
-def _home(file: Path) -> Path:
-    """The folder of a checkpoint's run."""
-    return file.parent.parent if file.parent.name == "checkpoints" else file.parent
-
-
 def _title(result: Mapping[str, Any]) -> str:
     text, data = result["text"], result["data"]
     of = data.get("corpus") or data.get("task") or "its data"
@@ -289,7 +232,7 @@ def _share(result: Mapping[str, Any]) -> str:
 def _caution(file: Path, result: Mapping[str, Any]) -> str:
     """A line where the text is no longer the one that the run's own numbers are of."""
     try:
-        before = json.loads((_home(file) / "summary.json").read_text(encoding="utf-8"))["data"]["digest"]
+        before = json.loads((home(file) / "summary.json").read_text(encoding="utf-8"))["data"]["digest"]
     except (OSError, ValueError, KeyError, TypeError):  # no summary, or one that is of something else
         return ""
     same = before == result["data"].get("digest")
@@ -298,7 +241,7 @@ def _caution(file: Path, result: Mapping[str, Any]) -> str:
 
 def _conclude(results: list[dict[str, Any]], output: str, checkpoint: Path, found: list[Path]) -> None:
     """Writes what belongs to all runs, and says what was written."""
-    places = [str(_home(file) / "evaluation.json") for file in found]
+    places = [str(home(file) / "evaluation.json") for file in found]
     if output or len(results) > 1:
         place = Path(output) if output else checkpoint / "evaluation.json"
         _write(place, results[0] if len(results) == 1 else {"runs": results})

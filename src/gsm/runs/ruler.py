@@ -12,8 +12,8 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.eval import ruler, ruler_score
 from gsm.files import write_json
 from gsm.runs.check import ConfigError
-from gsm.runs.evaluate import _autocast, _device_name, _home, _precision, checkpoints, progress
 from gsm.runs.load import load_model, read_checkpoint, refusals, usable
+from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
 
 ADAPTED = "gsm.data.adaptation.RulerData"
 
@@ -77,7 +77,7 @@ def evaluate(
     asked = {"examples": examples, "files": files or None, "batch_size": batch_size, "chunk": chunk, "seed": seed}
     results = []
     for file in found:
-        path = Path(output) if output else _home(file) / "ruler.json"
+        path = Path(output) if output else home(file) / "ruler.json"
         results.append(measure(file, path, given, _numbers(lengths), _list(tasks), asked, device))
         print(f"{_name(results[-1])}\n{ruler_score.table(results[-1])}\nWritten to {path}\n", flush=True)
     if len(results) > 1:
@@ -109,7 +109,7 @@ def measure(
     named = ("answers", "template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
     chosen = {**{name: own[name] for name in named if own.get(name) is not None}, **given}
     answers = chosen.pop("answers", "direct")
-    precision = _precision(config, device)
+    precision = precision_of(config, device)
     run = {name: str(config.get(name)) for name in ("name", "arm", "seed")}
     identity = {
         "run": run,
@@ -117,7 +117,7 @@ def measure(
         "changed": file.stat().st_mtime_ns,
         "precision": precision,
     }
-    with refusals(str(file)), _autocast(precision, device):
+    with refusals(str(file)), autocast(precision, device):
         return ruler.evaluate(
             load_model(file, device),
             Tokenizer.from_state(state),
@@ -126,7 +126,7 @@ def measure(
             ingredients=Ingredients.choose(**chosen),
             answers=answers,
             path=path,
-            identity={**identity, "device": _device_name(device)},
+            identity={**identity, "device": device_name(device)},
             watch=progress,
             say=lambda line: print(line, flush=True),
             **asked,

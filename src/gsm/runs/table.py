@@ -110,11 +110,11 @@ class Table:
 
     def text(self, width: int = WIDTH) -> str:
         """Plain ASCII; what is wider than ``width`` characters goes on below, under its arms again."""
-        return "\n\n".join("\n".join(_aligned(part)) for grid in self._grids() for part in _parts(grid, width))
+        return "\n\n".join(grid_text(grid, width) for grid in self._grids())
 
     def markdown(self) -> str:
         """The same as tables in Markdown."""
-        return "\n\n".join("\n".join(_piped(grid)) for grid in self._grids()) + "\n"
+        return "\n\n".join(map(grid_markdown, self._grids())) + "\n"
 
     def csv(self) -> str:
         """One line for each run, with numbers in full."""
@@ -237,6 +237,16 @@ def shown(value: float | None, like: float | None = None) -> str:
     if size and size < 1e-3:
         return f"{value:.3g}"
     return f"{value:,.{0 if size >= 1000 else 2 if size >= 100 else 3 if size >= 10 else 4}f}"
+
+
+def grid_text(grid: list[list[str]], width: int = WIDTH) -> str:
+    """Rows of cells, the names of the columns first, as plain text; what is wider goes on below."""
+    return "\n\n".join("\n".join(_aligned(part)) for part in _parts(grid, width))
+
+
+def grid_markdown(grid: list[list[str]]) -> str:
+    """The same in Markdown."""
+    return "\n".join(_piped(grid))
 
 
 def _row(arm: str, runs: list[RunSummary], columns: Sequence[str]) -> Row:

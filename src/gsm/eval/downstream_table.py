@@ -1,0 +1,156 @@
+"""Downstream results as tables: ours beside the paper's, and how two models differ on the same questions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gsm.eval.bootstrap import paired
+from gsm.eval.show import group
+from gsm.eval.task_files import Task
+
+FILE = Path(__file__).parent / "paper.yaml"
+HUB = "hub"  # in the settings of results, where documents are not local files
+Result = Mapping[str, Any]  # of one checkpoint: `arm`, `seed`, `mixture`, and `tasks`, each with `scores` and `samples`
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table of the paper.
+
+    Attributes:
+        table: which one it is.
+        columns: its models.
+        average: their unweighted means over the tasks.
+        rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
+            in the order of the columns (none where the paper gives averages alone).
+    """
+
+    table: str
+    columns: list[str]
+    average: list[float]
+    rows: dict[str, dict[str, Any]]
+
+
+def published(name: str) -> Published | None:
+    """A table of the paper by its name, or None."""
+    tables = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return Published(**tables[name]) if name in tables else None
+
+
+def metric(task: str, result: Result, table: Published | None) -> str:
+    """What a task is scored by: as the paper does for such a model; outside its tables acc_norm where there is one."""
+    if table:
+        return table.rows[task]["mixture" if result["mixture"] else "dense"]
+    return "acc_norm" if "acc_norm" in result["tasks"][task]["scores"] else "acc"
+
+
+def values(results: Sequence[Result], table: Published | None) -> list[dict[str, float]]:
+    """Of each result the score of every task and their unweighted mean (``average``), in percent."""
+    found = []
+    for result in results:
+        each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
+        found.append({**each, "average": statistics.fmean(each.values())})
+    return found
+
+
+def by_arm(results: Sequence[Result]) -> list[tuple[str, Result]]:
+    """The arm of each result, with its experiment where there are several of these; in the order of the results."""
+    arms = {id(result): arm for arm, those in group(results).items() for result in those}
+    return [(arms[id(result)], result) for result in results]
+
+
+def grid(tasks: Sequence[Task], cells: Mapping[str, Mapping[str, Any]], table: Published | None) -> list[list[str]]:
+    """Tasks by models: ours, mean and standard deviation over seeds (``cells``, by arm and task), then the paper's."""
+    theirs = table.columns if table else []
+    rows = [["task (%)", *cells, *theirs]]
+    for task in tasks:
+        numbers = table.rows[task.name]["values"] if table else []
+        dagger = "+" if table and len({table.rows[task.name][kind] for kind in ("dense", "mixture")}) > 1 else ""
+        rows.append([task.title + dagger, *(_cell(cells[arm][task.name]) for arm in cells)])
+        rows[-1] += [f"{number:.2f}" for number in numbers] or ["-"] * len(theirs)
+    rows.append(["Avg.", *(_cell(cells[arm]["average"]) for arm in cells)])
+    rows[-1] += [f"{number:.2f}" for number in table.average] if table else []
+    return rows
+
+
+def differences(results: Sequence[Result], table: Published | None) -> list[list[list[str]]]:
+    """A table of every other arm minus the first: each question's score is the mean over the seeds that both arms have,
+    the interval is the paired bootstrap's over questions. None for a single arm."""
+    arms: dict[str, dict[Any, Result]] = {}
+    for arm, result in by_arm(results):
+        arms.setdefault(arm, {})[result["seed"]] = result
+    names = list(arms)
+    rows = [[f"minus {names[0]}, with 95 % interval", *names[1:]]]
+    first = arms[names[0]]
+    for task in [*results[0]["tasks"], None]:
+        wanted = list(results[0]["tasks"]) if task is None else [task]
+        cells = [_difference(first, arms[name], wanted, table) for name in names[1:]]
+        rows.append(["Avg." if task is None else task, *cells])
+    return [rows] if len(names) > 1 else []
+
+
+def notes(results: Sequence[Result], tasks: Sequence[Task], table: Published | None) -> list[str]:
+    """What has to be said about the numbers."""
+    said = [f"The last columns are the paper's, {table.table}."] if table else []
+    if table and any(row["dense"] != row["mixture"] for row in table.rows.values()):
+        said.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")
+    if len(results) > 1:
+        said.append("mean +- sample standard deviation over the seeds of an arm")
+    scored = results[0]["tasks"]
+    said += [
+        f"{task.title}: {task.note}."
+        for task in tasks
+        if task.note and scored[task.name]["settings"]["documents"] != HUB
+    ]
+    few = {
+        task.title: scored[task.name]["scores"]["samples"] for task in tasks if scored[task.name]["settings"]["limit"]
+    }
+    if few:
+        said.append(f"Limited: {', '.join(f'{title} {count:,}' for title, count in few.items())} samples.")
+    for name, count, total in _cut(results, tasks):
+        said.append(f"{name}: {count:,} of {total:,} contexts were cut on the left to what the model reads.")
+    return said
+
+
+def _cell(cell: Any) -> str:
+    """``51.85``, or with the spread over seeds ``51.85 +- 0.31``."""
+    if cell.mean is None:
+        return "-"
+    return f"{cell.mean:.2f}" + ("" if cell.spread is None else f" +- {cell.spread:.2f}")
+
+
+def _difference(first: Mapping[Any, Result], second: Mapping[Any, Result], tasks: list[str], table: Any) -> str:
+    seeds = [seed for seed in first if seed in second]
+    if not seeds:
+        return "-"
+    one, other = (
+        {task: _mean([arm[seed] for seed in seeds], task, table) for task in tasks} for arm in (first, second)
+    )
+    return str(paired(one, other))
+
+
+def _mean(results: Sequence[Result], task: str, table: Published | None) -> list[float]:
+    """The score of each question, the mean over these results."""
+    each = [
+        {
+            (one["subtask"], one["document"]): one[metric(task, result, table)]
+            for one in result["tasks"][task]["samples"]
+        }
+        for result in results
+    ]
+    return [statistics.fmean(scores[question] for scores in each) for question in sorted(each[0])]
+
+
+def _cut(results: Sequence[Result], tasks: Sequence[Task]) -> list[tuple[str, int, int]]:
+    """Tasks with contexts that were cut: of the result with the most of them."""
+    found = []
+    for task in tasks:
+        scores = max((result["tasks"][task.name]["scores"] for result in results), key=lambda one: one["cut"])
+        found += [(task.title, scores["cut"], scores["samples"])] if scores["cut"] else []
+    return found

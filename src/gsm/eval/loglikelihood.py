@@ -1,0 +1,195 @@
+"""Log-likelihoods of continuations, for any model that answers to ``start`` and to a forward with ``memory``.
+
+Continuations of one context share its reading: it is read once, and ``memory.expand`` hands what was read to each of
+them. A context that does not fit is cut on the left, as lm-evaluation-harness does, and how much was cut is counted.
+A continuation is scored as a whole, behind one token of context if it is longer than what a model may read.
+
+B contexts in a batch, N continuations of all of them, M tokens of the longest, T tokens of the longest context, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.models.prompts import left_pad
+from gsm.shapes import promoted
+
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation, neither of them empty
+AT_ONCE = 16384  # tokens read at a time
+SCRATCH = 1 << 26  # logits at a time: 256 MB of float32
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of a continuation.
+
+    Attributes:
+        loglikelihood: of all its tokens together, in nats.
+        greedy: whether each of them was the likeliest at its place.
+        cut: tokens of the context that the model did not read.
+    """
+
+    loglikelihood: float
+    greedy: bool
+    cut: int = 0
+
+
+@dataclass
+class Question:
+    """A context and the continuations that share it.
+
+    Attributes:
+        context: token ids, as many as the model may read.
+        continuations: token ids.
+        places: where each continuation stands among the pairs.
+        cut: tokens that are missing on the left.
+    """
+
+    context: tuple[int, ...]
+    continuations: list[tuple[int, ...]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    cut: int = 0
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Continuations, tokens of the context, tokens of the longest continuation."""
+        return len(self.continuations), len(self.context), max(map(len, self.continuations))
+
+
+Progress = Callable[[list[list[Question]]], Iterable[list[Question]]]
+
+
+def loglikelihoods(
+    model: Any,
+    pairs: Sequence[Pair],
+    *,
+    max_length: int,
+    rows: int = 32,
+    progress: Progress = iter,
+) -> list[Score]:
+    """What a model says of continuations, in their order.
+
+    Args:
+        model: anything with ``start(batch)``, whose memory has ``expand``, and a forward that takes ``memory``,
+            ``documents`` (-1 for padding on the left) and ``rows``, and returns ``logits`` and ``memory``.
+        pairs: token ids.
+        max_length: tokens that the model may read at most.
+        rows: continuations at a time.
+        progress: passes batches on, and may say how far it is.
+
+    Raises:
+        ValueError: an empty context or continuation.
+    """
+    scores: dict[int, Score] = {}
+    for batch in progress(plan(pairs, max_length=max_length, rows=rows)):
+        scores |= score(model, batch)
+    return [scores[place] for place in range(len(pairs))]
+
+
+def encode_pairs(
+    encode: Callable[[list[str]], list[list[int]]], first: int, texts: Sequence[tuple[str, str]]
+) -> list[tuple[list[int], list[int]]]:
+    """Texts as token ids, divided as lm-evaluation-harness divides them: blanks at the end of a context belong to the
+    continuation, whose tokens are those of both together behind as many as the context has by itself.
+
+    Args:
+        encode: token ids of many texts.
+        first: what stands for an empty context: the end of text.
+        texts: contexts and continuations.
+    """
+    texts = [(one.rstrip(), one[len(one.rstrip()) :] + other) for one, other in texts]
+    contexts = list(dict.fromkeys(one for one, _ in texts))
+    ids = dict(zip(contexts, encode(contexts), strict=True))
+    whole = encode([one + other for one, other in texts])
+    return [(ids[one] or [first], both[len(ids[one]) :]) for (one, _), both in zip(texts, whole, strict=True)]
+
+
+def plan(pairs: Sequence[Pair], *, max_length: int, rows: int) -> list[list[Question]]:
+    """Batches of questions with equally many continuations, long ones first. They depend on nothing but the arguments,
+    so that an evaluation that goes on computes what it would have computed. Raises ValueError as ``loglikelihoods``."""
+    batches: list[list[Question]] = []
+    for question in sorted(_questions(pairs, max_length, rows), key=lambda q: q.size, reverse=True):
+        batch = batches[-1] if batches else []
+        if batch and question.size[0] == batch[0].size[0] and _fits([*batch, question], rows):
+            batch.append(question)
+        else:
+            batches.append([question])
+    return batches
+
+
+@torch.no_grad()
+def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
+    """Reads the contexts of a batch once, then all continuations; scores by place among the pairs."""
+    device = next(model.parameters()).device
+    each = len(batch[0].continuations)
+    tokens_BT, documents_BT = left_pad([question.context for question in batch], device)
+    padded = len({len(question.context) for question in batch}) > 1
+    out = model(tokens_BT, documents=documents_BT if padded else None, memory=model.start(len(batch)), rows=1)
+    target_NM, lengths = _padded([ids for question in batch for ids in question.continuations], device)
+    first_N1V = promoted(out.logits).log_softmax(-1).repeat_interleave(each, dim=0)
+    found = [_at(first_N1V, target_NM[:, :1])]
+    memory = out.memory.expand(each) if each > 1 and target_NM.shape[1] > 1 else out.memory
+    step = max(1, SCRATCH // first_N1V[:, 0].numel())
+    for start in range(0, target_NM.shape[1] - 1, step):
+        end = min(start + step, target_NM.shape[1] - 1)
+        out = model(target_NM[:, start:end], memory=memory)
+        memory = out.memory
+        found.append(_at(promoted(out.logits).log_softmax(-1), target_NM[:, start + 1 : end + 1]))
+    logprob_NM, best_NM = (torch.cat(part, dim=1).cpu() for part in zip(*found, strict=True))
+    places = [(place, question.cut) for question in batch for place in question.places]
+    return {
+        place: Score(float(logprob_NM[n, :length].double().sum()), bool(best_NM[n, :length].all()), cut)
+        for n, ((place, cut), length) in enumerate(zip(places, lengths, strict=True))
+    }
+
+
+def _questions(pairs: Sequence[Pair], max_length: int, rows: int) -> list[Question]:
+    """Neighbours with the same context become one question. The last token of a continuation is never read. A context
+    of one token is not worth sharing: its continuations are better sorted by their lengths."""
+    questions: list[Question] = []
+    for place, (context, continuation) in enumerate(pairs):
+        if not (context and continuation):
+            raise ValueError(
+                f"pair {place} has {len(context)} tokens of context and {len(continuation)} to be scored, "
+                "but needs at least 1 of each"
+            )
+        kept = tuple(context[cut(context, continuation, max_length) :])
+        last = questions[-1] if questions else None
+        if last is None or len(kept) == 1 or last.context != kept or len(last.places) >= rows:
+            last = Question(kept, cut=len(context) - len(kept))
+            questions.append(last)
+        last.continuations.append(tuple(continuation))
+        last.places.append(place)
+    return questions
+
+
+def cut(context: Sequence[int], continuation: Sequence[int], max_length: int) -> int:
+    """Tokens of a context that are not read, so that all that is read is ``max_length``."""
+    return max(0, len(context) - max(1, max_length + 1 - len(continuation)))
+
+
+def _fits(batch: Sequence[Question], rows: int) -> bool:
+    """Whether a batch has few enough continuations and tokens, counted as it is filled up."""
+    each, context, continuation = (max(numbers) for numbers in zip(*(question.size for question in batch), strict=True))
+    read = len(batch) * max(context, each * continuation)
+    return len(batch) * each <= rows and read <= AT_ONCE
+
+
+def _padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Continuations [N, M], filled up on the right with what no earlier position sees, and their lengths."""
+    lengths = [len(one) for one in ids]
+    tokens_NM = torch.zeros(len(ids), max(lengths), dtype=torch.int64)
+    for row, one in zip(tokens_NM, ids, strict=True):
+        row[: len(one)] = torch.tensor(one)
+    return tokens_NM.to(device), lengths
+
+
+def _at(logprob_NTV: Tensor, target_NT: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, and whether each of them is the likeliest."""
+    return logprob_NTV.gather(-1, target_NT[..., None])[..., 0], logprob_NTV.argmax(-1) == target_NT

@@ -1,0 +1,144 @@
+"""`evaluate.py tasks=...`: the paper's table with ours beside it, for one checkpoint and for a sweep."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tasks
+import tiny_text
+from short_runs import TINY
+
+from gsm.data.tokenizer import Tokenizer
+from gsm.eval import loglikelihood
+from gsm.runs import command_line, downstream
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
+from gsm.runs.load import load_model
+
+PAPERS = "arc_easy arc_challenge piqa sciq blimp hellaswag winogrande mmlu openbookqa lambada".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents, and three trained runs of two arms below logs/."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "text").mkdir()
+    tiny_text.write(folder / "text")
+    given = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"logs={folder}"]
+    for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
+        train(compose([*TINY, *given, "name=logs", "trainer.max_steps=2", f"model={model}", f"seed={seed}"]))
+    tiny_tasks.write(folder / "data")
+    return folder
+
+
+def ask(place: Path, run: str, *more: str) -> None:
+    arguments = [f"checkpoint={place / 'logs' / run}", f"data={place / 'data'}", *more]
+    command_line.call(downstream.evaluate, "evaluate.py", arguments)
+
+
+def test_the_papers_table_stands_beside_ours(place: Path, capsys: pytest.CaptureFixture[str]):
+    ask(place, "gsm/seed0", "tasks=paper", "batch_size=8")
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
+    assert lines["ARC-Easy+"][2:] == ["51.85", "51.64", "59.09", "58.59", "72.90", "71.55"]
+    assert lines["BLiMP"][2:4] == ["77.01", "79.34"]
+    assert "SciQ: from the validation split" in printed and "MMLU: 3 of 3 contexts were cut" in printed
+    assert printed.isascii() and all(len(line) <= 100 or str(place) in line for line in printed.splitlines())
+    folder = place / "logs/gsm/seed0"
+    ours = {name: json.loads((folder / f"tasks/{name}.json").read_text()) for name in PAPERS}
+    each = [
+        scores["acc_norm" if "acc_norm" in scores else "acc"] for scores in (one["scores"] for one in ours.values())
+    ]
+    assert lines["Avg."][1] == f"{100 * statistics.fmean(each):.2f}"
+    samples = ours["blimp"]["samples"]
+    assert [one["subtask"] for one in samples] == ["agreement", "agreement", "anaphor"]
+    assert ours["blimp"]["scores"]["acc"] == statistics.fmean(one["acc"] for one in samples)
+    kept = json.loads((folder / "tasks.json").read_text())["runs"][0]
+    assert kept["tasks"]["piqa"]["acc"] == ours["piqa"]["scores"]["acc"] and kept["arm"] == "gsm" and kept["step"] == 2
+    assert (folder / "tasks.md").read_text().startswith("| task (%) | gsm | 0.5B base |")
+
+
+def test_scores_are_the_models_own(place: Path):
+    folder = place / "logs/gsm/seed0"
+    ask(place, "gsm/seed0", "tasks=openbookqa")
+    found = json.loads((folder / "tasks/openbookqa.json").read_text())["samples"][0]["loglikelihoods"]
+    texts = [("The tides are pulled by", f" {choice}") for choice in ("a star", "the old moon", "rain")]
+    pairs = loglikelihood.encode_pairs(Tokenizer.plain_bytes().encode_batch, 256, texts)
+    want = loglikelihood.loglikelihoods(load_model(folder), pairs, max_length=32)
+    assert found == pytest.approx([score.loglikelihood for score in want], abs=1e-4)
+
+
+def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsys: pytest.CaptureFixture[str]):
+    ask(place, "", "tasks=ablation")
+    printed = capsys.readouterr().out
+    found = json.loads((place / "logs/tasks.json").read_text())
+    runs = {(run["arm"], run["seed"]): run["tasks"]["blimp"]["acc"] for run in found["runs"]}
+    both = [100 * runs["gsm", seed] for seed in (0, 1)]
+    assert f"{statistics.fmean(both):.2f} +- {statistics.stdev(both):.2f}" in printed
+    table, differences = found["tables"]
+    assert table[0] == ["task (%)", "baseline", "gsm", "separate", "shared"] and table[-1][-2:] == ["64.92", "64.77"]
+    assert differences[0] == ["minus baseline, with 95 % interval", "gsm"]
+    blimp = dict(map(tuple, differences[1:]))["blimp"]
+    assert blimp.startswith(f"{both[0] - 100 * runs['baseline', 0]:+.2f} ["), "the seed that both arms have"
+    assert found["runs"][0]["tasks"]["piqa"]["settings"]["context"] == 32
+
+
+def test_it_goes_on_where_it_was_and_says_when_it_cannot(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file = place / "logs/baseline/seed0/tasks_limit1/piqa.json"
+    ask(place, "baseline/seed0", "tasks=piqa", "limit=1")
+    before = file.read_bytes()
+    assert "Limited: PIQA 1 samples." in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(loglikelihood, "score", lambda *_: pytest.fail("this is computed already"))
+        ask(place, "baseline/seed0", "tasks=piqa", "limit=1")
+    assert file.read_bytes() == before and "begun anew" not in capsys.readouterr().out
+    ask(place, "baseline/seed0", "tasks=piqa", "limit=1", "context=16")
+    assert "piqa.json is begun anew: it was made with another context" in capsys.readouterr().out
+
+
+def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text(
+        "documents: boolq_validation\nprompt: x\ncontinuation: passage\nmetrics: [acc]\n"
+    )
+    ask(place, "gsm/seed0", f"tasks=boolq,{tmp_path / 'mine.yaml'}", f"output={tmp_path}")
+    table = json.loads((tmp_path / "tasks.json").read_text())["tables"][0]
+    assert [row[0] for row in table] == ["task (%)", "BoolQ", "mine", "Avg."]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["tasks=piqua"], "tasks: unknown task 'piqua'; did you mean piqa"),
+        (["tasks=piqa", "data="], "tasks need their documents: say data=FOLDER, or harness=true"),
+        (["tasks=piqa", "data=/nowhere"], r"tasks: /nowhere lacks piqa_validation \(of piqa\); each is a file"),
+        (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
+        (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
+        (["tasks=/none/mine.yaml"], "tasks: .*/none/mine.yaml"),
+        (["tasks=piqa", "output=/proc/none"], "/proc/none cannot be written to"),
+    ],
+)
+def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):
+    with pytest.raises(SystemExit, match=f"^error: .*{said}"):
+        ask(place, "gsm/seed0", *given)
+
+
+def test_without_the_extra_the_harness_is_explained(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gsm.eval.harness", None)
+    with pytest.raises(SystemExit, match=r"harness=true needs the extra eval: pip install -e '\.\[eval\]'"):
+        ask(place, "gsm/seed0", "tasks=piqa", "harness=true")
+
+
+def test_the_harness_gives_the_same_table(place: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    tables: list[Any] = []
+    for by in ("harness=true", "harness=false"):
+        ask(place, "gsm/seed0", "tasks=sciq,lambada", by, f"output={tmp_path}")
+        tables.append(json.loads((tmp_path / "tasks.json").read_text())["tables"])
+    assert tables[0] == tables[1]
