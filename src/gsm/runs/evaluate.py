@@ -44,7 +44,7 @@ def evaluate(
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
     in: trainer.precision of its run, and what auto stands for on the device at hand.
 
-    Downstream tasks instead of text: python evaluate.py tasks=paper --help; RULER's: python evaluate.py ruler=true --help
+    Instead of text: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help)
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
