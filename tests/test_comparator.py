@@ -137,11 +137,15 @@ def test_one_document_without_padding_is_known_without_looking(monkeypatch):
     monkeypatch.setattr(attend_range, "check", lambda *a: whole.append(a[6]) or right(*a))
     model(TOKENS)
     out = model(TOKENS[:, :30], memory=model.start(2))
-    assert all(whole) and len(whole) == 2 * GEOMETRY.depth
-    whole.clear()
     model(TOKENS[:, 30:], memory=out.memory)
-    model(TOKENS, documents=torch.zeros_like(TOKENS))
-    model(TOKENS, memory=model.start(2, capacity=50))
+    model.prefill(TOKENS, model.start(2, capacity=50), chunk=7)
+    assert all(whole) and len(whole) > 4 * GEOMETRY.depth
+    whole.clear()
+    packed = model(TOKENS[:, :30], documents=torch.zeros_like(TOKENS[:, :30]), memory=model.start(2))
+    model(TOKENS[:, 30:], memory=packed.memory)
+    static = model.start(2, capacity=50)
+    model(TOKENS, memory=static)
+    model(TOKENS[:, :1], memory=static)  # may be captured, and has to serve every length
     assert not any(whole)
 
 

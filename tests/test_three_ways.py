@@ -88,6 +88,14 @@ def test_a_growing_memory_is_never_changed_and_can_be_forked(case):
     assert_same(many, left.expand(3, -1, -1), "an expanded memory")
 
 
+@torch.no_grad()
+def test_a_memory_holds_on_to_nothing_of_the_caller():
+    model, documents = build("gsm-writer=additive"), torch.zeros(1, 1, dtype=torch.int64)
+    memory = model(random_tokens(1, 1), documents=documents, memory=model.start()).memory
+    documents.fill_(1)
+    assert memory.document_B.item() == 0
+
+
 @pytest.mark.parametrize("capacity", [None, 41])
 def test_prefill_in_chunks_equals_one_prefill(capacity):
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 41)

@@ -66,6 +66,8 @@ class Engine:
     ):
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+        if capacity is None:
+            raise ValueError("an engine needs a capacity in tokens; for a memory that grows use model.stream")
         self.model, self.batch, self.chunk = model, batch, chunk
         self.device = model.embedding.weight.device
         self._recorder = _recorder(graphs, self.device)
@@ -171,11 +173,11 @@ class Engine:
             self._bucket(size)
             size *= 2
 
-    def _plain(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def _plain(self, tokens_BT: Tensor) -> Tensor:
         """One call without a graph, which does not pay for slots that it cannot reach."""
         seen = self._memory.narrow(self._memory.used + tokens_BT.shape[1])
         with self.model.evaluating():
-            return self.model(tokens_BT, documents=documents_BT, memory=seen, rows=1).logits[:, -1]
+            return self.model(tokens_BT, memory=seen, rows=1).logits[:, -1]
 
     def _decoding(self) -> Call:
         """The recorded step of decoding."""
@@ -197,8 +199,9 @@ class Engine:
     def _bucket(self, size: int) -> Bucket:
         """The recorded prefill of so many tokens."""
         if size not in self._buckets:
-            tokens = torch.zeros(self.batch, size, dtype=torch.int64, device=self.device)
-            documents = torch.zeros_like(tokens)
+            with torch.inference_mode(False):  # as in the beginning
+                tokens = torch.zeros(self.batch, size, dtype=torch.int64, device=self.device)
+                documents = torch.zeros_like(tokens)
             self._buckets[size] = Bucket(tokens, documents, self._record(tokens, documents))
         return self._buckets[size]
 
@@ -208,7 +211,7 @@ class Engine:
         bucket.documents[:, :padding] = -1
         bucket.documents[:, padding:] = 0 if documents_BT is None else documents_BT
         bucket.tokens[:, padding:] = tokens_BT
-        self._memory.ledger.claim(tokens_BT.shape[1])
+        self._memory.ledger.claim(tokens_BT.shape[1], joined=documents_BT is None)
         return bucket.replay()
 
     def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Call:
@@ -223,7 +226,12 @@ class Engine:
                 out = self.model(tokens_BT, documents=documents_BT, memory=memory, rows=1)
             return out.logits[:, -1]
 
-        return self._recorder(call, lambda: memory.rewind(mark))
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # as in the beginning
+                return self._recorder(call, lambda: memory.rewind(mark))
+        except BaseException:  # out of memory, or interrupted: of what was tried nothing stays
+            memory.rewind(mark)
+            raise
 
 
 def _recorder(graphs: bool | Recorder | None, device: torch.device) -> Recorder | None:

@@ -64,7 +64,7 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 result = call()
-            undo()  # of the capture nothing but what the host has counted
+            undo()  # a capture runs nothing on the device: this takes back what the host has counted
 
         def replay() -> Tensor:
             graph.replay()

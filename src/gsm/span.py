@@ -26,13 +26,16 @@ class Span:
     Attributes:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
         rows: how many trailing positions this layer has to produce.
-        whole: known without asking the device: these are one document from its beginning, all that any memory holds.
+        whole: known without asking the device: these end the one document that is all which any memory holds.
+        filled: the same of a static memory, whose windows may have places that are not filled yet: how many tokens
+            there are, these included (None: it is not known).
         known: what has been computed from the positions (``once``); layers with the same positions share it.
     """
 
     position_BT: Tensor
     rows: int
     whole: bool = False
+    filled: int | None = None
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -49,8 +52,10 @@ class Span:
         return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions
-        and the key alone."""
+        """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions,
+        and from what is alike for all who ask with this key: banks of one ratio have filled alike."""
+        if torch.compiler.is_compiling():  # a recomputed block may change nothing outside; a compiler shares by itself
+            return make()
         if key not in self.known:
             self.known[key] = make()
         return self.known[key]

@@ -7,6 +7,7 @@ from oracles import normal
 from torch.utils.flop_counter import FlopCounterMode
 
 from gsm_kernels import grouped_linear, using
+from gsm_kernels.device import ahead_of_a_graph
 from gsm_kernels.grouped_linear import grouped_mm
 from gsm_kernels.testing import assert_close
 
@@ -32,6 +33,15 @@ def compare(function, given: dict) -> None:
     assert_close(out.cpu(), want)
     for name, grad in want_grads.items():
         assert_close(grads[name].cpu(), grad, name=f"gradient of {name}", gradient=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_in_a_graph_nobody_asks_for_the_sizes(sizes, monkeypatch):
+    given = call(sizes)
+    want = naive(**given)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("a capture cannot wait for the device"))
+    with ahead_of_a_graph(), using("reference"):
+        assert_close(grouped_linear(**given), want)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..device import at_least_float32, scratch_elements
@@ -46,8 +47,8 @@ def attend_range(
     # Under autocast new queries may be of a half type, and keys from a memory not.
     key_BFGC, value_BFGC = key_BFGC.to(query_BRHC.dtype), value_BFGC.to(query_BRHC.dtype)
     rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
-    if whole and rows == slots and (width is None or width >= slots):
-        return _attend(query_BRHC, key_BFGC, value_BFGC, None).to(dtype)
+    if whole and (width is None or width >= slots) and (rows in (1, slots) or query_BRHC.device.type == "cuda"):
+        return _attend_whole(query_BRHC, key_BFGC, value_BFGC).to(dtype)
     if width is None or width >= slots:
         out_BRHC = _by_rows(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR)
     else:
@@ -90,13 +91,22 @@ def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
     return mask_BnQY.flatten(0, 1)
 
 
-def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor | None) -> Tensor:
-    """PyTorch's attention, heads first; without a mask, causal."""
+def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
+    """PyTorch's attention, heads first, of the last R of F slots, each on all before it: no mask is made, for which
+    there is a fast kernel; one row sees everything."""
+    rows, slots, shared = query_BRHC.shape[1], key_BFGC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
+    heads_first = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
+    mask = causal_lower_right(rows, slots) if 1 < rows < slots else None
+    causal = rows == slots
+    return scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, is_causal=causal, enable_gqa=shared > 1
+    ).transpose(1, 2)  # fmt: skip
+
+
+def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor) -> Tensor:
+    """PyTorch's attention under a mask, heads first."""
     groups, shared = key_BFGC.shape[2], query_BRHC.shape[2] // key_BFGC.shape[2]
     key, value = key_BFGC.transpose(1, 2), value_BFGC.transpose(1, 2)
-    if mask_BRF is None:
-        query = query_BRHC.transpose(1, 2)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared > 1).transpose(1, 2)
     query = query_BRHC.unflatten(2, (groups, shared)).transpose(1, 2).flatten(2, 3)
     mask = mask_BRF if shared == 1 else mask_BRF.repeat_interleave(shared, 1)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])

@@ -1,7 +1,8 @@
 """One product after the other, in the dtype that comes in.
 
-Group sizes have to be known for that, so on a GPU the host waits for them. Two custom ops hide the loop from whoever
-traces shapes: outside of them, no shape depends on a size.
+Group sizes have to be known for that, so on a GPU the host waits for them; only in a CUDA graph, where it cannot, does
+every matrix meet all rows. Two custom ops hide the loop from whoever traces shapes: outside of them, no shape depends
+on a size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..device import full_precision
+from ..device import for_a_graph, full_precision
 
 
 def grouped_linear(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
@@ -22,6 +23,8 @@ def grouped_linear(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
 def _products(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
     """y_MN: the rows of each group times its matrix."""
     with full_precision(x_MD):
+        if for_a_graph():
+            return _each_by_all(x_MD, weight_END, end_E)
         return torch.cat([x @ weight.T for x, weight in zip(_groups(x_MD, end_E), weight_END, strict=True)])
 
 
@@ -30,6 +33,15 @@ def _outer_products(y_MN: Tensor, x_MD: Tensor, end_E: Tensor) -> Tensor:
     """One matrix [N, D] for each group: the sum of its rows' outer products."""
     with full_precision(x_MD):
         return torch.stack([y.T @ x for y, x in zip(_groups(y_MN, end_E), _groups(x_MD, end_E), strict=True)])
+
+
+def _each_by_all(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
+    """The same where nobody may wait for the ends: every matrix meets all rows, of which its own are kept."""
+    row_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None]
+    y_MN, start = x_MD.new_zeros(len(x_MD), weight_END.shape[1]), end_E.new_zeros(())
+    for weight, end in zip(weight_END, end_E, strict=True):
+        y_MN, start = torch.where((row_M1 >= start) & (row_M1 < end), x_MD @ weight.T, y_MN), end
+    return y_MN
 
 
 def _groups(x_MD: Tensor, end_E: Tensor) -> tuple[Tensor, ...]:

@@ -12,12 +12,14 @@ class Ledger:
     Attributes:
         layout: kind, size, width and dtype of every store (see ``Memory.layout``); a model knows its own.
         capacity: tokens that a static memory holds (None: it grows).
-        used: tokens read so far, padding included.
+        used: tokens read so far, padding that was given included.
+        joined: no call has named documents, so that all which was read is one, without padding.
     """
 
     layout: tuple[tuple, ...] = ()
     capacity: int | None = None
     used: int = 0
+    joined: bool = True
 
     def require(self, tokens: int) -> None:
         """Raises ValueError if a static memory has no room for so many tokens more."""
@@ -27,7 +29,12 @@ class Ledger:
                 f"given; use start(capacity={self.used + tokens}) or more, or start() for a memory that grows"
             )
 
-    def claim(self, tokens: int) -> None:
-        """Counts so many tokens as read. Raises ValueError if there is no room for them, and counts nothing."""
+    def claim(self, tokens: int, joined: bool = True) -> None:
+        """Counts so many tokens as read; ``joined``: without documents of their own. Raises ValueError if there is no
+        room for them, and counts nothing."""
         self.require(tokens)
-        self.used += tokens
+        self.used, self.joined = self.used + tokens, self.joined and joined
+
+    def follow(self, other: Ledger) -> None:
+        """Takes over what another one has counted."""
+        self.used, self.joined = other.used, other.joined

@@ -112,6 +112,7 @@ class Memory:
         state: what the writer keeps: the shared state, the last M entries (GSM).
         decoder: what each decoder layer keeps, or all of them together (baseline and comparators).
         ledger: what the host knows of this memory.
+        ends: tokens after the one call that ``narrow`` has made it for (None: it is for any).
     """
 
     document_B: Tensor
@@ -121,6 +122,7 @@ class Memory:
     state: Any = None
     decoder: tuple[Any, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
+    ends: int | None = None
 
     @property
     def batch(self) -> int:
@@ -190,7 +192,8 @@ class Memory:
         if self.capacity is None:
             return self
         kinds = (Slab, Tensor, Ledger)
-        return map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, Slab) else node)
+        narrowed = map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, Slab) else node)
+        return replace(narrowed, ends=tokens)
 
     @property
     def keeps_padding(self) -> bool:
@@ -199,7 +202,7 @@ class Memory:
 
     def mark(self) -> Memory:
         """What ``rewind`` needs to come back to this point: a copy of everything but bank slots, to which later calls
-        only add."""
+        only add. Good as long as nobody has gone back to before it (``rewind``, ``load``): that needs ``clone``."""
 
         def marked(node: Any) -> Any:
             return node if isinstance(node, Slab) else node.clone() if isinstance(node, Tensor) else replace(node)
@@ -211,15 +214,22 @@ class Memory:
         Bank slots filled since then are not cleared: the counts put them out of sight.
 
         Raises:
-            ValueError: for a growing memory, of which the earlier point is the earlier memory.
+            ValueError: for a growing memory, of which the earlier point is the earlier memory, and for a point that
+                does not fit.
         """
         if self.capacity is None:
             raise ValueError("a growing memory is never changed in place; go on from the earlier memory instead")
+        if mark.batch != self.batch or mark.used > self.capacity:
+            raise ValueError(
+                f"a point of batch {mark.batch} after {mark.used} tokens does not fit a memory of batch {self.batch} "
+                f"and capacity {self.capacity}"
+            )
         _overwrite(_without_slots(self), _without_slots(mark))
-        self.ledger.used = mark.used
+        self.ledger.follow(mark.ledger)
 
-    def advance(self, after: Memory, tokens: int) -> Memory:
-        """The memory after a call that read ``tokens`` tokens and left the stores ``after``.
+    def advance(self, after: Memory, tokens: int, joined: bool) -> Memory:
+        """The memory after a call that read ``tokens`` tokens, ``joined`` or not (see ``Ledger``), and left the stores
+        ``after``.
 
         A growing memory gives way to ``after``, of whose tensors those that are a part of a longer one are copied, to
         hold on to no more than that part. A static one copies ``after`` into its own buffers, and stays: until here
@@ -227,9 +237,11 @@ class Memory:
         """
         if self.capacity is None:
             compact = map_nodes(after, (Tensor, Ledger), lambda x: _compact(x) if isinstance(x, Tensor) else x)
-            return replace(compact, ledger=replace(self.ledger, used=self.used + tokens))
+            ledger = replace(self.ledger)
+            ledger.claim(tokens, joined)
+            return replace(compact, ledger=ledger)
         _overwrite(self, after)
-        self.ledger.claim(tokens)
+        self.ledger.claim(tokens, joined)
         return self
 
     def load(self, other: Memory) -> None:
@@ -247,7 +259,7 @@ class Memory:
                 f"for batch {self.batch} and capacity {self.capacity}; both have to agree"
             )
         _overwrite(self, other)
-        self.ledger.used = other.used
+        self.ledger.follow(other.ledger)
 
 
 def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:

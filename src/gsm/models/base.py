@@ -165,8 +165,7 @@ class LanguageModel(nn.Module):
             documents = documents.long()
             position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self.forgetful_memory())
-        whole = one and (memory is None or memory.capacity is None and not memory.used)
-        span = Span(position_BT, rows or length, whole)
+        span = Span(position_BT, rows or length, *_known(memory, length, one))
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
@@ -176,8 +175,9 @@ class LanguageModel(nn.Module):
         hidden_BRD = self.norm(trace.hidden_BRD)
         after = None
         if memory is not None:
-            books = {"document_B": documents[:, -1], "position_B": position_BT[:, -1]}
-            after = memory.advance(replace(trace.memory, **books), length)
+            # A copy: of one token, the caller's own tensor would do for the memory, and may be written again.
+            books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
+            after = memory.advance(replace(trace.memory, **books), length, joined=one)
         losses, metrics = self._learned(trace)
         evened = even_out(trace.balances)
         losses, metrics = losses | evened.losses, metrics | evened.metrics
@@ -351,3 +351,14 @@ class LanguageModel(nn.Module):
             empty = fresh_bookkeeping(0, self.embedding.weight.device)
             self._layouts[dtype] = Memory(**empty, **self.empty_memory(0)).layout()
         return self._layouts[dtype]
+
+
+def _known(memory: Memory | None, length: int, one: bool) -> tuple[bool, int | None]:
+    """``Span.whole`` and ``Span.filled`` of a call with so many tokens, without documents (``one``) or with."""
+    if memory is None or not one:
+        return one, None
+    used = memory.used + length
+    return (
+        memory.ledger.joined and memory.capacity is None,
+        used if memory.ledger.joined and memory.ends == used else None,
+    )

@@ -23,7 +23,7 @@ def sample(
         generator: source of randomness on the logits' device.
 
     Raises:
-        ValueError: for a temperature below 0, or top_p outside of (0, 1].
+        ValueError: for a temperature below 0, or top_p outside of (0, 1]; on a CPU also for scores that are not finite.
     """
     if temperature < 0:
         raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
@@ -37,6 +37,8 @@ def sample(
         # A token stays while the mass before it is below top_p, so that the likeliest always stays.
         kept_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= top_p, 0)
         probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, kept_BV)
+    if probability_BV.device.type == "cpu" and not probability_BV.isfinite().all():  # a GPU would have to be waited for
+        raise ValueError("the model's scores of the next token are not finite: its weights or its memory are broken")
     # As torch.multinomial draws, which would wait for the device to see whether these are probabilities: exponential
     # variables with rates p race, and i is first with probability p_i.
     clock_BV = torch.empty_like(probability_BV).exponential_(generator=generator)

@@ -78,8 +78,9 @@ class KeyValue(nn.Module):
 
     def history(self, seen_BFE: Tensor, slots: Slots, span: Span) -> History:
         """All entries of a cache, with the ranges of the rows asked for."""
-        key_BFGC, value_BFGC = self.split(seen_BFE)
-        history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=span.whole)
+        whole = span.whole or span.filled is not None
+        key_BFGC, value_BFGC = self.split(seen_BFE if span.filled is None else seen_BFE[:, : span.filled])
+        history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
         return history.last(span.rows)
 
     def recent(self, seen_BEC: Tensor, width: int, span: Span) -> History:
