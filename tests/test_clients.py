@@ -115,11 +115,46 @@ def test_what_a_long_sequence_keeps_follows_from_short_ones(monkeypatch):
 
 
 def test_a_step_that_would_not_fit_is_not_begun(monkeypatch, tmp_path, ourselves):
-    monkeypatch.setattr(clients, "_memory", lambda device: 1 << 10)
+    monkeypatch.setattr(clients, "available_bytes", lambda device: 1 << 10)
     output = tmp_path / "a.json"
     clients.run(sizes=["pico"], contexts=[24], work=["step"], device="cpu", output=str(output))
     assert "a step needs about" in read(output)["rows"]["baseline pico, 1 x 24, step"]["failed"]
     assert "failed: a step needs about" in output.with_suffix(".md").read_text()
+
+
+def test_memory_that_runs_out_is_a_row_that_says_what_to_try(monkeypatch, tmp_path, ourselves):
+    def broken(geometry):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(clients, "DeepseekV4", broken)
+    output = tmp_path / "a.json"
+    clients.run(sizes=["pico"], contexts=[24], work=["step"], batch_size=2, device="cpu", output=str(output))
+    (row,) = read(output)["rows"].values()
+    assert row["failed"] == "out of memory with 2 x 24 tokens; try batch_size=1"
+    assert "failed: out of memory" in output.with_suffix(".md").read_text()
+
+
+def test_what_was_measured_in_another_way_is_measured_again_and_an_interruption_leaves_its_table(
+    monkeypatch, tmp_path, ourselves
+):
+    seen = []
+
+    def fake(name, size, batch, context, task, rounds, *_):
+        if context == 25:
+            raise KeyboardInterrupt
+        seen.append(rounds)
+        return {"model": name, "size": size, "work": task, "failed": None if rounds < 3 else "out of memory"}
+
+    monkeypatch.setattr(clients, "measure", fake)
+    output = tmp_path / "a.json"
+    asked: dict[str, Any] = {"sizes": ["pico"], "work": ["step"], "device": "cpu", "output": str(output)}
+    with pytest.raises(KeyboardInterrupt):
+        clients.run(**asked, contexts=[24, 25], rounds=3)
+    assert "| baseline pico, 1 x 24, step | failed: out of memory |" in output.with_suffix(".md").read_text()
+    monkeypatch.setattr(clients, "_show", lambda path: path)
+    for rounds in (1, 1, 2):
+        clients.run(**asked, contexts=[24], rounds=rounds)
+    assert seen == [3, 1, 2]
 
 
 def test_our_decoding_goes_on_from_the_prompt():

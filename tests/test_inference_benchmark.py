@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+import weakref
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
-from gsm.benchmarks import inference, room, texts, turns
-from gsm.benchmarks.counters import Operations, counting
-from gsm.benchmarks.requests import Decode, Protocol, Read, Served
-from gsm.benchmarks.room import Room, watching
+from gsm.benchmarks import inference, texts, turns
+from gsm.benchmarks.requests import Decode, Protocol, Read, Served, Unpruned
 from gsm.benchmarks.texts import Text
 from gsm.benchmarks.turns import Case, take_turns
+from gsm.memory.memory import Memory
 from gsm.models.base import LanguageModel
 from gsm.models.cost import cost
 from gsm.runs.load import build_model
@@ -35,7 +35,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(ceilings, "measure", lambda device: ROOF)
 
 
-@functools.cache
+@cache
 def model_of(name: str) -> LanguageModel:
     return build_model(name, "pico", seed=0)
 
@@ -59,6 +59,10 @@ def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     assert whole["decode"]["share_of_floor"] == pytest.approx(
         moved / ROOF.bytes / whole["decode"]["ms"]["median"] * 1e3
     )
+    prefill = cost(model).prefill_flops(40, 32).total(), cost(model).prefill_bytes(40, 32, torch.float32).total()
+    assert whole["prefill"]["share_of_floor"] == pytest.approx(ROOF.floor(*prefill) / whole["prefill"]["ms"]["median"])
+    assert whole["turn"] == unpruned["turn"] != decode["turn"] and len(whole["decode"]["ms"]["each"]) == 1
+    assert whole["runs"] == {"warm_up": 0, "runs": 1}
     assert whole["cache"]["bytes"] == whole["cache"]["formula"] == model.start(1, capacity=43).nbytes()
     assert (whole["synthetic"], decode["synthetic"], "prefill" in decode) == (False, True, False)
     inference.run(**asked, output=str(output))
@@ -66,23 +70,59 @@ def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     assert "| gsm pico, 64, decode |" in output.with_suffix(".md").read_text()
 
 
+def test_a_request_reads_the_prompt_and_every_given_token(monkeypatch):
+    request = Read(served(), 40)
+    logits, decode = [], request.engine.decode
+    monkeypatch.setattr(request.engine, "decode", lambda token_B: logits.append(decode(token_B)))
+    for _ in range(2):
+        request.run(timed=True)
+    assert request.engine.memory.used == 40 + PROTOCOL.steps and len(logits) == 2 * PROTOCOL.steps
+    tokens_BT = torch.cat([request.prompt_BT, *(token_B[:, None] for token_B in request.given)], dim=1)
+    torch.testing.assert_close(logits[-1], model_of("gsm")(tokens_BT).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_an_unpruned_prompt_is_read_again_from_the_same_memory_no_further_than_it_reaches(monkeypatch):
+    request, model = Unpruned(served(), 40), model_of("gsm")
+    made, read_to, start, narrow = [], [], model.start, Memory.narrow
+    monkeypatch.setattr(model, "start", lambda *args, **given: made.append(given) or start(*args, **given))
+    monkeypatch.setattr(Memory, "narrow", lambda self, tokens: read_to.append(tokens) or narrow(self, tokens))
+    for _ in range(2):
+        request.run(timed=True)
+    assert made == [{"capacity": 1}] * 2 and read_to == [32, 40] * 2 and request.memory.used == 40
+
+
 def test_what_was_measured_in_another_way_is_measured_again(tmp_path, monkeypatch):
     seen = []
 
     def fake(cases, served):
-        seen.append(steps)
-        yield from ((case, row_of(case, replace(PROTOCOL, steps=steps))) for case in cases)
+        seen.append((steps, threads))
+        yield from ((case, unmeasured(case)) for case in cases)
 
     monkeypatch.setattr(inference, "take_turns", fake)
+    monkeypatch.setattr(inference, "_show", lambda path: path)
     asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": []}
-    for steps, force in ((2, False), (2, False), (3, False), (3, True)):
+    for steps, force, threads in ((2, False, 1), (2, False, 1), (3, False, 1), (3, True, 1), (3, False, 2)):
+        monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
         inference.run(**{**asked, "steps": steps, "force": force, "output": str(tmp_path / "a.json")})
-    assert seen == [2, 3, 3]
+    assert seen == [(2, 1), (3, 1), (3, 1), (3, 2)]
 
 
-def row_of(case: Case, protocol: Protocol = PROTOCOL) -> dict[str, Any]:
+def test_what_failed_is_measured_again(tmp_path, monkeypatch):
+    seen = []
+    fails = {"failed": "out of memory"}
+    monkeypatch.setattr(
+        inference,
+        "take_turns",
+        lambda cases, _: ((case, seen.append(case) or {**vars(case), **fails}) for case in cases),
+    )
+    for _ in range(2):
+        inference.run(**QUICK, models=["gsm"], lengths=[40], synthetic_lengths=[], output=str(tmp_path / "a.json"))
+    assert len(seen) == 2
+
+
+def unmeasured(case: Case) -> dict[str, Any]:
     """A row of which nothing was measured."""
-    return {**vars(case), "protocol": vars(protocol), "failed": "nothing was measured"}
+    return {**vars(case), "failed": None}
 
 
 @pytest.mark.parametrize("name", ["gsm", "baseline"])
@@ -98,58 +138,9 @@ def test_gsm_s_decoder_does_and_reads_the_same_at_every_length(name):
     assert (long["bytes"] == short["bytes"]) == (name == "gsm") and long["bytes"] >= short["bytes"]
 
 
-def test_operations_count_what_is_read_and_no_views():
-    table, index = torch.zeros(100, 3), torch.tensor([[1], [2]])
-    with Operations() as seen:
-        _ = table.T[:, :50].T + 1
-    assert (seen.count, seen.bytes) == (1, 50 * 3 * 4)
-    with Operations() as seen:
-        torch.gather(table, 0, index.expand(2, 3))
-    assert (seen.count, seen.bytes) == (1, 2 * 3 * 4)
-
-
-def test_only_what_happens_inside_a_module_is_counted():
-    inside, outside = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 8, bias=False)
-    with torch.no_grad(), counting(inside) as seen:
-        outside(inside(torch.zeros(2, 4)))
-        first = seen.count
-        inside(torch.zeros(2, 4))
-    assert 0 < first < seen.count == 2 * first
-
-
 def test_a_text_goes_round_where_it_is_too_short():
     text = Text(torch.arange(5), "five")
     assert text.cut(2, 4).tolist() == [[0, 1, 2, 3], [4, 0, 1, 2]]
-
-
-def test_room_knows_what_fits():
-    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
-    assert some.needed(20) == 2000 + 500 and some.needed(20, memories=2) == 4000 + 50
-    most = some.fits(2500)
-    assert some.needed(most) <= 2500 < some.needed(most + 1) and most == 20
-    assert some.fits(100) == 0
-    assert "would fit: 20 tokens at batch 1" in some.refusal(1000, 2500)
-
-
-def test_room_learns_from_what_was_measured():
-    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
-    some.learn(None, 20)
-    assert some.each == 50
-    some.learn(2000 + 10 * 7, 20)
-    assert some.each == 7
-    some.learn(1000 + 10 * 9, 10)
-    assert some.each == 9 and some.needed(20) == 2090
-
-
-def test_the_peak_is_that_of_what_happens_inside():
-    with watching(CPU) as peak:
-        torch.ones(1 << 24).sum()
-    if peak.extra is None:
-        pytest.skip("this system does not say how much memory a process takes")
-    assert peak.extra > 0.9 * (1 << 26)
-    with watching(CPU) as after:
-        pass
-    assert after.extra is not None and after.extra < 1 << 24
 
 
 def test_what_does_not_fit_is_refused_beforehand_and_says_what_would(monkeypatch):
@@ -174,7 +165,44 @@ def test_memory_that_runs_out_leaves_a_row_and_the_others(monkeypatch, error):
     monkeypatch.setattr(Read, "lap", broken)
     model = served()
     rows = [row for _, row in take_turns([Case("gsm", 24, "read"), Case("gsm", 24, "read")], lambda name: model)]
-    assert "would fit" in rows[0]["failed"] and "failed" not in rows[1]
+    most = rows[0]["failed"].split("would fit: ")[1].split()[0]
+    assert int(most.replace(",", "")) < 24 and "failed" not in rows[1]
+
+
+def test_what_ran_out_is_free_again_before_it_is_said_what_would_fit(monkeypatch):
+    requests, held = [], []
+
+    def broken(self):
+        requests.append(weakref.ref(self))
+        raise torch.OutOfMemoryError("CUDA")
+
+    def available(device):
+        held.append([request() is not None for request in requests])
+        return 1 << 40
+
+    monkeypatch.setattr(Read, "lap", broken)
+    monkeypatch.setattr(turns, "available_bytes", available)
+    list(take_turns([Case("gsm", 24, "read")], lambda name: served()))
+    assert held == [[], [False]]
+
+
+def test_weights_that_find_no_room_leave_a_row_and_the_others():
+    def made(name: str) -> Served:
+        if name == "large":
+            raise torch.OutOfMemoryError("CUDA")
+        return served()
+
+    rows = [row for _, row in take_turns([Case("large", 24, "read"), Case("gsm", 24, "read")], made)]
+    assert rows[0]["failed"].startswith("out of memory: the weights do not fit") and "failed" not in rows[1]
+
+
+def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
+    asked = []
+    build = lambda name, size, seed: asked.append(torch.get_default_dtype()) or build_model(name, size, seed=seed)  # noqa: E731
+    monkeypatch.setattr(inference, "build_model", build)
+    model = inference._served(replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
+    assert asked == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_an_error_that_has_nothing_to_do_with_memory_is_not_hidden(monkeypatch):
@@ -211,6 +239,21 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
     assert "".join(order) == "abba" + "cc"
 
 
+def test_what_is_done_is_free_before_the_next_turn_begins(monkeypatch):
+    requests, held = [], []
+
+    def noted(self):
+        held.append([request() is not None for request in requests])
+        requests.append(weakref.ref(self))
+        return prepare(self)
+
+    prepare, model = Read.prepare, served()
+    monkeypatch.setattr(Read, "prepare", noted)
+    monkeypatch.setattr(turns.Entrant, "fits", lambda self: not any(request() for request in requests))
+    list(take_turns([Case("gsm", 24, "read"), Case("gsm", 24, "read")], lambda name: model))
+    assert held == [[], [False]]
+
+
 def test_a_case_that_takes_too_long_is_timed_once(monkeypatch):
     runs = []
     monkeypatch.setattr(Read, "run", lambda self, timed: runs.append(timed) or (timed and self.times.update(x=[1.0])))
@@ -224,7 +267,7 @@ def test_an_interruption_leaves_the_rows_before_it_and_their_table(tmp_path, mon
     def broken(cases, served):
         if cases[0].tokens > 40:
             raise KeyboardInterrupt
-        yield from ((case, row_of(case)) for case in cases)
+        yield from ((case, {**unmeasured(case), "failed": "out of memory"}) for case in cases)
 
     monkeypatch.setattr(inference, "take_turns", broken)
     output = tmp_path / "a.json"
@@ -235,7 +278,8 @@ def test_an_interruption_leaves_the_rows_before_it_and_their_table(tmp_path, mon
 
 
 def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(inference, "take_turns", lambda cases, _: ((case, row_of(case)) for case in cases))
+    monkeypatch.setattr(inference, "take_turns", lambda cases, _: ((case, unmeasured(case)) for case in cases))
+    monkeypatch.setattr(inference, "_show", lambda path: path)
     clock = itertools.count(0, 40)
     monkeypatch.setattr(inference.time, "monotonic", lambda: next(clock))
     asked = {**QUICK, "models": ["gsm"], "lengths": [40, 41, 42], "synthetic_lengths": []}
@@ -274,13 +318,3 @@ def test_a_value_out_of_range_is_one_sentence(options, said):
 def test_a_gpu_that_is_not_there_is_one_sentence():
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch sees no GPU here"):
         inference.run(device="cuda")
-
-
-def test_available_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    assert room.available_bytes(CPU) > 1 << 20
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    monkeypatch.setattr(room, "CGROUP", tmp_path)
-    assert room.available_bytes(CPU) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert room.available_bytes(CPU) > 1 << 20

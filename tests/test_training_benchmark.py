@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from typing import Any
+
 import pytest
 import torch
+from hydra.utils import get_method
+from omegaconf import OmegaConf
+from torch.multiprocessing.spawn import ProcessRaisedException
 
-from gsm.benchmarks import distributed, training
+from gsm.benchmarks import distributed, paper, training
 from gsm.models.cost import cost
+from gsm.paths import ROOT
 from gsm.runs.load import build_model
 from gsm_kernels.benchmark import ceilings
 from gsm_kernels.benchmark.results import read
@@ -29,6 +37,7 @@ def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
         assert row["flops"] == cost(build_model(row["model"], "pico")).training_flops(24).total()
     speeds = [row["tokens_per_second"] for row in rows.values()]
     assert f"| {speeds[0] / speeds[1]:.3f} |" in output.with_suffix(".md").read_text()
+    assert all(row["peak_gib"] is None for row in rows.values())  # in one process they would not be comparable
     assert "paper: tokens/s" in output.with_suffix(".md").read_text()
 
 
@@ -53,3 +62,84 @@ def test_two_processes_train_together(tmp_path):
     row = read(output)["rows"]["gsm pico, 1 x 24, 2 devices"]
     assert row["ms"]["laps"] == 2 and row["peak_gib"] > 0
     assert row["tokens_per_second"] == pytest.approx(2 * 24e3 / row["ms"]["median"])
+
+
+def test_what_does_not_fit_is_a_row_that_says_what_to_try(tmp_path, monkeypatch):
+    def broken(*_):
+        raise error
+
+    asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "output": str(tmp_path / "a.json")}
+    monkeypatch.setattr(training, "_alone", broken)
+    monkeypatch.setattr(distributed, "measure", broken)
+    error: Exception = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    training.run(**{**asked, "batch_size": 4})
+    error = ProcessRaisedException("torch.OutOfMemoryError: CUDA", 0, 1)
+    training.run(**asked, devices=2, recompute=True)
+    assert [row["failed"] for row in read(tmp_path / "a.json")["rows"].values()] == [
+        "out of memory with 4 x 24 tokens on a device; try batch_size=2 or recompute=true",
+        "out of memory with 1 x 24 tokens on a device; try context=12",
+    ]
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="mat1"):
+        training.run(**asked)
+
+
+def test_what_was_timed_in_another_way_or_failed_is_measured_again(tmp_path, monkeypatch):
+    seen, answers = [], iter([{"failed": "out of memory"}, {}, {}, {}])
+
+    def fake(job, *_):
+        seen.append((job.warm_up, job.steps))
+        return {"compiled": False, **next(answers)}
+
+    monkeypatch.setattr(training, "measure", fake)
+    monkeypatch.setattr(training, "_show", lambda path: path)
+    for warm_up, steps in ((0, 1), (0, 1), (0, 1), (1, 1), (1, 2)):
+        asked = {**QUICK, "warm_up": warm_up, "steps": steps}
+        training.run(**asked, models=["gsm"], output=str(tmp_path / "a.json"))
+    assert seen == [(0, 1), (0, 1), (1, 1), (1, 2)]
+
+
+def test_an_interruption_leaves_the_table_of_what_there_is(tmp_path, monkeypatch):
+    def broken(job, *_):
+        if job.name == "baseline":
+            raise KeyboardInterrupt
+        return {"model": job.name, "compiled": False, "failed": "out of memory"}
+
+    monkeypatch.setattr(training, "measure", broken)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(**QUICK, models=["gsm", "baseline"], output=str(tmp_path / "a.json"))
+    assert "| gsm pico, 1 x 24 | failed: out of memory |" in (tmp_path / "a.md").read_text()
+
+
+def test_a_peak_that_is_not_known_is_in_no_ratio():
+    row = {"model": "gsm", "ms": {"median": 2.0}, "tokens_per_second": 3.0, "peak_gib": None}
+    text = paper.training({"device": "a CPU", "rows": {"a": row, "b": {**row, "model": "baseline"}}})
+    assert "| a: tokens/s |" in text and "| a: s a step |" in text and "| a: peak" not in text
+
+
+def test_one_device_takes_the_step_that_the_trainer_takes(monkeypatch):
+    """Indexers clipped on their own, documents given, experts rebalanced."""
+    model = build_model("gsm", "pico", ["model/feed_forward=moe"], seed=0)
+    job = distributed.Job("gsm", "pico", False, 1, 24, 0, 1, "cpu", 1)
+    given, clipped, forward, clip = [], [], model.forward, torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(model, "forward", lambda *args, **named: given.append(named) or forward(*args, **named))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda some, limit: clipped.append(len(some)) or clip(some, limit)
+    )
+    loads = []
+    monkeypatch.setattr(model, "rebalance", loads.append)
+    training._step(model, job, torch.device("cpu"))()
+    assert given[0]["documents"].eq(0).all() and len(clipped) == 2 and len(loads) == 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/benchmark").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_function_s_defaults_are_those_of_its_yaml(path):
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(config, dict)
+    taken = inspect.signature(get_method(str(config.pop("_target_")))).parameters
+    differ = {
+        name: value
+        for name, value in config.items()
+        if "${" not in str(value) and json.loads(json.dumps(taken[str(name)].default)) != value
+    }
+    assert not differ

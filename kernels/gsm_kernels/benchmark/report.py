@@ -25,6 +25,8 @@ def markdown(path: Path) -> str:
     """The table of a file of results, with what it was measured on. Raises ValueError if it is no such file."""
     content = read(path)
     rows = [row for row in content["rows"].values() if "case" in row]
+    if content["rows"] and not rows:
+        raise ValueError(f"{path} is a file of another benchmark: no row of it has a case")
     absent = sorted(
         {f"* {name}: {peer['absent']}" for r in rows for name, peer in r["peers"].items() if "absent" in peer}
     )

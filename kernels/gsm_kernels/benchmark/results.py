@@ -12,12 +12,14 @@ from typing import Any
 from . import machine
 
 FOLDER = Path("benchmarks/results")
+MARKS = ("device", "threads", "commit", "versions")  # what of the facts a row carries; a GPU has no threads
 
 
 class Results:
     """Rows by name in a JSON file, with what they were measured on.
 
-    A row of another commit or other versions is not this one's: it is measured again.
+    A row of another device, number of threads, commit or other versions is not this one's: it is measured again. So is
+    one that failed.
 
     Args:
         path: of the file; it need not exist.
@@ -28,22 +30,25 @@ class Results:
         self.path, self.facts = path, dict(facts)
         self.rows: dict[str, dict[str, Any]] = read(path)["rows"] if path.exists() else {}
 
-    def has(self, name: str) -> bool:
-        """Whether there is a row of this name, measured on the same commit with the same versions."""
-        marks = self.rows.get(name, {})
-        return name in self.rows and all(marks.get(key) == self.facts[key] for key in ("commit", "versions"))
+    def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
+        """Whether there is a row of this name, measured on the same device and commit, with the same threads and
+        versions, and by this protocol, if it has one."""
+        row = self.rows.get(name, {"failed": "not measured"})
+        same = all(row.get(key) == self.facts.get(key) for key in MARKS)
+        return same and not row.get("failed") and row.get("protocol") == protocol
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
         """Put a row in place and write the file."""
-        self.rows[name] = {**row, "commit": self.facts["commit"], "versions": self.facts["versions"]}
+        self.rows[name] = {**row, **{key: self.facts[key] for key in MARKS if key in self.facts}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a file of results. Raises ValueError, with what is wrong with the file."""
+def read(path: Path, field: str | None = None) -> dict[str, Any]:
+    """The content of a file of results, of which every row has this field, if one is named: rows of another benchmark
+    do not. Raises ValueError, with what is wrong with the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -52,6 +57,9 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no file of results: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), dict):
         raise ValueError(f"{path} is no file of results: it holds no rows")
+    other = [name for name, row in content["rows"].items() if field and field not in row]
+    if other:
+        raise ValueError(f"{path} is a file of another benchmark: its row '{other[0]}' has no {field}")
     return content
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gsm.benchmarks.deepseek_v4 import DeepseekV4, library
+from gsm.benchmarks.room import available_bytes, out_of_memory
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.optimizer import AdamW
@@ -133,7 +133,8 @@ def run(
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a file of another benchmark.
+        KeyboardInterrupt: after the table of what there is was made.
     """
     if results:
         return _show(Path(results))
@@ -146,47 +147,65 @@ def run(
     facts = machine.facts(where)
     facts["versions"] |= {"transformers": library().__version__}
     file = Results(Path(output) if output else usual_path(facts, "clients"), facts)
-    for size, context, name, task in itertools.product(sizes, contexts, models, work):
-        row = f"{name} {size}, {batch_size} x {context}, {task}"
-        if file.has(row) and not force:
-            print(f"{row}: measured already")
-        elif time.monotonic() - began > 60 * minutes:
-            print(f"{minutes:g} minutes are over: the same command goes on with {row}")
-        else:
-            print(f"{row}: {rounds} rounds", flush=True)
-            file.add(row, measure(name, size, batch_size, context, task, rounds, seconds, where))
-            gc.collect()
-    return _show(file.path)
+    protocol = {"rounds": rounds, "seconds": seconds}
+    try:
+        for size, context, name, task in itertools.product(sizes, contexts, models, work):
+            row = f"{name} {size}, {batch_size} x {context}, {task}"
+            if file.has(row, protocol) and not force:
+                print(f"{row}: measured already")
+            elif time.monotonic() - began > 60 * minutes:
+                print(f"{minutes:g} minutes are over: the same command goes on with {row}")
+            else:
+                print(f"{row}: {rounds} rounds", flush=True)
+                found = measure(name, size, batch_size, context, task, rounds, seconds, where)
+                file.add(row, {**found, "protocol": protocol})
+                gc.collect()
+    finally:
+        if file.rows:
+            _show(file.path)
+    return file.path
 
 
 def measure(
     name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
     """The row of one pair and one kind of work, as plain containers."""
+    row = {"model": name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
+    row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
+    try:
+        return {**row, **_found(name, size, batch, context, task, rounds, seconds, device)}
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+    gc.collect()  # only here: until its handler ends, an error holds on to what was taken
+    torch.cuda.empty_cache()
+    ways = f"batch_size={batch // 2}" if batch > 1 else f"contexts=[{max(1, context // 2)}]"
+    return {**row, "failed": f"out of memory with {batch} x {context} tokens; try {ways}"}
+
+
+def _found(
+    name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """What there is to say of a pair, and its times; or why a step was not begun."""
     config = compose([f"model={name}", f"size={size}"])
     geometry: Geometry = instantiate(config["size"], "size")
     with torch.device(device):
         pair: dict[str, Contender] = {"ours": Ours(instantiate_model(config, seed=0)), "theirs": DeepseekV4(geometry)}
     parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
-    row = {"model": name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
-    row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
-    row |= {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
+    row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
     tokens_BT = torch.randint(geometry.vocabulary, (batch, context + 1), device=device)
-    try:
-        if task == "step":
-            needed = BEYOND_KEPT * max(estimated_bytes(one, tokens_BT) for one in pair.values())
-            if needed > (there := _memory(device)):
-                sizes = f"{needed / 2**30:.0f} GiB, of {there / 2**30:.0f}"
-                return {**row, "failed": f"a step needs about {sizes} that there are"}
-            row["kept_gib"] = {who: kept_bytes(one, tokens_BT) / 2**30 for who, one in pair.items()}
-            optimizer = instantiate(config["optimizer"], "optimizer")
-            runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
-        else:
-            make = {"prefill": _prefill, "decode": _decode}[task]
-            runs = {who: make(one, tokens_BT[:, :-1], rounds) for who, one in pair.items()}
-        return {**row, **paired(runs, device, rounds, seconds)}
-    except torch.cuda.OutOfMemoryError:
-        return {**row, "failed": f"out of memory with {batch} sequences"}
+    if task == "step":
+        needed = BEYOND_KEPT * max(estimated_bytes(one, tokens_BT) for one in pair.values())
+        if needed > (there := available_bytes(device)):
+            sizes = f"{needed / 2**30:.3g} GiB besides the weights, of {there / 2**30:.3g}"
+            return {**row, "failed": f"a step needs about {sizes} that there are"}
+        row["kept_gib"] = {who: kept_bytes(one, tokens_BT) / 2**30 for who, one in pair.items()}
+        optimizer = instantiate(config["optimizer"], "optimizer")
+        runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
+    else:
+        make = {"prefill": _prefill, "decode": _decode}[task]
+        runs = {who: make(one, tokens_BT[:, :-1], rounds) for who, one in pair.items()}
+    return {**row, **paired(runs, device, rounds, seconds)}
 
 
 def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> Run:
@@ -266,20 +285,15 @@ def _decode(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
     return lap
 
 
-def _memory(device: torch.device) -> int:
-    """Bytes of the device, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _show(path: Path) -> Path:
     """Prints the table of a file of results and writes it beside the file."""
-    content = read(path)
+    content = read(path, "work")
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     threads = f"{content['threads']} threads, " if "threads" in content else ""
     opening = f"{content['device']}, {threads}float32, {versions}, commit {content['commit']}, `{content['command']}`."
-    sizes = {f"{row['model']} {row['size']}": row["parameters"] for row in content["rows"].values()}
+    sizes = {
+        f"{row['model']} {row['size']}": row["parameters"] for row in content["rows"].values() if "parameters" in row
+    }
     counts = "; ".join(f"{name} {both['ours']:,}, theirs {both['theirs']:,}" for name, both in sizes.items())
     rows = table(HEAD, [_cells(*row) for row in content["rows"].items()])
     text = f"# {path.stem}\n\n{opening}\n\nParameters: {counts}.\n\n{rows}\n"

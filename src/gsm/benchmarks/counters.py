@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gsm_kernels.attend.inputs import Inputs
+
 # These read the rows that they return, not the table that they are given.
 PICKING = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take_along_dim")
+# These write what comes after their first argument into some of its places, and read no others.
+WRITING = (
+    "aten::_foreach_copy_", "aten::_index_put_impl_", "aten::copy_", "aten::index_copy_", "aten::index_put_",
+    "aten::scatter_",
+)  # fmt: skip
+ATTENDING = ("gsm_kernels::attend", "gsm_kernels::attend_few_rows")  # read chosen slots of their bank: ``Inputs``
 
 
 class Operations(TorchDispatchMode):
@@ -20,7 +28,8 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         count: operations.
-        bytes: of their arguments; of those that pick rows from a table, of what they return.
+        bytes: of their arguments; of those that pick rows from a table, of what they return; of those that write into
+            one, of what they write; of attention's bank, of the slots that were chosen.
     """
 
     def __init__(self) -> None:
@@ -33,9 +42,8 @@ class Operations(TorchDispatchMode):
         """Runs the operation and counts it."""
         result = func(*args, **(kwargs or {}))
         if not _is_view(func):
-            read = result if func._schema.name in PICKING else (args, kwargs)
             self.count += 1
-            self.bytes += sum(x.numel() * x.element_size() for x in tree_leaves(read) if isinstance(x, Tensor))
+            self.bytes += _read(func._schema.name, args, kwargs, result)
         return result
 
     def found(self) -> dict[str, int]:
@@ -68,6 +76,26 @@ def kernels(call: Callable[[], object], device: torch.device) -> int | None:
         call()
         torch.cuda.synchronize(device)
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or [])
+
+
+def _read(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Bytes that an operation reads."""
+    if name in PICKING:
+        return _bytes(result)
+    if name in WRITING:
+        return _bytes((args[1:], kwargs))
+    if name in ATTENDING:
+        inputs = Inputs(*args[: len(Inputs._fields)])
+        bank_BFC, index_BRK = inputs.bank_BFC, inputs.index_BRK
+        if bank_BFC is None or index_BRK is None or not inputs.slots:
+            return _bytes(inputs)
+        chosen = index_BRK.numel() * bank_BFC.shape[2] * bank_BFC.element_size()
+        return _bytes(inputs._replace(bank_BFC=None)) + chosen
+    return _bytes((args, kwargs))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def _is_view(func: Any) -> bool:

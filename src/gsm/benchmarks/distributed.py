@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gsm.callbacks.throughput import peak_memory_bytes
+from gsm.benchmarks.room import watching
 from gsm.models.base import LanguageModel
 from gsm.optimizer import AdamW
 from gsm.runs.compose import compose
@@ -53,10 +53,11 @@ class Job:
 
 
 class Found(NamedTuple):
-    """Milliseconds of every timed step, and the largest peak of memory of any device, in bytes."""
+    """Milliseconds of every timed step, and the largest peak of memory of any device, in bytes, on top of what its
+    process held before there was a model (None: not known)."""
 
     times: list[float]
-    peak: int
+    peak: int | None
 
 
 def measure(job: Job) -> Found:
@@ -114,14 +115,16 @@ def _train(rank: int, given: dict[str, Any], port: int, path: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.kind == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.devices))
-    task = LanguageModeling(job.build(), job.optimizer())
     clock, trainer = Clock(job.warm_up), _trainer(job)
     trainer.callbacks.append(clock)  # pyright: ignore[reportAttributeAccessIssue]
-    trainer.fit(task, DataLoader(RandomTokens(task.model.vocabulary, job.batch, job.context, rank), batch_size=None))
-    peak = torch.tensor(float(peak_memory_bytes(trainer.strategy.root_device)), dtype=torch.float64)
+    with watching(torch.device(job.kind, rank)) as reached:
+        task = LanguageModeling(job.build(), job.optimizer())
+        tokens = RandomTokens(task.model.vocabulary, job.batch, job.context, rank)
+        trainer.fit(task, DataLoader(tokens, batch_size=None))
+    peak = torch.tensor(float(reached.extra or 0), dtype=torch.float64)
     peak = trainer.strategy.reduce(peak.to(trainer.strategy.root_device), reduce_op="max")
     if trainer.is_global_zero:
-        Path(path).write_text(json.dumps({"times": clock.times, "peak": int(peak)}), encoding="utf-8")
+        Path(path).write_text(json.dumps({"times": clock.times, "peak": int(peak) or None}), encoding="utf-8")
 
 
 def _trainer(job: Job) -> lightning.Trainer:

@@ -1,15 +1,13 @@
-"""The paper's three panels of inference efficiency, from a file of results: prefill, decode, cache, over the length."""
+"""The paper's three panels of inference efficiency, from rows of results: prefill, decode, cache, over the length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gsm.benchmarks.comparisons import Row
+from gsm.benchmarks.comparisons import Row, Rows
 from gsm.benchmarks.turns import short
 from gsm.eval import plots
-from gsm_kernels.benchmark.results import read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,15 +22,21 @@ LABELS = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache
 SYNTHETIC = "open marks: after a synthetic memory"
 
 
-def picture(path: Path) -> bytes:
-    """A PNG of the three panels; filled marks were measured on a prompt that was read.
+def about(rows: Rows) -> str:
+    """What rows that are alike have in common, as a title."""
+    protocol = rows[0]["protocol"]
+    return f"{protocol['size']}, {protocol['dtype']}, batch {protocol['batch']}, {rows[0]['device']}"
 
-    Raises ValueError if the file is none of inference results, ImportError if matplotlib is missing.
+
+def picture(rows: Rows) -> bytes:
+    """A PNG of the three panels, of rows that are alike; filled marks were measured on a prompt that was read.
+
+    Raises ValueError if there is no request that was measured, ImportError if matplotlib is missing.
     """
-    content = read(path)
-    rows = [row for row in content["rows"].values() if not row.get("failed") and row.get("kind") in ("read", "decode")]
+    title = about(rows)
+    rows = [row for row in rows if not row.get("failed") and row["kind"] in ("read", "decode")]
     if not rows:
-        raise ValueError(f"{path} holds no request that was measured")
+        raise ValueError(f"{title}: there is no request that was measured, and so no picture")
     figure, panels = plots.figure(columns=3, width=3.0, height=3.1)
     styles = plots.styles(row["model"] for row in rows)
     for axes, (what, value) in zip(panels, PANELS.items(), strict=True):
@@ -44,10 +48,8 @@ def picture(path: Path) -> bytes:
         axes.set_xlabel("input (tokens)", fontsize=9)
         axes.set_ylabel(LABELS[what], fontsize=9)
     figure.legend(*_legend(panels[1], styles), loc="outside lower center", ncols=len(styles), frameon=False, fontsize=9)
-    protocol, note = rows[0]["protocol"], f"; {SYNTHETIC}" if any(row.get("synthetic") for row in rows) else ""
-    figure.suptitle(
-        f"{protocol['size']}, {protocol['dtype']}, batch {protocol['batch']}, {content['device']}{note}", fontsize=9
-    )
+    note = f"; {SYNTHETIC}" if any(row["synthetic"] for row in rows) else ""
+    figure.suptitle(f"{title}{note}", fontsize=9)
     return plots.png(figure)
 
 

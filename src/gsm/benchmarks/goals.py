@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from gsm.benchmarks.comparisons import OURS, Row, Rows, find
+from gsm.benchmarks.comparisons import OURS, Row, Rows, find, speed_up
 from gsm.benchmarks.turns import short
 
 SIZE = "1p5b"
@@ -63,7 +63,10 @@ def measured(goal: Goal, rows: Rows) -> float | None:
     speed = row[what]["tokens_per_second"]
     if not over:
         return speed
-    other = _row(rows, "baseline", goal.tokens, what) if over == "baseline" else _row(rows, OURS, 4 * K, what)
+    if over == "baseline":
+        other = _row(rows, over, goal.tokens, what)
+        return None if other is None else speed_up(row, other, what)
+    other = _row(rows, OURS, 4 * K, what)
     return None if other is None else speed / other[what]["tokens_per_second"]
 
 
@@ -80,4 +83,6 @@ def _verdict(goal: Goal, rows: Rows) -> str:
     if found is None:
         return f"{wanted}: not measured"
     met = found <= goal.least if at_most else found >= goal.least
-    return f"{wanted}: {found:,.4g}, {'met' if met else 'missed'}"
+    row = _row(rows, OURS, goal.tokens, "prefill") if goal.what == "prefill" else None
+    share = f" ({row['prefill']['share_of_floor']:.0%} of the floor)" if row else ""
+    return f"{wanted}: {found:,.4g}{share}, {'met' if met else 'missed'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from itertools import groupby
@@ -26,7 +27,7 @@ SYNTHETIC = {"cuda": [4096, 65536, 262144], "cpu": [1024, 65536]}
 SIZES, DTYPES = {"cuda": "1p5b", "cpu": "nano"}, {"cuda": "bfloat16", "cpu": "float32"}
 WIDTHS = ("float32", "bfloat16", "float16", "float64")
 HEAD = (
-    "request", "prefill, tokens/s", "ms (quartiles)", "of a product's rate", "decode, tokens/s",
+    "request", "prefill, tokens/s", "ms (quartiles)", "of a product's rate", "of the floor", "decode, tokens/s",
     "ms a token (quartiles)", "of the floor", "kernels (operations) a token", "decoder's operations, KiB",
     "cache, MiB", "peak GiB",
 )  # fmt: skip
@@ -38,7 +39,7 @@ def run(
     results: str = "",
     force: bool = False,
     minutes: float = 7.5,
-    models: Sequence[str] = ("gsm", "baseline"),
+    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     lengths: Sequence[int] | None = None,
     synthetic_lengths: Sequence[int] | None = None,
@@ -57,7 +58,7 @@ def run(
     Args:
         device: cpu, cuda; auto: a GPU if there is one.
         output: the file; left out: benchmarks/results/<device>-<date>-inference.json.
-        results: a file of results; nothing is measured, and its table and picture are made again.
+        results: a file of results; nothing is measured, and its tables and pictures are made again.
         force: also what the file holds already.
         minutes: after which no further case is begun.
         models: variants of the group ``model``; at every length they take turns, so that ratios are of one moment.
@@ -75,7 +76,7 @@ def run(
         text: stdlib, random, or a folder or a file of texts.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a file of another benchmark.
         FileNotFoundError: there is no such text.
         KeyboardInterrupt: after the table of what there is was made.
     """
@@ -102,13 +103,14 @@ def run(
     file = Results(Path(output) if output else usual_path(facts, "inference"), facts)
     served = _served(protocol, where)
     try:
-        for group in _groups(cases, lambda case: not force and _has(file, case.name(protocol), protocol)):
+        for group in _turns(cases, lambda case: not force and _has(file, case.name(protocol), protocol)):
             if time.monotonic() - began > 60 * minutes:
                 print(f"{minutes:g} minutes are over: the same command goes on with {group[0].name(protocol)}")
                 break
             print("in turns: " + "; ".join(case.name(protocol) for case in group), flush=True)
             for case, row in take_turns(group, served):
-                file.add(case.name(protocol), {**row, "kernels": explain(), "clocks": machine.clocks(where)})
+                how = {"protocol": asdict(protocol), "kernels": explain(), "clocks": machine.clocks(where)}
+                file.add(case.name(protocol), {**row, **how})
     finally:
         if file.rows:
             _show(file.path)
@@ -143,7 +145,7 @@ def plan(
     return sorted(cases, key=place)
 
 
-def _groups(cases: Sequence[Case], done: Callable[[Case], bool]) -> Iterator[list[Case]]:
+def _turns(cases: Sequence[Case], done: Callable[[Case], bool]) -> Iterator[list[Case]]:
     """What is measured in turns, without what is there already: neighbours of one length that read prompts, or that
     decode after synthetic memories."""
     for _, group in groupby(cases, key=lambda case: (case.tokens, case.kind == "decode")):
@@ -154,7 +156,7 @@ def _groups(cases: Sequence[Case], done: Callable[[Case], bool]) -> Iterator[lis
 
 def _has(file: Results, name: str, protocol: Protocol) -> bool:
     """Whether the file holds this row, measured in the same way."""
-    there = file.has(name) and file.rows[name]["protocol"] == asdict(protocol)
+    there = file.has(name, asdict(protocol))
     if there:
         print(f"{name}: measured already")
     return there
@@ -169,34 +171,58 @@ def _served(protocol: Protocol, device: torch.device) -> Callable[[str], Served]
 
     @cache
     def made(name: str) -> Served:
-        with torch.device(device):
-            model = build_model(name, protocol.size, seed=0).to(getattr(torch, protocol.dtype))
+        with torch.device(device), _default(getattr(torch, protocol.dtype)):
+            model = build_model(name, protocol.size, seed=0)
         return Served(model, protocol, texts.text(protocol.text, model.vocabulary), roof())
 
     return made
 
 
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block, parameters are made in this type: there is no time at which a model takes up more."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _show(path: Path) -> Path:
-    """Prints what a file of results holds, and writes it and the pictures beside the file."""
-    sections = [f"# {path.stem}", _measured_on(read(path)), *_sections(read(path))]
+    """Prints what a file of results holds, and writes it and the pictures beside the file, for each size (more exactly:
+    for rows that are alike) by itself."""
+    content = read(path, "kind")
+    alike = comparisons.groups([{**row, "name": name} for name, row in content["rows"].items()])
+    sections = [f"# {path.stem}", _measured_on(content), *(part for rows in alike for part in _sections(rows))]
     text = "\n\n".join(sections) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}")
-    try:
-        path.with_suffix(".png").write_bytes(figures.picture(path))
-        _draw_computed(path)
-    except (ImportError, ValueError) as error:  # no matplotlib, or nothing that was measured
-        print(error)
+    for mark, rows in zip(_marks(alike), alike, strict=True):
+        _draw(rows, path.with_name(f"{path.stem}{mark}.png"))
     return path
 
 
-def _draw_computed(path: Path) -> None:
-    """What the cost model says, and the measured points upon it, as <file>-computed.png; of single requests alone."""
-    rows = [row for row in read(path)["rows"].values() if "decode" in row and row["protocol"]["batch"] == 1]
-    if rows:
-        protocol = rows[0]["protocol"]
+def _marks(alike: Sequence[comparisons.Rows]) -> list[str]:
+    """What the names of pictures end in: of one group alone, nothing; else its size, numbered where there are several
+    of one size."""
+    sizes = [rows[0]["protocol"]["size"] for rows in alike]
+    before = [sizes[:place].count(size) for place, size in enumerate(sizes)]
+    names = [f"-{size}-{count + 1}" if count else f"-{size}" for size, count in zip(sizes, before, strict=True)]
+    return names if len(names) > 1 else [""]
+
+
+def _draw(rows: comparisons.Rows, path: Path) -> None:
+    """The paper's panels; and, as <file>-computed.png, what the cost model says with the measured points upon it, of
+    single requests alone."""
+    try:
+        path.write_bytes(figures.picture(rows))
+        protocol, points = rows[0]["protocol"], [_point(row) for row in rows if "decode" in row]
         how = {"chunk": protocol["chunk"], "steps": protocol["steps"], "dtype": getattr(torch, protocol["dtype"])}
-        projection.plot_against([_point(row) for row in rows], path.with_name(f"{path.stem}-computed.png"), **how)
+        if points and protocol["batch"] == 1:
+            projection.plot_against(points, path.with_name(f"{path.stem}-computed.png"), **how)
+    except (ImportError, ValueError) as error:  # no matplotlib, or nothing that was measured
+        print(error)
 
 
 def _point(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,24 +234,28 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measured_on(content: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    said = f"{content['device']}, {versions}, commit {content['commit']}, `{content['command']}`."
-    row = next((row for row in content["rows"].values() if "text" in row), None)
-    if row is None:
-        return said
-    roof, protocol = row["ceilings"], row["protocol"]
-    products, copies = rate(roof["flops"], "FLOP/s"), rate(roof["bytes"], "B/s")
+    return f"{content['device']}, {versions}, commit {content['commit']}, `{content['command']}`."
+
+
+def _sections(rows: comparisons.Rows) -> Iterator[str]:
+    """Of rows that are alike: how they were measured, the table of all cases, then what it says."""
+    yield f"## {figures.about(rows)}, commit {rows[0]['commit']}"
+    yield _how(rows)
+    yield table(HEAD, map(_cells, rows))
+    parts = comparisons.against(rows), comparisons.pruning(rows), comparisons.growth(rows), paper.inference(rows)
+    lines = filter(None, [comparisons.by_flops(rows), *goals.verdicts(rows)])
+    yield from filter(None, [*parts, _crossings(rows), "\n".join(f"* {line}" for line in lines)])
+
+
+def _how(rows: comparisons.Rows) -> str:
+    protocol, row = rows[0]["protocol"], next((row for row in rows if "text" in row), None)
     runs = f"{protocol['steps']} given tokens, {protocol['warm_up']} runs to warm up and {protocol['runs']} timed"
-    return (
-        f"{said} Ceilings: {products} in {roof['dtype']}, {copies} copied. {protocol['dtype']}; {runs}; {row['text']}."
-    )
-
-
-def _sections(content: Mapping[str, Any]) -> Iterator[str]:
-    """The table of all cases, then what it says, as far as it was measured."""
-    rows = list(content["rows"].values())
-    yield table(HEAD, [_cells(*item) for item in content["rows"].items()])
-    parts = comparisons.against(rows), comparisons.pruning(rows), comparisons.growth(rows), paper.inference(content)
-    yield from filter(None, [*parts, _crossings(rows), "\n".join(f"* {line}" for line in goals.verdicts(rows))])
+    said = f"Prompts in chunks of {protocol['chunk']} tokens; {runs}"
+    if row is None:
+        return f"{said}."
+    roof = row["ceilings"]
+    products, copies = rate(roof["flops"], "FLOP/s"), rate(roof["bytes"], "B/s")
+    return f"{said}; {row['text']}. Ceilings: {products} in {roof['dtype']}, {copies} copied."
 
 
 def _crossings(rows: comparisons.Rows) -> str:
@@ -242,24 +272,37 @@ def _crossings(rows: comparisons.Rows) -> str:
     return "\n".join(f"* {what}: {_where(crossing)}" for what, crossing in found.items())
 
 
-def _where(crossing: comparisons.Crossing) -> str:
-    how = "measured" if crossing.measured else "by the cost model beyond what was measured"
+def _where(crossing: comparisons.Crossing | None) -> str:
+    if crossing is None:
+        return "not measured"
     if crossing.tokens is None:
         return "GSM does not get ahead of the dense Transformer, as far as the cost model was followed"
-    return f"GSM is ahead of the dense Transformer from about {crossing.tokens:,.0f} tokens ({how})"
+    tokens = f"{crossing.tokens:,.0f}"
+    return {
+        "everywhere": f"GSM is ahead of the dense Transformer at every length measured, from {tokens} tokens",
+        "between": f"GSM is ahead of the dense Transformer from about {tokens} tokens (measured)",
+        "beyond": f"GSM is ahead of the dense Transformer from about {tokens} tokens (beyond what was measured, by the "
+        "cost model)",
+        "behind": f"GSM is behind the dense Transformer at {tokens} tokens, the one length measured",
+    }[crossing.how]
 
 
-def _cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    name = row["name"]
     if row.get("failed"):
         return name, f"failed: {row['failed']}", *("" for _ in HEAD[2:])
     peak = "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
+    runs = row["runs"]
+    if runs != {key: row["protocol"][key] for key in runs}:
+        name = f"{name} ({runs['warm_up']} + {runs['runs']} runs)"
     return name, *_prefill_cells(row.get("prefill")), *_decode_cells(row), peak
 
 
 def _prefill_cells(prefill: Mapping[str, Any] | None) -> tuple[str, ...]:
     if prefill is None:
-        return ("",) * 3
-    return f"{prefill['tokens_per_second']:,.0f}", _ms(prefill["ms"]), f"{prefill['share_of_product']:.1%}"
+        return ("",) * 4
+    shares = f"{prefill['share_of_product']:.1%}", f"{prefill['share_of_floor']:.1%}"
+    return f"{prefill['tokens_per_second']:,.0f}", _ms(prefill["ms"]), *shares
 
 
 def _decode_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

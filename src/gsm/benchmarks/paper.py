@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gsm.benchmarks.comparisons import OURS, Rows, find
+from gsm.benchmarks.comparisons import OURS, Rows, find, speed_up
 from gsm.benchmarks.turns import short
 from gsm_kernels.benchmark.report import table
+from gsm_kernels.benchmark.results import MARKS
 
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 HEAD = ("", "baseline", "GSM", "GSM / baseline")
@@ -28,13 +29,15 @@ def training(content: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         baseline = alike(rows.values(), "baseline", row)
         if row["model"] == OURS and not row.get("failed") and baseline:
-            cells += [_cells(f"{name}: {UNITS[key]}", _training(baseline, key), _training(row, key)) for key in UNITS]
+            known = [key for key in UNITS if None not in (_training(baseline, key), _training(row, key))]
+            cells += [_cells(f"{name}: {UNITS[key]}", _training(baseline, key), _training(row, key)) for key in known]
     return f"{_devices(paper, content['device'])}\n\n{table(HEAD, cells)}" if len(cells) > len(UNITS) else ""
 
 
-def inference(content: Mapping[str, Any]) -> str:
-    """What the paper says of its figure, and whether it holds here, length by length; empty without a pair."""
-    paper, rows = PAPER["inference"], list(content["rows"].values())
+def inference(rows: Rows) -> str:
+    """What the paper says of its figure, and whether it holds for rows that are alike, length by length; empty without
+    a pair."""
+    paper, device = PAPER["inference"], rows[0]["device"]
     cells = []
     for what, holds in CLAIMS.items():
         ratios = {tokens: ratio for tokens in _lengths(rows) if (ratio := _ratio(rows, what, tokens))}
@@ -42,8 +45,8 @@ def inference(content: Mapping[str, Any]) -> str:
             shown = ", ".join(f"{short(tokens)} {ratio:.2f}" for tokens, ratio in sorted(ratios.items()))
             kept = sum(map(holds, ratios.values()))
             cells.append((paper["claims"][what], shown, f"{kept} of {len(ratios)} lengths"))
-    head = ("the paper", f"GSM / baseline on {content['device']}", "holds at")
-    return f"{_devices(paper, content['device'])}\n\n{table(head, cells)}" if cells else ""
+    head = ("the paper", f"GSM / baseline on {device}", "holds at")
+    return f"{_devices(paper, device)}\n\n{table(head, cells)}" if cells else ""
 
 
 def _devices(paper: Mapping[str, Any], device: str) -> str:
@@ -52,12 +55,12 @@ def _devices(paper: Mapping[str, Any], device: str) -> str:
 
 def alike(rows: Iterable[Mapping[str, Any]], model: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The row of another model that was trained as this one was."""
-    how = ("size", "batch_size", "context", "compiled", "recompute", "devices")
+    how = ("size", "batch_size", "context", "compiled", "recompute", "devices", "protocol", *MARKS)
     same = (r for r in rows if r["model"] == model and all(r.get(key) == row.get(key) for key in how))
     return next((r for r in same if not r.get("failed")), None)
 
 
-def _training(row: Mapping[str, Any], name: str) -> float:
+def _training(row: Mapping[str, Any], name: str) -> Any:
     return row["ms"]["median"] / 1e3 if name == "seconds" else row[name]
 
 
@@ -73,5 +76,4 @@ def _ratio(rows: Rows, what: str, tokens: int) -> float | None:
     ours, other = (find(rows, model, tokens, "read") for model in (OURS, "baseline"))
     if ours is None or other is None:
         return None
-    name = "bytes" if what == "cache" else "tokens_per_second"
-    return ours[what][name] / other[what][name]
+    return ours[what]["bytes"] / other[what]["bytes"] if what == "cache" else speed_up(ours, other, what)

@@ -241,7 +241,7 @@ def _grid(first: int, last: int, points: int = 25) -> list[int]:
 
 def _show(path: Path) -> Path:
     """Prints the tables of a file of results, and writes them and the picture beside the file."""
-    content = read(path)
+    content = read(path, "prefill_flops")
     rows, size = list(content["rows"].values()), content["size"]
     opening = (
         f"Computed from the cost model (`gsm.models.cost`), nothing measured: size {size}, bfloat16, batch 1, prefill "

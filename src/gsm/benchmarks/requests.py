@@ -105,12 +105,14 @@ class Request:
 
     Attributes:
         times: what every timed run took, by what was timed.
+        runs: how many there were to warm up, and how many timed (``runs``); under the protocol's names.
         extra: bytes that it took at most besides the weights; None where the system does not say.
     """
 
     def __init__(self, served: Served, tokens: int) -> None:
         self.served, self.tokens = served, tokens
         self.times: dict[str, list[Moment]] = {}
+        self.runs = {"warm_up": 0, "runs": 0}
         with watching(served.device) as built:
             self.prompt_BT, self.given, self.counted_B = served.cut(tokens)
             self.prepare()
@@ -120,6 +122,7 @@ class Request:
         """Once through everything."""
         with watching(self.served.device) as peak, torch.no_grad():
             laps = self.lap()
+        self.runs["runs" if timed else "warm_up"] += 1
         if self.extra is not None and self._built is not None and peak.extra is not None:
             self.extra = max(self.extra, self._built + peak.extra)
         for what, took in laps.items() if timed else ():
@@ -128,7 +131,7 @@ class Request:
     def row(self) -> dict[str, Any]:
         """What the runs have shown, as plain containers."""
         gib = None if self.extra is None else (self.served.weights + self.extra) / 2**30
-        return {**self.served.facts(), **self.found(), "peak_gib": gib}
+        return {**self.served.facts(), **self.found(), "runs": self.runs, "peak_gib": gib}
 
     def prepare(self) -> None:
         """Makes what all runs use."""
@@ -148,31 +151,41 @@ class Request:
         return Moment(1e3 * time.perf_counter(), 1e3 * time.process_time())
 
     def spreads(self, what: str) -> tuple[float, dict[str, Any]]:
-        """Seconds that something took, the median; the spread of milliseconds as a row has it."""
-        wall, processor = (spread(times) for times in zip(*self.times[what], strict=True))
-        own = processor._asdict() if self.served.device.type == "cpu" else None
-        return wall.median / 1e3, {"ms": wall._asdict(), "processor_ms": own}
+        """Seconds that something took, the median; the spread of milliseconds as a row has it, and each run's."""
+        wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[what], strict=True))
+        own = processor if self.served.device.type == "cpu" else None
+        return wall["median"] / 1e3, {"ms": wall, "processor_ms": own}
 
     def prefilled(self, parts: Parts) -> dict[str, Any]:
-        """Times, FLOPs and rates of prompts, of which each takes these FLOPs."""
-        flops, (seconds, times) = self.served.protocol.batch * parts.total(), self.spreads("prefill")
+        """Times, FLOPs and rates of prompts, of which each takes these FLOPs. They move at least the bytes that a
+        pruned prefill does: with the FLOPs, that is the floor."""
+        served, (seconds, times) = self.served, self.spreads("prefill")
+        protocol, flops = served.protocol, served.protocol.batch * parts.total()
+        moved = served.cost.prefill_bytes(self.tokens, protocol.chunk, served.dtype, protocol.batch).total()
         return {
             **times,
             "tokens_per_second": self.prompt_BT.numel() / seconds,
             "flops": flops,
-            "share_of_product": flops / seconds / self.served.roof.flops,
+            "bytes": moved,
+            "share_of_product": flops / seconds / served.roof.flops,
+            "share_of_floor": served.roof.floor(flops, moved) / 1e3 / seconds,
         }
 
 
 class Unpruned(Request):
-    """A prompt of which every layer computes every row, in the same chunks; logits of the last one."""
+    """A prompt of which every layer computes every row, in the same chunks; logits of the last one. But for the rows it
+    is what ``LanguageModel.prefill`` does."""
+
+    def prepare(self) -> None:
+        """The memory."""
+        self.memory = self.served.model.start(self.served.protocol.batch, self.tokens)
 
     def lap(self) -> dict[str, Moment]:
-        """One prompt."""
-        model, out, start = self.served.model, None, self.now()
-        memory = model.start(self.served.protocol.batch, self.tokens)
+        """One prompt, from an empty memory."""
+        model, memory, out, start = self.served.model, self.memory, None, self.now()
+        memory.rewind(model.start(self.served.protocol.batch, capacity=1))
         for part_BT in self.prompt_BT.split(self.served.protocol.chunk, dim=1):
-            out = model(part_BT, memory=memory)
+            out = model(part_BT, memory=memory.narrow(memory.used + part_BT.shape[1]))
         assert out is not None  # a prompt has a token
         out.head(out.hidden_BRD[:, -1:])
         return {"prefill": self.now().since(start)}

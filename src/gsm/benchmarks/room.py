@@ -9,13 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 GUESS = 64  # numbers of the model's width that a token of a chunk takes while it is read, before anybody has measured
 CGROUP = Path("/sys/fs/cgroup")
+# Of a GPU, in the traceback of a process that was started, of a CPU.
+SAID = ("out of memory", "OutOfMemoryError", "can't allocate memory")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: of a GPU, of a CPU, or in a process that was started, whose traceback is the message."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(words in str(error) for words in SAID)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -30,7 +38,10 @@ def available_bytes(device: torch.device) -> int:
         free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), free)
     with suppress(OSError, ValueError):  # no container, or one without a limit, which says `max`
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        # What is used counts pages of files too, of which these are given back whenever somebody wants them.
+        cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        free = min(free, limit - used + cached)
     return free
 
 
@@ -93,8 +104,7 @@ class Room:
 
     def needed(self, tokens: int, memories: int = 1) -> int:
         """Bytes of a request; a decode from a synthetic memory holds two memories, and reads no chunk."""
-        reading = self.batch * min(tokens, self.chunk) if memories == 1 else self.batch
-        return round(memories * self.cache(tokens) + self.each * reading)
+        return round(memories * self.cache(tokens) + self.each * self._reading(tokens, memories))
 
     def learn(self, extra: int | None, tokens: int) -> None:
         """Takes over what a request to so many tokens took."""
@@ -114,8 +124,18 @@ class Room:
             low, high = (middle, high) if self.needed(middle, memories) <= available else (low, middle)
         return low
 
-    def refusal(self, tokens: int, available: int, memories: int = 1) -> str:
-        """One sentence: what was needed, what there is, and what would fit."""
-        need, most = self.needed(tokens, memories), self.fits(available, memories)
-        wanted = f"about {need / 2**30:.3g} GiB besides the weights, {max(available, 0) / 2**30:.3g} GiB are there"
+    def refusal(self, tokens: int, available: int, memories: int = 1, tried: bool = False) -> str:
+        """One sentence: what was needed, what there is, and what would fit. What was ``tried`` and ran out of memory
+        takes more than there is, whatever was thought: then a token of a chunk takes more."""
+        need, room = self.needed(tokens, memories), self
+        if tried and need <= available:
+            need = available + 1
+            room = replace(self, each=(need - memories * self.cache(tokens)) / self._reading(tokens, memories))
+        about = "more than" if room is not self else "about"
+        wanted = f"{about} {need / 2**30:.3g} GiB besides the weights, {max(available, 0) / 2**30:.3g} GiB are there"
+        most = room.fits(available, memories)
         return f"out of memory: {wanted}; would fit: {most:,} tokens at batch {self.batch}"
+
+    def _reading(self, tokens: int, memories: int) -> int:
+        """Tokens that are read at a time, of all requests."""
+        return self.batch * min(tokens, self.chunk) if memories == 1 else self.batch

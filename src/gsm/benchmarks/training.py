@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from gsm.benchmarks import distributed, paper
 from gsm.benchmarks.distributed import Found, Job
-from gsm.callbacks.throughput import peak_memory_bytes
+from gsm.benchmarks.room import out_of_memory, watching
 from gsm.models.base import LanguageModel
 from gsm.models.cost import cost
 from gsm.runs.compose import compose
 from gsm.runs.load import build_model
+from gsm.task import LanguageModeling
 from gsm_kernels import explain
 from gsm_kernels.benchmark import ceilings, machine
 from gsm_kernels.benchmark.report import table
@@ -44,7 +46,7 @@ def run(
     results: str = "",
     force: bool = False,
     minutes: float = 7.5,
-    models: Sequence[str] = ("gsm", "baseline"),
+    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     batch_size: int = 4,
     context: int | None = None,
@@ -72,7 +74,8 @@ def run(
         devices: how many train together, as many GPUs or processes; several through Lightning's DDP.
 
     Raises:
-        ValueError: a value out of range, or a model whose cost is not known.
+        ValueError: a value out of range, a model whose cost is not known, or a file of another benchmark.
+        KeyboardInterrupt: after the table of what there is was made.
     """
     if results:
         return _show(Path(results))
@@ -87,19 +90,24 @@ def run(
     size = size or ("0p5b" if where.type == "cuda" else "nano")
     facts = machine.facts(where)
     file = Results(Path(output) if output else usual_path(facts, "training"), facts)
-    for name in models:
-        tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]
-        marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute}
-        row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
-        if file.has(row) and not force:
-            print(f"{row}: measured already")
-        elif time.monotonic() - began > 60 * minutes:
-            print(f"{minutes:g} minutes are over: the same command goes on with {row}")
-        else:
-            print(f"{row}: {warm_up} + {steps} steps", flush=True)
-            job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
-            file.add(row, measure(job, where, compile))
-    return _show(file.path)
+    protocol = {"warm_up": warm_up, "steps": steps}
+    try:
+        for name in models:
+            tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]
+            marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute}
+            row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
+            if file.has(row, protocol) and not force:
+                print(f"{row}: measured already")
+            elif time.monotonic() - began > 60 * minutes:
+                print(f"{minutes:g} minutes are over: the same command goes on with {row}")
+            else:
+                print(f"{row}: {warm_up} + {steps} steps", flush=True)
+                job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
+                file.add(row, {**measure(job, where, compile), "protocol": protocol})
+    finally:
+        if file.rows:
+            _show(file.path)
+    return file.path
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
@@ -111,47 +119,61 @@ def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, 
     row = {"model": job.name, "size": job.size, "batch_size": job.batch, "context": job.context, "compiled": compile}
     row |= {"recompute": job.recompute, "devices": job.devices, "flops": flops, "kernels": explain()}
     row |= {"parameters": sum(p.numel() for p in plain.parameters()), "ceilings": roof._asdict()}
+    found = None
     try:
         found = distributed.measure(job) if job.devices > 1 else _alone(job, device, compile)
-    except torch.cuda.OutOfMemoryError:
-        return {**row, "failed": f"out of memory with {job.batch} sequences"}
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+    except (RuntimeError, MemoryError, ProcessRaisedException) as error:
+        if not out_of_memory(error):
+            raise
+    gc.collect()  # only here: until its handler ends, an error holds on to what was taken
+    torch.cuda.empty_cache()
+    if found is None:
+        return {**row, "failed": _refusal(job)}
     times = spread(found.times)
     seconds, sheet = times.median / 1e3, DATA_SHEET.get(machine.name(device))
     shares = {"mfu": flops / seconds / sheet if sheet else None, "share_of_product": flops / seconds / roof.flops}
     speed = job.devices * job.batch * job.context / seconds
-    measured = {"tokens_per_second": speed, "ms": times._asdict(), "peak_gib": found.peak / 2**30}
+    measured = {"tokens_per_second": speed, "ms": times._asdict(), "peak_gib": found.peak and found.peak / 2**30}
     return {**row, **measured, **shares, "clocks": machine.clocks(device)}
 
 
+def _refusal(job: Job) -> str:
+    """One sentence: what ran out of memory, and what takes less."""
+    ways = [f"batch_size={job.batch // 2}" if job.batch > 1 else f"context={max(1, job.context // 2)}"]
+    ways += [] if job.recompute else ["recompute=true"]
+    return f"out of memory with {job.batch} x {job.context} tokens on a device; try {' or '.join(ways)}"
+
+
 def _alone(job: Job, device: torch.device, compile: bool) -> Found:
-    """The steps of a model on one device."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with torch.device(device):
-        model = job.build()
-    if compile:
-        model.compile()
-    times = _times(_step(model, job, device), job.warm_up, job.steps, device)
-    return Found(times, peak_memory_bytes(device))
+    """The steps of a model on one device. On a CPU no peak is known: a later model finds room in what an earlier one
+    has left to this process, and would come out as the smaller one."""
+    with watching(device) as peak:
+        with torch.device(device):
+            model = job.build()
+        if compile:
+            model.compile()
+        times = _times(_step(model, job, device), job.warm_up, job.steps, device)
+    return Found(times, peak.extra if device.type == "cuda" else None)
 
 
 def _step(model: LanguageModel, job: Job, device: torch.device) -> Callable[[], None]:
-    """One step of training: what the trainer does, without what it logs."""
-    optimizer = job.optimizer().build(model.parameter_groups())
-    generator = torch.Generator(device).manual_seed(0)
+    """One step of training as ``LanguageModeling`` takes it: model and indexers clipped each by itself, experts
+    rebalanced. Left out are the learning rate's schedule, logs, and the look for what is not finite."""
+    settings, generator = job.optimizer(), torch.Generator(device).manual_seed(0)
+    task, optimizer = LanguageModeling(model, settings).to(device), settings.build(model.parameter_groups())
     half = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     def step() -> None:
-        tokens_BT = torch.randint(model.vocabulary, (job.batch, job.context + 1), generator=generator, device=device)
+        ids_BT = torch.randint(model.vocabulary, (job.batch, job.context + 1), generator=generator, device=device)
+        tokens_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
         with half:
-            out = model(tokens_BT[:, :-1], targets=tokens_BT[:, 1:])
+            out = model(tokens_BT, documents=torch.zeros_like(tokens_BT), targets=targets_BT)
             loss = torch.stack([out.loss, *out.losses.values()]).sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        task.clip(optimizer, CLIP)
         optimizer.step()
+        if out.load_LE is not None:
+            model.rebalance(out.load_LE)
         optimizer.zero_grad()
 
     return step
@@ -172,7 +194,7 @@ def _times(step: Callable[[], None], warm_up: int, steps: int, device: torch.dev
 
 def _show(path: Path) -> Path:
     """Prints the table of a file of results and writes it beside the file."""
-    content = read(path)
+    content = read(path, "compiled")
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     opening = f"{content['device']}, {versions}, commit {content['commit']}, `{content['command']}`."
     rows = content["rows"]
@@ -192,4 +214,5 @@ def _cells(name: str, row: Mapping[str, Any], baseline: Mapping[str, Any] | None
     ratio = f"{speed / baseline['tokens_per_second']:.3f}" if baseline else ""
     timed = f"{speed:,.0f}", ratio, f"{ms['median']:.4g} ({ms['low']:.4g} to {ms['high']:.4g})"
     shares = share(row["mfu"]), share(row["share_of_product"])
-    return name, *timed, f"{row['peak_gib']:.1f}", f"{row['flops'] / 1e12:.3g}", *shares
+    peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "not known"
+    return name, *timed, peak, f"{row['flops'] / 1e12:.3g}", *shares

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import gc
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from gsm.benchmarks.requests import KINDS, MEMORIES, Protocol, Request, Served
-from gsm.benchmarks.room import available_bytes
+from gsm.benchmarks.room import available_bytes, out_of_memory
 
 Row = dict[str, Any]
 
@@ -55,11 +57,11 @@ class Entrant:
 
     def run(self, timed: bool) -> None:
         """One run, unless it has failed, or its time is over and it has been timed."""
-        request, over = self.request, self.spent > self.served.protocol.seconds
-        if request is None or over and (request.times or not timed):
+        over = self.spent > self.served.protocol.seconds
+        if self.request is None or over and (self.request.times or not timed):
             return
         start = time.monotonic()
-        self._attempt(lambda: request.run(timed))
+        self._attempt(lambda: self._run(timed))
         self.spent += time.monotonic() - start
 
     def row(self) -> Row:
@@ -75,19 +77,19 @@ class Entrant:
     def _prepare(self) -> None:
         self.request = KINDS[self.case.kind](self.served, self.case.tokens)
 
+    def _run(self, timed: bool) -> None:
+        assert self.request is not None  # ``run`` has looked, and must not hold on to it
+        self.request.run(timed)
+
     def _attempt(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
-                raise
+        if not _finds_room(call):
             self.request = None
             _free()
-            self._refuse()
+            self._refuse(tried=True)
 
-    def _refuse(self) -> None:
+    def _refuse(self, tried: bool = False) -> None:
         there = available_bytes(self.served.device)
-        self.failed = self.served.room.refusal(self.case.tokens, there, MEMORIES[self.case.kind])
+        self.failed = self.served.room.refusal(self.case.tokens, there, MEMORIES[self.case.kind], tried)
 
 
 def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterator[tuple[Case, Row]]:
@@ -95,17 +97,20 @@ def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterat
 
     Args:
         cases: of one length.
-        served: the models by name.
+        served: the models by name, each made when it is first asked for, and kept.
     """
-    waiting = list(cases)
+    waiting = []
+    for case in cases:
+        if _finds_room(partial(served, case.model)):
+            waiting.append(case)
+        else:
+            _free()
+            yield case, {**vars(case), "failed": "out of memory: the weights do not fit; try a smaller size or dtype"}
     while waiting:
         turn, waiting = _turn(waiting, served)
-        protocol = turn[0].served.protocol
-        for number in range(protocol.warm_up + protocol.runs):
-            first = number % len(turn)
-            for entrant in (*turn[first:], *turn[:first]):
-                entrant.run(number >= protocol.warm_up)
-        yield from [(entrant.case, entrant.row()) for entrant in turn]
+        _alternate(turn)
+        mark = uuid.uuid4().hex  # of rows whose runs alternated: ratios are taken run by run
+        yield from [(entrant.case, {**entrant.row(), "turn": mark}) for entrant in turn]
         turn = []
         _free()
 
@@ -126,6 +131,26 @@ def _turn(cases: Sequence[Case], served: Callable[[str], Served]) -> tuple[list[
             entrant.begin()
             turn.append(entrant)
     return turn, later
+
+
+def _alternate(turn: Sequence[Entrant]) -> None:
+    """All runs; the one that begins changes from round to round."""
+    protocol = turn[0].served.protocol
+    for number in range(protocol.warm_up + protocol.runs):
+        first = number % len(turn)
+        for entrant in (*turn[first:], *turn[:first]):
+            entrant.run(number >= protocol.warm_up)
+
+
+def _finds_room(call: Callable[[], object]) -> bool:
+    """Runs a call; whether there was memory for it. Afterwards no error holds on to what the call had taken."""
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _free() -> None:
