@@ -70,11 +70,12 @@ def test_a_document_that_begins_late_sees_nothing_of_what_lies_before_it(case, r
     model, tokens, seen = build(case), random_tokens(1, 4), 60
     long = synthetic_memory(model, read, None)
     long.position_B.fill_(seen - 1)
+    long.ledger.joined = False
     want = model(tokens, memory=only(long, seen)).logits
     static = model.start(capacity=read + 4)
     for (_, buffer), (_, value) in zip(_tensors(static, ""), _tensors(long, ""), strict=True):
         buffer[:, : value.shape[1]].copy_(value) if value.ndim > 1 else buffer.copy_(value)
-    static.ledger.used = read
+    static.ledger.follow(long.ledger)
     for memory, kind in ((long, "growing"), (static, "static")):
         got = []
         for token in tokens.split(1, dim=1):

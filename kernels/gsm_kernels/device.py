@@ -42,7 +42,7 @@ def ahead_of_a_graph() -> Iterator[None]:
 
 def for_a_graph() -> bool:
     """Whether this call is, or prepares, the capture of a CUDA graph, in which nobody can wait for the device."""
-    return _ahead or torch.cuda.is_current_stream_capturing()
+    return _ahead or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 _ahead = False

@@ -19,7 +19,7 @@ def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
         return bank_BFX.new_zeros(shape)
     if not bank_BFX.is_contiguous():  # the first slots of larger banks: to fold the batch in would copy all of them
         batch = torch.arange(len(bank_BFX), device=bank_BFX.device)[:, None, None]
-        return bank_BFX[batch, index_BRK.clamp(min=0)].view(shape)
+        return bank_BFX[batch, index_BRK.clamp(min=0)].reshape(shape)
     flat = flat_slots(index_BRK, bank_BFX.shape[1])
     return bank_BFX.flatten(0, 1).index_select(0, flat).view(shape)
 
