@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,39 @@ class Results:
         row = self.rows.get(name, {"failed": "not measured"})
         same = all(row.get(key) == self.facts.get(key) for key in MARKS)
         return same and not row.get("failed") and row.get("protocol") == protocol
+
+    def fill(
+        self,
+        rows: Iterable[tuple[str, str, Callable[[], Mapping[str, Any]]]],
+        protocol: Mapping[str, Any],
+        *,
+        force: bool,
+        minutes: float,
+        show: Callable[[Path], object],
+    ) -> Path:
+        """Measures the rows that are missing, one after the other; returns the file.
+
+        Args:
+            rows: name, how it is measured in a word or two, and what measures it.
+            protocol: as in `has`.
+            force: also those that are there.
+            minutes: after which none is begun.
+            show: called with the file at the end, also after an interruption, unless there are no rows.
+        """
+        began = time.monotonic()
+        try:
+            for name, how, measure in rows:
+                if self.has(name, protocol) and not force:
+                    print(f"{name}: measured already")
+                elif time.monotonic() - began > 60 * minutes:
+                    print(f"{minutes:g} minutes are over: the same command goes on with {name}")
+                else:
+                    print(f"{name}: {how}", flush=True)
+                    self.add(name, {**measure(), "protocol": protocol})
+        finally:
+            if self.rows:
+                show(self.path)
+        return self.path
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
         """Put a row in place and write the file."""

@@ -10,6 +10,7 @@ import gc
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,27 +144,20 @@ def run(
             f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}: give 1 or more; "
             f"work {list(work)}: there are {', '.join(WORK)}"
         )
-    where, began = machine.chosen(device), time.monotonic()
+    where = machine.chosen(device)
     facts = machine.facts(where)
     facts["versions"] |= {"transformers": library().__version__}
     file = Results(Path(output) if output else usual_path(facts, "clients"), facts)
+    rows = [
+        (
+            f"{name} {size}, {batch_size} x {context}, {task}",
+            f"{rounds} rounds",
+            partial(measure, name, size, batch_size, context, task, rounds, seconds, where),
+        )
+        for size, context, name, task in itertools.product(sizes, contexts, models, work)
+    ]
     protocol = {"rounds": rounds, "seconds": seconds}
-    try:
-        for size, context, name, task in itertools.product(sizes, contexts, models, work):
-            row = f"{name} {size}, {batch_size} x {context}, {task}"
-            if file.has(row, protocol) and not force:
-                print(f"{row}: measured already")
-            elif time.monotonic() - began > 60 * minutes:
-                print(f"{minutes:g} minutes are over: the same command goes on with {row}")
-            else:
-                print(f"{row}: {rounds} rounds", flush=True)
-                found = measure(name, size, batch_size, context, task, rounds, seconds, where)
-                file.add(row, {**found, "protocol": protocol})
-                gc.collect()
-    finally:
-        if file.rows:
-            _show(file.path)
-    return file.path
+    return file.fill(rows, protocol, force=force, minutes=minutes, show=_show)
 
 
 def measure(
@@ -172,6 +166,7 @@ def measure(
     """The row of one pair and one kind of work, as plain containers."""
     row = {"model": name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
     row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
+    gc.collect()  # what the row before has left
     try:
         return {**row, **_found(name, size, batch, context, task, rounds, seconds, device)}
     except (RuntimeError, MemoryError) as error:

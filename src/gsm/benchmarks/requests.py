@@ -9,6 +9,7 @@ that of the wall: it hardly changes where other programs run too. B requests at 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ class Served:
         return {**about, "ceilings": self.roof._asdict()}
 
 
-class Request:
+class Request(ABC):
     """A case that is ready to be run again and again; one class for each kind.
 
     Attributes:
@@ -133,16 +134,17 @@ class Request:
         gib = None if self.extra is None else (self.served.weights + self.extra) / 2**30
         return {**self.served.facts(), **self.found(), "runs": self.runs, "peak_gib": gib}
 
+    @abstractmethod
     def prepare(self) -> None:
         """Makes what all runs use."""
 
+    @abstractmethod
     def lap(self) -> dict[str, Moment]:
         """One run; what it took, by what was timed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def found(self) -> dict[str, Any]:
         """The part of a row that this kind of request shows."""
-        raise NotImplementedError
 
     def now(self) -> Moment:
         """This moment, when the device has done everything."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,28 +87,19 @@ def run(
         )
     if devices > 1 and compile:
         raise ValueError(f"devices is {devices} and compile is true: compile is measured on one device; leave it out")
-    where, began = machine.chosen(device), time.monotonic()
+    where = machine.chosen(device)
     size = size or ("0p5b" if where.type == "cuda" else "nano")
     facts = machine.facts(where)
     file = Results(Path(output) if output else usual_path(facts, "training"), facts)
+    marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute}
+    rows = []
+    for name in models:
+        tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]
+        row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
+        job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
+        rows.append((row, f"{warm_up} + {steps} steps", partial(measure, job, where, compile)))
     protocol = {"warm_up": warm_up, "steps": steps}
-    try:
-        for name in models:
-            tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]
-            marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute}
-            row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
-            if file.has(row, protocol) and not force:
-                print(f"{row}: measured already")
-            elif time.monotonic() - began > 60 * minutes:
-                print(f"{minutes:g} minutes are over: the same command goes on with {row}")
-            else:
-                print(f"{row}: {warm_up} + {steps} steps", flush=True)
-                job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
-                file.add(row, {**measure(job, where, compile), "protocol": protocol})
-    finally:
-        if file.rows:
-            _show(file.path)
-    return file.path
+    return file.fill(rows, protocol, force=force, minutes=minutes, show=_show)
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:

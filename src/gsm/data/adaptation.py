@@ -152,7 +152,7 @@ class RulerData(Placed):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        self.lengths = list(lengths or (context // part for part in (16, 8, 4, 2)))
+        self.lengths = trained_lengths(lengths, context)
         self.tasks, self.answers, self.examples = list(tasks), answers, examples
         self.vocabulary, self.context, self.batch_size, self.cache_dir = vocabulary, context, batch_size, cache_dir
         self.seed, self.validation_sequences = seed, validation_sequences
@@ -270,3 +270,8 @@ class RulerData(Placed):
 def response(sample: Sample, answers: str) -> str:
     """What is to follow a prompt."""
     return RESPONSES[answers].format(value=sample.outputs[0], needle=sample.needle, key=sample.key)
+
+
+def trained_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:
+    """The lengths that a run takes in turn, by default those below its context, which stays reserved."""
+    return list(lengths or (context // part for part in (16, 8, 4, 2)))

@@ -195,6 +195,11 @@ class Memory:
         narrowed = map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, Slab) else node)
         return replace(narrowed, ends=tokens)
 
+    def joined_after(self, tokens: int) -> tuple[bool, int | None]:
+        """``Span.whole`` and ``Span.filled`` of a call with so many tokens and without documents."""
+        used = self.used + tokens
+        return self.ledger.joined and self.capacity is None, used if self.ledger.joined and self.ends == used else None
+
     @property
     def keeps_padding(self) -> bool:
         """Whether padding takes up room, as it does where there is a slot for every token."""

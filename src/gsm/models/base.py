@@ -27,7 +27,7 @@ from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import continuation
 from gsm.nn.feed_forward import Balance
-from gsm.nn.indexer_training import IndexerTraining
+from gsm.nn.indexer_training import IndexerTraining, indexer_losses
 from gsm.nn.linear import Linear, draw
 from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
@@ -165,7 +165,8 @@ class LanguageModel(nn.Module):
             documents = documents.long()
             position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self.forgetful_memory())
-        span = Span(position_BT, rows or length, *_known(memory, length, one))
+        whole, filled = (one, None) if memory is None or not one else memory.joined_after(length)
+        span = Span(position_BT, rows or length, whole, filled)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
@@ -178,9 +179,9 @@ class LanguageModel(nn.Module):
             # A copy: of one token, the caller's own tensor would do for the memory, and may be written again.
             books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
             after = memory.advance(replace(trace.memory, **books), length, joined=one)
-        losses, metrics = self._learned(trace)
+        losses, metrics = indexer_losses(trace.learned, self.indexer_weight)
         evened = even_out(trace.balances)
-        losses, metrics = losses | evened.losses, metrics | evened.metrics
+        losses, metrics = losses | evened.losses, trace.metrics | metrics | evened.metrics
         return Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, after, evened.load_LE)
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
@@ -319,19 +320,6 @@ class LanguageModel(nn.Module):
             hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
         )
 
-    def _learned(self, trace: Trace) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The indexers' mean loss, and how much of the teacher's mass their Top-K recalls."""
-        if not trace.learned:
-            return {}, trace.metrics
-        loss = torch.stack([result.loss for _, result in trace.learned]).mean()
-        losses = {"indexer_kl": self.indexer_weight * loss}
-        recall = {name: result.recall for name, result in trace.learned if result.recall is not None}
-        if not recall:
-            return losses, trace.metrics
-        mean = torch.stack(list(recall.values())).mean()
-        named = {f"indexer_recall/{name}": value for name, value in recall.items()}
-        return losses, {**trace.metrics, **named, "indexer_recall": mean}
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside the block; what was in training is so again behind it."""
@@ -351,14 +339,3 @@ class LanguageModel(nn.Module):
             empty = fresh_bookkeeping(0, self.embedding.weight.device)
             self._layouts[dtype] = Memory(**empty, **self.empty_memory(0)).layout()
         return self._layouts[dtype]
-
-
-def _known(memory: Memory | None, length: int, one: bool) -> tuple[bool, int | None]:
-    """``Span.whole`` and ``Span.filled`` of a call with so many tokens, without documents (``one``) or with."""
-    if memory is None or not one:
-        return one, None
-    used = memory.used + length
-    return (
-        memory.ledger.joined and memory.capacity is None,
-        used if memory.ledger.joined and memory.ends == used else None,
-    )

@@ -6,8 +6,10 @@ reaches its parameters; what it reads is detached in all of them (``gsm.nn.atten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from gsm.memory.view import View
@@ -143,3 +145,19 @@ class ScoreBias(IndexerTraining):
             return None
         score_BRK = score_slots(*found.index, found.key_BFI, found.chosen_BRK)
         return score_BRK - score_BRK.detach()
+
+
+def indexer_losses(
+    learned: Sequence[tuple[str, IndexerLoss]], weight: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a forward in training adds to its output for its indexers, by name.
+
+    Returns the loss, their mean times ``weight``; and the metrics, how much of the teacher's mass their Top-K recalls,
+    each and on average."""
+    if not learned:
+        return {}, {}
+    losses = {"indexer_kl": weight * torch.stack([result.loss for _, result in learned]).mean()}
+    recall = {f"indexer_recall/{name}": result.recall for name, result in learned if result.recall is not None}
+    if not recall:
+        return losses, {}
+    return losses, {**recall, "indexer_recall": torch.stack(list(recall.values())).mean()}

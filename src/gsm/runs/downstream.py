@@ -17,7 +17,7 @@ from gsm.eval.loglikelihood import Progress
 from gsm.eval.task_files import Sample, Task
 from gsm.files import replacing, write_json
 from gsm.runs.check import ConfigError
-from gsm.runs.load import load_model, read_checkpoint, refusals, usable
+from gsm.runs.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.runs.report import shown
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
 from gsm.runs.table import WIDTH, RunSummary, grid_markdown, grid_text, summarise
@@ -94,9 +94,7 @@ def measure(
     """The results of one checkpoint, by task; arguments as in ``evaluate``, and tasks with their samples (None: those
     of the hub)."""
     saved = read_checkpoint(file, mmap=True)
-    config, state = saved["hyper_parameters"]["config"], saved.get("tokenizer")
-    if not state:
-        raise ConfigError(f"{file} holds no tokenizer, so its model cannot read the documents of a task")
+    config, tokenizer = saved["hyper_parameters"]["config"], tokenizer_of(saved, file)
     precision, model = precision_of(config, device), load_model(file, device)
     settings = {
         "checkpoint": downstream.digest(file),
@@ -105,7 +103,7 @@ def measure(
         **{"device": device_name(device).partition(",")[0], "versions": versions()},
     }
     folder = home(file) / (f"tasks_limit{limit}" if limit else "tasks")
-    scorer = _Scorer(model, Tokenizer.from_state(state), data, folder, settings, note)
+    scorer = _Scorer(model, tokenizer, data, folder, settings, note)
     with autocast(precision, device), refusals(str(file)):
         found = {task.name: (scorer.by_harness if harness else scorer.built_in)(task, each) for task, each in texts}
     report = model.parameter_report()

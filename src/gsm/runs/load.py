@@ -75,7 +75,12 @@ def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises as ``load_model`` does."""
-    state = read_checkpoint(path, mmap=True).get("tokenizer")
+    return tokenizer_of(read_checkpoint(path, mmap=True), path)
+
+
+def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint that was read. Raises CheckpointError, a ConfigError, if it holds none."""
+    state = saved.get("tokenizer")
     if not state:
         raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
     return Tokenizer.from_state(state)

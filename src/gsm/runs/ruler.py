@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gsm.data.adaptation import trained_lengths
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS
-from gsm.data.tokenizer import Tokenizer
 from gsm.eval import ruler, ruler_score
 from gsm.files import write_json
 from gsm.runs.check import ConfigError
-from gsm.runs.load import load_model, read_checkpoint, refusals, usable
+from gsm.runs.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
 
 ADAPTED = "gsm.data.adaptation.RulerData"
@@ -102,9 +102,7 @@ def measure(
         asked: further arguments of `gsm.eval.ruler.evaluate`.
     """
     saved = read_checkpoint(file, mmap=True)
-    config, state = saved["hyper_parameters"]["config"], saved.get("tokenizer")
-    if not state:
-        raise ConfigError(f"{file} holds no tokenizer, so its model cannot read text")
+    config, tokenizer = saved["hyper_parameters"]["config"], tokenizer_of(saved, file)
     own = config["data"] if config["data"].get("_target_") == ADAPTED else {}
     named = ("answers", "template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
     chosen = {**{name: own[name] for name in named if own.get(name) is not None}, **given}
@@ -120,7 +118,7 @@ def measure(
     with refusals(str(file)), autocast(precision, device):
         return ruler.evaluate(
             load_model(file, device),
-            Tokenizer.from_state(state),
+            tokenizer,
             tasks or own.get("tasks") or list(TASKS),
             lengths or _own_lengths(own, config),
             ingredients=Ingredients.choose(**chosen),
@@ -137,8 +135,7 @@ def _own_lengths(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]
     """The lengths of a run's adaptation and the one that it reserved; of any other run, those of the paper that fit."""
     context = config["data"]["context"]
     if own:
-        trained = own.get("lengths") or [context // part for part in (16, 8, 4, 2)]
-        return sorted({*trained, context})
+        return sorted({*trained_lengths(own.get("lengths"), context), context})
     fitting = [length for length in ruler.LENGTHS if length <= context]
     if not fitting:
         raise ConfigError(
