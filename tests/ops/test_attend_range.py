@@ -53,6 +53,16 @@ def test_it_and_its_gradients_equal_the_loop(name, sizes):
         torch.testing.assert_close(grads[argument], wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_chunk_of_one_document_is_read_without_a_mask(groups, monkeypatch):
+    call = ranges(one_document=True, groups=groups)
+    monkeypatch.setattr(sdpa, "visible", None)  # what a mask is made by
+    with using("sdpa"), torch.no_grad():
+        out = attend_range(**call)
+    assert call["query_BRHC"].shape[1] < call["key_BFGC"].shape[1]
+    assert_close(out, naive(**call))
+
+
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 @pytest.mark.parametrize("width", [None, 4])
 def test_chunks_of_rows_change_nothing(name, width, monkeypatch):

@@ -47,9 +47,12 @@ def attend_range(
     # Under autocast new queries may be of a half type, and keys from a memory not.
     key_BFGC, value_BFGC = key_BFGC.to(query_BRHC.dtype), value_BFGC.to(query_BRHC.dtype)
     rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
-    if whole and (width is None or width >= slots) and (rows in (1, slots) or query_BRHC.device.type == "cuda"):
+    everything = width is None or width >= slots
+    if whole and everything and (rows in (1, slots) or query_BRHC.device.type == "cuda"):
         return _attend_whole(query_BRHC, key_BFGC, value_BFGC).to(dtype)
-    if width is None or width >= slots:
+    if whole and everything and query_BRHC.device.type == "cpu" and not torch.is_grad_enabled():
+        return _attend_chunk(query_BRHC, key_BFGC, value_BFGC).to(dtype)
+    if everything:
         out_BRHC = _by_rows(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR)
     else:
         out_BRHC = _by_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width)
@@ -101,6 +104,20 @@ def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> T
     return scaled_dot_product_attention(
         *heads_first, attn_mask=mask, is_causal=causal, enable_gqa=shared > 1
     ).transpose(1, 2)  # fmt: skip
+
+
+def _attend_chunk(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
+    """The same on a CPU, whose fast kernel knows no end of a longer stream: what lies before the R rows, which all see,
+    and their own R slots in turn, put together by the sums of exponentials that the kernel gives beside its output. It
+    gives them no gradient, so this is for reading prompts."""
+    rows, shared = query_BRHC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
+    query, key, value = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    before, sum_before = kernel(query, key[:, :, :-rows], value[:, :, :-rows])
+    own, sum_own = kernel(query, key[:, :, -rows:], value[:, :, -rows:], is_causal=True)
+    share = torch.sigmoid(sum_own - sum_before)[..., None].to(own.dtype)
+    return torch.lerp(before, own, share).transpose(1, 2)
 
 
 def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor) -> Tensor:
