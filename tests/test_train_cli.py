@@ -136,6 +136,13 @@ def test_generate_goes_on_from_a_prompt(run: tuple[Path, str], capsys: pytest.Ca
     assert capsys.readouterr().out.startswith(prompt)
 
 
+def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
+    with pytest.raises(
+        ConfigError, match=r"^out of memory: .* would fit: [1-9][\d,]* tokens at batch 1; prompt and new"
+    ):
+        generate(str(run[0]), prompt="a", max_new_tokens=10**12, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

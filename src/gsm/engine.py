@@ -26,6 +26,7 @@ from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import continuation
 
+CHUNK = 4096  # tokens of a long prompt that are read at a time
 SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
 
 
@@ -61,7 +62,7 @@ class Engine:
         *,
         batch: int = 1,
         capacity: int,
-        chunk: int = 4096,
+        chunk: int = CHUNK,
         graphs: bool | Recorder | None = None,
     ):
         if chunk < 1:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from gsm.benchmarks.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.tokenizer import Tokenizer
-from gsm.engine import Engine
+from gsm.engine import CHUNK, Engine
 from gsm.models.base import LanguageModel
+from gsm.models.cost import cost
 from gsm.runs.check import ConfigError
 from gsm.runs.load import load_model, load_tokenizer, usable
 
@@ -40,6 +43,7 @@ def generate(
 
     Raises:
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+            Also where memory runs out: it says what would fit.
     """
     _check(prompt, max_new_tokens, temperature, top_p)
     device = usable(device)
@@ -70,13 +74,30 @@ def pieces(
     """The new text, as much of it at a time as makes whole characters; ends with the model's end of text."""
     decoder = tokenizer.stream()
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    engine = Engine(model, capacity=len(ids) + max_new_tokens - 1)
-    for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
-        token = int(token_B)
-        if token == tokenizer.end_of_text:
-            break
-        yield decoder.push(token)
+    capacity = len(ids) + max_new_tokens - 1
+    with _room(model, capacity):
+        engine = Engine(model, capacity=capacity)
+        for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
+            token = int(token_B)
+            if token == tokenizer.end_of_text:
+                break
+            yield decoder.push(token)
     yield decoder.finish()
+
+
+@contextmanager
+def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
+    """Where memory runs out inside, the error says how many tokens there is room for."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        weight, costs = model.embedding.weight, cost(model)
+        memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
+        room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
+        said = room.refusal(tokens, available_bytes(weight.device), tried=True)
+        raise ConfigError(f"{said}; prompt and new tokens are {tokens:,}: shorten them") from error
 
 
 def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
