@@ -47,12 +47,13 @@ def attend_range(
     # Under autocast new queries may be of a half type, and keys from a memory not.
     key_BFGC, value_BFGC = key_BFGC.to(query_BRHC.dtype), value_BFGC.to(query_BRHC.dtype)
     rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
-    everything = width is None or width >= slots
-    if whole and everything and (rows in (1, slots) or query_BRHC.device.type == "cuda"):
-        return _attend_whole(query_BRHC, key_BFGC, value_BFGC).to(dtype)
-    if whole and everything and query_BRHC.device.type == "cpu" and not torch.is_grad_enabled():
-        return _attend_chunk(query_BRHC, key_BFGC, value_BFGC).to(dtype)
-    if everything:
+    width = None if width is None or width >= slots else width
+    if whole and width is None:
+        if rows in (1, slots) or query_BRHC.device.type == "cuda":
+            return _attend_whole(query_BRHC, key_BFGC, value_BFGC).to(dtype)
+        if query_BRHC.device.type == "cpu" and not torch.is_grad_enabled():
+            return _attend_chunk(query_BRHC, key_BFGC, value_BFGC).to(dtype)
+    if width is None:
         out_BRHC = _by_rows(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR)
     else:
         out_BRHC = _by_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width)
