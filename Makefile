@@ -30,8 +30,8 @@ notebooks = find . -name '*.ipynb' -not -path '*/.*'
 train: $(STAMP)  ## train a small model on a CPU in minutes; ARGS= goes to train.py
 	$(BIN)/python train.py $(ARGS)
 
-test: $(STAMP)  ## run every test; ARGS= goes to pytest
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test: $(STAMP)  ## run the tests that are not slow; ARGS= goes to pytest, and ARGS="-m ''" runs all
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 
 lint: $(STAMP)  ## check format, style, types and notebooks, as CI does
 	$(BIN)/ruff format --check .

@@ -20,10 +20,16 @@ GROUPS = sorted(
         if file.parent != configs() and "hydra" not in file.parts
     }
 )
-CHOICES = [(group, name) for group in GROUPS for name in variants(group)]
+ELSEWHERE = ("experiment", "model", "size")  # test_experiments and test_sizes compose these too
+CHOICES = [
+    pytest.param(group, name, marks=[pytest.mark.slow] if group in ELSEWHERE else [])
+    for group in GROUPS
+    if group != "model/mixer"
+    for name in variants(group)
+]
 
 
-@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] != "model/mixer"])
+@pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_yaml_composes(group: str, name: str):
     path = ["data.path=/some/where"] if (group, name) == ("data", "folder") else []
     script = "benchmark" if group == "benchmark" else "train"

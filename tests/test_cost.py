@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from small import GEOMETRY, M, build, comparators, random_tokens, reads, training_cases
+from small import GEOMETRY, SHALLOW, M, build, comparators, random_tokens, reads, training_cases
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,15 +36,15 @@ from gsm_kernels.index_top_k.reference import slots_visible
 CORES = ("attention", "index scores", "teacher", "recurrence", "convolution")
 # Tokens, rows, before. After 35 tokens all groups of 1, 2 or 3 end with the next one, so that no slot is to spare.
 CALLS = ((41, 1, 0), (7, 2, 35))
-POOL = replace(GEOMETRY, candidate_blocks=2)
+POOL = replace(SHALLOW, candidate_blocks=2)
 
 
 CASES = training_cases()
 
 
 def model_of(case: str, **options) -> LanguageModel:
-    """The model of a case; a pool holds at least K slots, whatever its newest block lacks."""
-    return build(case, **({"geometry": POOL} if case == "baseline-pool" else {}), **options)
+    """The shallow model of a case; a pool holds at least K slots, whatever its newest block lacks."""
+    return build(case, geometry=POOL if case == "baseline-pool" else SHALLOW, **options)
 
 
 def linear(parts: Parts) -> dict[str, int]:
@@ -155,11 +155,14 @@ def sized(name: str, size: str) -> LanguageModel:
         return build_model(name, size)
 
 
-LARGE = ("gsm", "baseline", "hybrid")
+EACH_KIND = ("gsm", "baseline", "hybrid")  # of a comparator, this one has both kinds of mixers
+SCALES = [*((name, "nano") for name in EACH_KIND), ("gsm", "1p5b")]
+MORE_SCALES = [(name, "nano") for name in variants("model") if name not in EACH_KIND]
+MORE_SCALES += [("baseline", "1p5b"), ("hybrid", "1p5b")]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, "nano") for name in variants("model")), *((name, "1p5b") for name in LARGE)]
+    ("name", "size"), [*SCALES, *(pytest.param(*scale, marks=pytest.mark.slow) for scale in MORE_SCALES)]
 )
 def test_they_are_at_every_scale(name: str, size: str, without_cores: None):
     model, tokens = sized(name, size), 6000
@@ -179,7 +182,7 @@ def test_training_makes_every_product_three_times(case: str, without_cores: None
     want = sum(linear(cost(model).training_flops(33)).values())
     # What a writer does not read runs, and nobody wants its gradient: rows of the encoder's last layer, or the stages.
     layers, (encoder, stages) = cost(model).layers, reads(model.writer) if isinstance(model, GSM) else (True, True)
-    unread = [layers[GEOMETRY.encoder_layers - 1]] * (not encoder)
+    unread = [layers[SHALLOW.encoder_layers - 1]] * (not encoder)
     unread += [layer for layer in layers if layer.place == "stages" and not stages]
     want -= 2 * 33 * 2 * sum(each.multiply_adds for layer in unread for each in layer.work.per_row.values())
     assert counter.get_total_flops() == want

@@ -13,7 +13,7 @@ import pytest
 import tiny_tasks
 import torch
 from bag import Bag
-from small import GEOMETRY, MEMORIES, build
+from small import GEOMETRY, MEMORIES, SHALLOW, build
 
 from gsm.data.tokenizer import Tokenizer
 from gsm.eval import downstream, downstream_table, task_files
@@ -52,7 +52,7 @@ def make(folder: Path, text: str = TASK, rows: list[dict[str, Any]] | None = Non
 
 @pytest.mark.parametrize("case", MEMORIES)
 def test_a_shared_context_changes_no_loglikelihood(case: str):
-    model, pairs = build(case), [(ids(length, 1), ids(n, n)) for length in (9, 30) for n in (1, 4)]
+    model, pairs = build(case, geometry=SHALLOW), [(ids(length, 1), ids(n, n)) for length in (9, 30) for n in (1, 4)]
     found = loglikelihoods(model, pairs, max_length=100, rows=7)
     for score, pair in zip(found, pairs, strict=True):
         want, greedy = one_by_one(model, *pair)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, M, W, assert_same, build, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, random_tokens
 from tape import tape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,8 +41,8 @@ class Counting:
 
 
 def engine(case: str, recorder: str = "tape", *, capacity: int, **options) -> Engine:
-    """An engine around a small model."""
-    model = build(case).to("cuda" if recorder == "cuda" else "cpu")
+    """An engine around a shallow model."""
+    model = build(case, geometry=SHALLOW).to("cuda" if recorder == "cuda" else "cpu")
     graphs = CudaGraphs(torch.device("cuda")) if recorder == "cuda" else tape
     return Engine(model, capacity=capacity, graphs=Counting(graphs), **options)
 
@@ -171,7 +171,7 @@ def test_a_long_prompt_is_read_in_chunks_wherever_it_begins():
 @pytest.mark.parametrize("graphs", [None, tape])
 @torch.no_grad()
 def test_a_full_memory_is_refused_before_anything_is_written(graphs):
-    running, tokens = Engine(build(SEPARATE), capacity=20, graphs=graphs), random_tokens(1, 21)
+    running, tokens = Engine(build(SEPARATE, geometry=SHALLOW), capacity=20, graphs=graphs), random_tokens(1, 21)
     running.prefill(tokens[:, :18])
     before = running.memory.clone()
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}])
 @pytest.mark.parametrize("graphs", [None, tape])
 def test_the_engine_writes_what_the_model_does(graphs, options):
-    model, prompts = build(SEPARATE), [random_tokens(1, length, seed=length)[0] for length in (3, 12)]
+    model, prompts = build(SEPARATE, geometry=SHALLOW), [random_tokens(1, length, seed=length)[0] for length in (3, 12)]
     running = Engine(model, batch=2, capacity=21, graphs=graphs)
     ids = [
         writer.generate(prompts, 10, **options, generator=torch.Generator().manual_seed(3))
@@ -202,7 +202,7 @@ def test_the_engine_writes_what_the_model_does(graphs, options):
 
 @torch.no_grad()
 def test_it_goes_on_from_what_it_has_read():
-    model, tokens = build(SEPARATE), random_tokens(1, 12)
+    model, tokens = build(SEPARATE, geometry=SHALLOW), random_tokens(1, 12)
     running = Engine(model, capacity=20)
     running.prefill(tokens[:, :8])
     assert torch.equal(running.generate(tokens[:, 8:], 5), model.generate(tokens, 5))
@@ -316,7 +316,7 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("case", MEMORIES)
 @torch.no_grad()
 def test_what_is_captured_neither_asks_the_device_nor_brings_anything_from_the_host(case):
-    model = build(case).to("meta")
+    model = build(case, geometry=SHALLOW).to("meta")
     memory = model.start(2, capacity=64)
     token, tokens = (torch.zeros(2, length, dtype=torch.int64, device="meta") for length in (1, 16))
     with OneDevice():

@@ -12,13 +12,19 @@ from gsm.runs.load import instantiate, instantiate_model
 
 
 @pytest.mark.parametrize("name", variants("experiment"))
-@pytest.mark.parametrize("size", [None, "tiny"])
-def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None):
-    """At the size that it is meant for with all arms, at another with the last: every configuration takes a second."""
+@pytest.mark.parametrize(
+    ("size", "arms"),
+    [
+        pytest.param(None, slice(-1, None), id="last arm"),
+        pytest.param(None, slice(None), id="every arm", marks=pytest.mark.slow),
+        pytest.param("tiny", slice(-1, None), id="another size", marks=pytest.mark.slow),
+    ],
+)
+def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None, arms: slice):
+    """At the size that it is meant for, and at another. Every configuration takes a second."""
     given = [f"experiment={name}", *([f"size={size}"] if size else [])]
     experiment = Experiment(compose(given), given)
-    arms = list(experiment.arms)
-    for arm in arms[-1:] if size else arms:
+    for arm in list(experiment.arms)[arms]:
         config = experiment.job(arm, 0).config
         with torch.device("meta"):
             assert sum(p.numel() for p in instantiate_model(config).parameters())

@@ -168,6 +168,7 @@ def test_under_autocast_scores_stay_wide_and_products_do_not():
     torch.testing.assert_close(got.update_BRD.float(), want.update_BRD, rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_it_compiles_into_one_graph_whatever_the_loads():
     mixture, x_BRD = layer().train(), rows(2, 9)

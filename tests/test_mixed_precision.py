@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import MEMORIES, build, random_tokens
+from small import MEMORIES, SHALLOW, build, random_tokens
 
 from gsm import record
 
@@ -22,7 +22,7 @@ def half() -> torch.autocast:
 
 @pytest.mark.parametrize("case", MEMORIES)
 def test_streams_are_in_half_precision_and_logits_near_those_of_float32(case):
-    model, tokens = build(case).float(), random_tokens(2, LENGTH)
+    model, tokens = build(case, geometry=SHALLOW).float(), random_tokens(2, LENGTH)
     exact = model(tokens).logits
     with half(), record() as seen:
         out = model(tokens, targets=tokens)
@@ -39,7 +39,7 @@ def test_streams_are_in_half_precision_and_logits_near_those_of_float32(case):
 )
 @torch.no_grad()
 def test_prefill_and_decoding_give_what_the_full_forward_gives(case, capacity):
-    model, tokens = build(case).float(), random_tokens(2, LENGTH)
+    model, tokens = build(case, geometry=SHALLOW).float(), random_tokens(2, LENGTH)
     with half():
         full = model(tokens).logits.float()
         out = model(tokens[:, :-4], memory=model.start(2, capacity), rows=1)

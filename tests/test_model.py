@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from small import GEOMETRY, M, assert_same, build, random_tokens, reads, training_cases, variant
+from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, reads, training_cases, variant
 
 from gsm.models.gsm import GSM
 from gsm.nn.residual import HyperConnection, Streams
@@ -33,7 +33,7 @@ def touched(gradient) -> bool:
 def unread(model) -> str:
     """A pattern for the parameters behind what the model's writer does not read: the stages, or the encoder's output,
     which the last layer makes (its normed input and its window are also read by the stage that stands on it)."""
-    last = GEOMETRY.encoder_layers - 1
+    last = SHALLOW.encoder_layers - 1
     behind = (rf"encoder\.blocks\.{last}\.(?!attention_norm|attention\.window)", r"aggregation\.")
     read = reads(model.writer) if isinstance(model, GSM) else (True, True)
     return "|".join(pattern for pattern, one in zip(behind, read, strict=True) if not one) or "nothing"
@@ -41,7 +41,7 @@ def unread(model) -> str:
 
 @pytest.mark.parametrize("case", training_cases())
 def test_every_parameter_learns_from_its_own_loss_and_from_no_other(case):
-    model = build(case)
+    model = build(case, geometry=SHALLOW)
     for name, (by_loss, by_index) in gradients(model).items():
         if re.match(unread(model), name):
             assert not touched(by_loss), f"{case}: {name} learns although the writer does not read what it makes"

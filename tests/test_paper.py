@@ -26,7 +26,7 @@ LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 24]
 PACKINGS = {"two": [9, 8], "many": [1, 5, 2, 3, 8], "padded": [-3, 4, 9]}  # document lengths; negative is padding
 
 every_model = pytest.mark.parametrize("model", ["gsm", "baseline"])
-every_residual = pytest.mark.parametrize("residual", ["mhc", "plain"])
+slow = pytest.mark.slow  # with hyper-connections the transcription is
 
 
 def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
@@ -71,15 +71,22 @@ def assert_same_logits(geometry: Geometry, tokens: list[int], documents: list[in
 
 @every_model
 @pytest.mark.parametrize(
-    ("residual", "length"), [*(("plain", length) for length in LENGTHS), ("mhc", 1), ("mhc", 6), ("mhc", 13)]
+    ("residual", "length"),
+    [*(("plain", length) for length in LENGTHS), ("mhc", 1), ("mhc", 6), pytest.param("mhc", 13, marks=slow)],
 )
 def test_a_model_computes_the_equations_at_every_length(model, residual, length):
     assert_same_logits(TINY[model](residual=residual), some_tokens(length), [0] * length)
 
 
-@every_residual
 @every_model
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    ("residual", "packing"),
+    [
+        *(("plain", packing) for packing in PACKINGS),
+        ("mhc", "many"),
+        *(pytest.param("mhc", packing, marks=slow) for packing in ("two", "padded")),
+    ],
+)
 def test_a_model_computes_the_equations_for_packed_documents(model, residual, packing):
     documents = packed(PACKINGS[packing])
     assert_same_logits(TINY[model](residual=residual), some_tokens(len(documents)), documents)
@@ -93,7 +100,7 @@ def test_a_model_computes_the_equations_for_packed_documents(model, residual, pa
         {"ratio_encoder": 1},
         {"state_size": 3, "window": 6},
         {"top_k": 1},
-        {"sinkhorn_rounds": 20},
+        pytest.param({"sinkhorn_rounds": 20}, marks=slow),
         {"bank_layers": (1, 4), "stage_layers": (1, 3, 4)},
     ],
     ids=lambda changes: "-".join(changes),

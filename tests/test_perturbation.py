@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import GEOMETRY, M, W, assert_same, build, cases, comparators, random_tokens
+from small import SHALLOW, M, W, assert_same, build, cases, comparators, random_tokens
 
-LOCAL = GEOMETRY.encoder_layers * (W - 1) + max(
-    M, GEOMETRY.decoder_layers * (W - 1) + W
-)  # reach of everything but banks
+LOCAL = SHALLOW.encoder_layers * (W - 1) + max(M, SHALLOW.decoder_layers * (W - 1) + W)  # reach of everything but banks
 
 
 def each_changed(tokens: torch.Tensor, positions: range) -> torch.Tensor:
     """One copy of the sequence [1, T] for every position, with another token there."""
     copies = tokens.repeat(len(positions), 1)
     for row, position in enumerate(positions):
-        copies[row, position] = (copies[row, position] + 1) % GEOMETRY.vocabulary
+        copies[row, position] = (copies[row, position] + 1) % SHALLOW.vocabulary
     return copies
 
 
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(case):
-    model, tokens = build(case), random_tokens(1, 26)
+    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 26)
     full = model(tokens).logits[0]
     for t, other in enumerate(model(each_changed(tokens, range(26))).logits):
         assert_same(other[:t], full[:t], f"{case}: logits before token {t}")
@@ -33,7 +31,7 @@ def test_a_later_token_changes_nothing_earlier(case):
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
-    model = build(case)
+    model = build(case, geometry=SHALLOW)
     if model.reach is not None:
         pytest.skip(f"{case} has no such road: see the next test")
     tokens = random_tokens(1, LOCAL + 21)
@@ -43,10 +41,10 @@ def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
     assert moved.max() > 1e-6, f"{case}: none of the first 20 of {tokens.shape[1]} tokens changes the last logits"
 
 
-@pytest.mark.parametrize("case", [case for case in comparators() if build(case).reach is not None])
+@pytest.mark.parametrize("case", [name for name in comparators() if build(name, geometry=SHALLOW).reach is not None])
 @torch.no_grad()
 def test_nothing_is_changed_from_beyond_the_reach_of_a_model_but_from_within(case):
-    model = build(case)
+    model = build(case, geometry=SHALLOW)
     tokens = random_tokens(1, model.reach + 5)
     copies = each_changed(tokens, range(8))  # of which the last token but `reach` is number 4
     moved = (model(copies, rows=1).logits - model(tokens, rows=1).logits).abs().amax(dim=(1, 2))
@@ -57,7 +55,7 @@ def test_nothing_is_changed_from_beyond_the_reach_of_a_model_but_from_within(cas
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_packed_documents_equal_each_document_alone(case):
-    model = build(case)
+    model = build(case, geometry=SHALLOW)
     for lengths in ([5, 9, 1, 12], [W, M, 2 * M + 1], [1, 1, 20, 3]):
         tokens = random_tokens(1, sum(lengths))
         ids = torch.repeat_interleave(torch.arange(len(lengths)) * 7 + 3, torch.tensor(lengths))[None]
@@ -69,7 +67,7 @@ def test_packed_documents_equal_each_document_alone(case):
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
 @torch.no_grad()
 def test_an_id_that_comes_back_is_another_document(case):
-    model, tokens = build(case), random_tokens(1, 24)
+    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 24)
     again = torch.tensor([[0] * 8 + [1] * 8 + [0] * 8])
     apart = torch.tensor([[0] * 8 + [1] * 8 + [2] * 8])
     assert_same(model(tokens, documents=again).logits, model(tokens, documents=apart).logits, f"{case}: runs of ids")
@@ -78,7 +76,7 @@ def test_an_id_that_comes_back_is_another_document(case):
 @pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool", *comparators()])
 @torch.no_grad()
 def test_padding_on_the_left_changes_nothing(case):
-    model, tokens = build(case), random_tokens(1, 21)
+    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 21)
     for padding in (1, 2, 7):
         padded = torch.cat([random_tokens(1, padding, seed=9), tokens], dim=1)
         ids = torch.cat([torch.full((1, padding), -1), torch.zeros(1, 21, dtype=torch.long)], dim=1)
@@ -92,7 +90,7 @@ def test_padding_on_the_left_changes_nothing(case):
 def test_shifting_all_positions_changes_nothing(case, monkeypatch):
     from gsm.nn.rope import Rope
 
-    model, tokens = build(case), random_tokens(1, 30)
+    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 30)
     want, angles = model(tokens).logits, Rope.__call__
     monkeypatch.setattr(Rope, "__call__", lambda self, position, dtype: angles(self, position + 1000, dtype))
     assert_same(model(tokens).logits, want, f"{case}: all positions moved by 1000")

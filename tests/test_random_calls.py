@@ -19,7 +19,7 @@ from torch import Tensor
 from gsm.memory.memory import Memory
 from gsm.models.base import LanguageModel
 
-SEQUENCES = int(os.environ.get("GSM_FUZZ", "60"))
+SEQUENCES = int(os.environ.get("GSM_FUZZ", "30"))
 PARTS = 6  # so that several processes can share the work
 
 

@@ -69,7 +69,7 @@ def test_the_parts_sum_to_the_parameters_there_are(model, size):
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
 
 
-@pytest.mark.parametrize("size", ["pico", "nano", "0p5b"])
+@pytest.mark.parametrize("size", ["nano", *(pytest.param(size, marks=pytest.mark.slow) for size in ("pico", "0p5b"))])
 @pytest.mark.parametrize("name", [name for name in variants("model") if name not in ("gsm", "baseline")])
 def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(name, size):
     model, baseline = model_of(name, size), model_of("baseline", size)

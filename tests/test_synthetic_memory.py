@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, M, assert_same, build, random_tokens
+from small import GEOMETRY, MEMORIES, SHALLOW, M, assert_same, build, random_tokens
 
 from gsm.memory.ledger import Ledger
 from gsm.memory.memory import BankMemory, Cache, Memory, _tensors, map_nodes
@@ -21,7 +21,7 @@ LONG = [65_536, 262_144]
 @pytest.mark.parametrize("case", MEMORIES)
 @torch.no_grad()
 def test_it_has_the_shapes_counts_and_bytes_of_a_real_one(case, capacity):
-    model = build(case)
+    model = build(case, geometry=SHALLOW)
     for tokens in (2 * M, 31):
         real = model.prefill(random_tokens(2, tokens), model.start(2, capacity), chunk=20).memory
         memory = synthetic_memory(model, tokens, capacity, batch=2)
@@ -64,10 +64,11 @@ def only(memory: Memory, tokens: int) -> Memory:
     return map_nodes(memory, (BankMemory, Cache, Column, Ledger), cut)
 
 
-@pytest.mark.parametrize(("case", "read"), [*((case, LONG[1]) for case in MEMORIES), ("gsm", LONG[0])])
+@pytest.mark.parametrize("case", MEMORIES)
+@pytest.mark.parametrize("read", [LONG[0], pytest.param(LONG[1], marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_document_that_begins_late_sees_nothing_of_what_lies_before_it(case, read):
-    model, tokens, seen = build(case), random_tokens(1, 4), 60
+    model, tokens, seen = build(case, geometry=SHALLOW), random_tokens(1, 4), 60
     long = synthetic_memory(model, read, None)
     long.position_B.fill_(seen - 1)
     long.ledger.joined = False

@@ -10,6 +10,7 @@ import transcription
 from toys import TINY, packed, some_tokens, transcribed
 from transcription import Geometry, Notes, Weights, attend, random_weights, tiny_baseline, tiny_gsm, transcribe
 
+pytestmark = pytest.mark.slow  # few changes touch the transcription
 every_model = pytest.mark.parametrize("model", ["gsm", "baseline"])
 
 

@@ -40,13 +40,11 @@ def angles(position_BR: Tensor, pairs: int, dtype: torch.dtype = torch.float64) 
 
 def turned(x_C: Tensor, cos_P: Tensor, sin_P: Tensor, sign: int = 1) -> Tensor:
     """One vector rotated pair by pair."""
-    kept = x_C.shape[0] - 2 * cos_P.shape[0]
-    parts = [x_C[:kept]]
-    for pair in range(cos_P.shape[0]):
-        a, b = x_C[kept + 2 * pair], x_C[kept + 2 * pair + 1]
-        c, s = cos_P[pair], sign * sin_P[pair]
-        parts.append(torch.stack((a * c - b * s, a * s + b * c)))
-    return torch.cat(parts)
+    pairs = cos_P.shape[0]
+    kept_C, rotated_C = x_C.split([x_C.shape[0] - 2 * pairs, 2 * pairs])
+    a_P, b_P = rotated_C.reshape(pairs, 2).unbind(1)
+    c_P, s_P = cos_P, sign * sin_P
+    return torch.cat([kept_C, torch.stack((a_P * c_P - b_P * s_P, a_P * s_P + b_P * c_P), dim=1).flatten()])
 
 
 def sees(position_BR: Tensor, entries: int, width: int, batch: int, row: int) -> list[int]:

@@ -37,6 +37,7 @@ def test_nothing_chooses_the_interpreter_by_itself(op):
 
 # torch's own tracer instantiates autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
 @each
 def test_they_compile_into_one_graph(op):
     call = to_device(cast(CALLS[op.name], torch.float32))

@@ -4,7 +4,15 @@ import pytest
 import torch
 from calls import attention, band, cast, gradients, outputs
 from oracles import normal
-from triton_check import DEVICE, assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+from triton_check import (
+    DEVICE,
+    assert_agrees,
+    assert_as_good_as_eager,
+    each_size,
+    to_device,
+    with_reference,
+    with_triton,
+)
 
 from gsm_kernels import attend, attend_band, using
 from gsm_kernels.attend import triton
@@ -34,6 +42,9 @@ FAR = {
 }
 
 
+QUICK = ("tiles that are not full", "one row, as in decoding", "no row", "a window of one", "three sequences")
+
+
 def picked(**sizes) -> dict:
     """Arguments of `attend`, small unless something is said; with a bias if an odd number is picked."""
     call, _ = attention(**{"rows": 4, "k": 2, **sizes})
@@ -41,12 +52,12 @@ def picked(**sizes) -> dict:
     return call | bias if call["index_BRK"].shape[2] % 2 else call
 
 
-@pytest.mark.parametrize("sizes", (SHAPES | FAR).values(), ids=(SHAPES | FAR).keys())
+@each_size(SHAPES | FAR, *QUICK, "an empty bank", "no slot selected")
 def test_attend_and_its_gradients_are_the_reference_s(sizes):
     assert_agrees(attend, picked(**sizes))
 
 
-@pytest.mark.parametrize("sizes", (SHAPES | NEAR).values(), ids=(SHAPES | NEAR).keys())
+@each_size(SHAPES | NEAR, *QUICK, *NEAR)
 def test_attend_band_and_its_gradients_are_the_reference_s(sizes):
     assert_agrees(attend_band, band(**sizes))
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from calls import scoring, selection
 from oracles import normal
-from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+from triton_check import assert_agrees, assert_as_good_as_eager, each_size, to_device, with_reference, with_triton
 
 from gsm_kernels import candidate_pool, index_top_k, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
 
+slow = pytest.mark.slow  # Triton's interpreter is
 SIZES = {
     "fewer slots than k": {"k": 20, "rows": 4},
     "several documents": {"k": 2},
@@ -20,6 +21,7 @@ SIZES = {
     "a width that is no power of two": {"width": 24, "heads": 5, "rows": 4},
     "the gate's index heads": {"width": 64, "heads": 8, "ratio": 1, "entries": 40, "rows": 3, "k": 16},
 }
+QUICK = ("fewer slots than k", "several documents", "one row", "no bank", "no rows", "a width that is no power of two")
 SCORED = {
     "several documents": {"rows": 6},
     "one row": {"rows": 1, "padding": 0},
@@ -62,13 +64,13 @@ def as_pool(call: dict, blocks: int, block: int) -> dict:
     return {**{name: x for name, x in call.items() if name != "k"}, "blocks": blocks, "block": block}
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@each_size(SIZES, *QUICK)
 def test_the_slots_are_the_reference_s(sizes):
     assert_same_slots(index_top_k, to_device(integral(selection(**sizes))))
 
 
-@pytest.mark.parametrize("scale", [0.5, 3.0], ids=["nearly all scores tie", "few scores tie"])
-@pytest.mark.parametrize("groups", [8, 16, 64])
+@pytest.mark.parametrize("scale", [0.5, pytest.param(3.0, marks=slow)], ids=["nearly all scores tie", "few scores tie"])
+@pytest.mark.parametrize("groups", [pytest.param(8, marks=slow), 16, pytest.param(64, marks=slow)])
 def test_groups_lose_no_slot(monkeypatch, groups, scale):
     """Slots enough for groups of neighbours, as a long context has them."""
     monkeypatch.setattr(triton, "GROUPS", groups)
@@ -83,7 +85,7 @@ def test_a_pool_narrows_the_choice(monkeypatch, groups):
     assert_same_slots(index_top_k, {**call, **to_device({"pool_BRN": pool}), "block": 3})
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@each_size(SIZES, *QUICK)
 def test_the_pool_is_the_reference_s(sizes):
     assert_same_slots(candidate_pool, as_pool(to_device(integral(selection(**sizes))), blocks=2, block=3))
 

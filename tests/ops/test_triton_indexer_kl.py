@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import cast, gradients, indexer
-from triton_check import assert_as_good_as_eager, to_device, with_reference, with_triton
+from triton_check import assert_as_good_as_eager, each_size, to_device, with_reference, with_triton
 
 from gsm_kernels import indexer_kl
 from gsm_kernels.index_top_k import triton
@@ -47,11 +47,12 @@ def assert_agrees(call: dict) -> None:
 
 
 @both
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@each_size(SIZES, "several documents", "one row", "no bank", "no rows")
 def test_loss_recall_and_gradients_are_the_reference_s(sizes, dense):
     assert_agrees({**indexer(**sizes), "dense": dense})
 
 
+@pytest.mark.slow
 def test_rows_see_more_than_a_tile_of_slots():
     """Ranges that begin and end inside tiles, and tiles that nobody sees."""
     call = long_document(indexer(rows=70, entries=170, ratio=1, batch=1, padding=0, channels=16, pairs=2), seen=9)

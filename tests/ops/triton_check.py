@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from calls import cast, gradients
 from torch import Tensor
@@ -15,6 +16,12 @@ from gsm_kernels import Op, listening, using
 from gsm_kernels.testing import TOLERANCE, assert_close, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def each_size(sizes: dict[str, dict], *quick: str) -> pytest.MarkDecorator:
+    """Parametrises a test over sizes by their names. Those that are not quick are slow in the interpreter."""
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name in (*sizes, *quick)}
+    return pytest.mark.parametrize("sizes", [pytest.param(sizes[name], id=name, marks=marks[name]) for name in marks])
 
 
 def to_device(call: dict) -> dict:
