@@ -236,6 +236,13 @@ def test_a_prompt_that_was_read_counts_before_a_synthetic_memory():
     assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True]
 
 
+def test_of_one_thread_the_picture_shows_what_others_did_not_disturb():
+    disturbed = row(prefill=4.0, threads=1)  # 16 ms of the processor's, by the convention of these rows
+    assert figures.rate(disturbed, "prefill") == disturbed["prefill"]["tokens_per_second"] / 4
+    assert figures.rate(row(prefill=4.0, threads=8), "prefill") == disturbed["prefill"]["tokens_per_second"]
+    assert figures.rate(disturbed, "decode") == disturbed["decode"]["tokens_per_second"]  # nobody counted
+
+
 def test_rows_without_measurements_have_no_picture():
     with pytest.raises(ValueError, match="there is no request that was measured"):
         figures.picture([row(failed="out of memory")])

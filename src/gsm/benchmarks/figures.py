@@ -13,13 +13,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Value = Callable[[Row], float]
+
+
+def processor_ms(row: Row, what: str) -> float | None:
+    """Processor time of a prefill or a token, where that is what counts: of one thread of a CPU that others use too."""
+    own = row[what].get("processor_ms") if what in row and row.get("threads") == 1 else None
+    return own["median"] if own else None
+
+
+def rate(row: Row, what: str) -> float:
+    """Tokens a second of a prefill or of decoding."""
+    own = processor_ms(row, what)
+    return row[what]["tokens_per_second"] * (row[what]["ms"]["median"] / own if own else 1)
+
+
 PANELS: dict[str, Value] = {
-    "prefill": lambda row: row["prefill"]["tokens_per_second"],
-    "decode": lambda row: row["decode"]["tokens_per_second"],
+    "prefill": lambda row: rate(row, "prefill"),
+    "decode": lambda row: rate(row, "decode"),
     "cache": lambda row: row["cache"]["bytes"] / 2**20,
 }
 LABELS = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache": "cache (MiB)"}
 SYNTHETIC = "open marks: after a synthetic memory"
+PROCESSOR = "seconds of processor time, one thread"
 
 
 def about(rows: Rows) -> str:
@@ -48,8 +63,11 @@ def picture(rows: Rows) -> bytes:
         axes.set_xlabel("input (tokens)", fontsize=9)
         axes.set_ylabel(LABELS[what], fontsize=9)
     figure.legend(*_legend(panels[1], styles), loc="outside lower center", ncols=len(styles), frameon=False, fontsize=9)
-    note = f"; {SYNTHETIC}" if any(row["synthetic"] for row in rows) else ""
-    figure.suptitle(f"{title}{note}", fontsize=9)
+    notes = {
+        PROCESSOR: any(processor_ms(row, "decode") for row in rows),
+        SYNTHETIC: any(row["synthetic"] for row in rows),
+    }
+    figure.suptitle("; ".join([title, *(note for note in notes if notes[note])]), fontsize=9)
     return plots.png(figure)
 
 
