@@ -27,7 +27,7 @@ from gsm.paths import ROOT
 from gsm.runs import command_line
 from gsm.runs.compose import compose
 from gsm.runs.folder import Start, prepare
-from gsm.runs.load import CheckpointError
+from gsm.runs.load import CheckpointError, instantiate
 from gsm.task import LanguageModeling
 
 
@@ -148,6 +148,35 @@ def test_starting_over_says_why(home: Path, copy: Path):
     assert not (copy / "checkpoints").exists()
     moved = Path(re.search(r"moved to (\S+):", longer.sentence)[1])
     assert (moved / "checkpoints/last.ckpt").is_file()
+
+
+@pytest.mark.slow
+def test_a_step_that_is_divided_otherwise_takes_the_same_sequences(home: Path, processes: Any):
+    """Counted in batches of another number, a resumed run would have stood at another place in the data."""
+    seen, log = home / "seen.pt", home / "divided.log"
+    for more, ends in (((), True), (("data.batch_size=8", "trainer.accumulate_grad_batches=1"), False)):
+        given = arguments(home, "divided", "trainer.max_steps=9", *more)
+        child = started(processes, given, log, partial(remembers_and_stops, seen, 11 if ends else 0))
+        child.join()
+        assert child.exitcode == (128 + signal.SIGTERM if ends else 0), log.read_text()
+    rows = torch.cat(torch.load(seen, weights_only=True))
+    data = instantiate(compose(arguments(home, "divided"))["data"], "data")
+    assert torch.equal(rows, torch.stack([row["tokens"] for row in data.consumed(9 * 8)]))
+
+
+def remembers_and_stops(seen: Path, count: int) -> None:
+    """Keeps what finished steps were trained on; at the batch of this number a signal comes."""
+    trained, batches = count_calls(count), torch.load(seen, weights_only=True) if seen.exists() else []
+
+    def step(self: Any, batch: Any, *given: Any, whole: Callable[..., Any] = LanguageModeling.training_step) -> Any:
+        batches.append(batch["tokens"])
+        per_step = self.trainer.accumulate_grad_batches
+        torch.save(batches[: len(batches) // per_step * per_step], seen)
+        if trained():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(self, batch, *given)
+
+    LanguageModeling.training_step = step
 
 
 @pytest.mark.slow

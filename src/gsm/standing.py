@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ class Standing:
         means: what the means of the logging interval have added up so far: float [2], the sum and its weight.
         validation_due: the step is to be validated before training goes on.
         logged: metrics of this step that loggers were given already.
-        world: ranks that share the data. What they have consumed is batches x world x batch size, so that another
-            number of them would stand at another place.
+        world: ranks that share the data. What they have consumed is batches x world x batch size, which stays a whole
+            number of steps where the sequences of a step are divided otherwise (``divided``).
     """
 
     step: int
@@ -42,6 +42,10 @@ class Standing:
         """As plain containers and tensors on the CPU."""
         means = {name: pair.cpu() for name, pair in self.means.items()}
         return {**asdict(self), "means": means, "logged": dict(self.logged or {})}
+
+    def divided(self, batches: int) -> Standing:
+        """The same where so many batches make up a step: a checkpoint stands at the end of one."""
+        return replace(self, batches=self.step * batches)
 
     def straighten(self, fit_loop: dict[str, Any]) -> None:
         """Makes the trainer's own counters in a checkpoint say the same, as of a pass over the data about to begin.

@@ -230,9 +230,12 @@ class LanguageModeling(lightning.LightningModule):
         checkpoint["standing"] = standing.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes up where training stands; an older checkpoint without such an entry leaves it to Lightning."""
+        """Takes up where training stands, with as many batches to a step as now; an older checkpoint without such an
+        entry leaves it to Lightning."""
         if "standing" in checkpoint:
-            self._standing = self._resumed = Standing(**checkpoint["standing"])
+            standing = Standing(**checkpoint["standing"]).divided(self.trainer.accumulate_grad_batches)
+            standing.straighten(checkpoint["loops"]["fit_loop"])
+            self._standing = self._resumed = standing
             self._is_validated = not self._standing.validation_due
 
     def report(self, metrics: Mapping[str, Tensor | float]) -> None:

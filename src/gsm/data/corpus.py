@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from gsm.data.cache import file_digest
+from gsm.data.damage import Damage
 from gsm.data.names import SURE, fits, fraction, hashed, patterns, role
 from gsm.data.reading import SUFFIXES, Moved, Piece, holds_many, read_pieces
 
@@ -39,7 +40,7 @@ NOT_CORE = (
 class Corpus:
     """Text files under one folder, or one file of text.
 
-    A file of JSON lines or parquet holds many documents, any other is one. Empty files and documents are left out. What
+    A file of JSON lines or parquet holds many documents, any other is one. Empty texts are left out. What
     is held out for validation is, in this order:
 
     * the files that `validation` names, wherever they lie;
@@ -65,10 +66,12 @@ class Corpus:
         excluded: patterns of file and folder names that are left out, at every depth.
         validation_share: expected share held out, between 0 and 1.
         notes: folder for the digests of large files, so that they are read once; None: read whenever asked.
+        on_corrupt: ``stop`` at a damaged file, or ``skip`` the rest of it; the only file of a corpus always stops.
 
     Raises:
         FileNotFoundError: there is nothing at `root` (at construction).
-        ValueError: there is too little text to divide, or a pattern fits no file (at first use).
+        ValueError: there is too little text to divide, or a pattern fits no file (at first use); ``on_corrupt`` is
+            unknown.
     """
 
     def __init__(
@@ -83,10 +86,12 @@ class Corpus:
         excluded: tuple[str, ...] = ("__pycache__", ".*"),
         validation_share: float = 0.05,
         notes: Path | None = None,
+        on_corrupt: str = "stop",
     ) -> None:
         self.root, self.name, self.suffixes, self.excluded = Path(root), name, suffixes, excluded
         self.taken, self.held_out = patterns(files), patterns(validation)
         self.text_field, self.validation_share, self.notes = text_field, validation_share, notes
+        self.damage = Damage(on_corrupt)
         if not self.root.exists():
             raise FileNotFoundError(
                 f"corpus path {str(root)!r} is not a folder or a file; give data.path a folder of text files"
@@ -107,7 +112,11 @@ class Corpus:
         """The same in pieces of bounded size; `moved` is told how many bytes of `size` were taken in."""
         if self._divided:
             return self._divided(split, moved)
-        return (piece for name in self.files[split] for piece in self._read(name, moved))
+        return self.damage.sound((name, self._read(name, moved)) for name in self.files[split])
+
+    def skipped(self, split: str) -> tuple[str, ...]:
+        """What is wrong with the files of a split that were damaged and left out, as far as they were read."""
+        return () if self._divided else self.damage.told(self.files[split])
 
     def size(self, split: str) -> int | None:
         """Bytes of the files that `pieces` reads, as they lie on the disk; None where nobody knows."""
@@ -247,7 +256,8 @@ class Corpus:
             for name in sorted(files):
                 path = Path(folder, name)
                 wanted = name.endswith(self.suffixes) and not self._is_excluded(name)
-                if wanted and path.is_file() and path.stat().st_size:
+                # A text may be empty; parquet never is, and what was cut to nothing is not to go unnoticed.
+                if wanted and path.is_file() and (path.stat().st_size or name.endswith(".parquet")):
                     yield path
 
     def _is_excluded(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""FineWeb: web text by the parquet file, streamed by `datasets` from the hub or read from a folder in the same way.
+"""FineWeb: web text by the parquet file, streamed by `datasets` from the hub or read from a folder.
 
 The columns are FineWeb's (text, id, dump, url, date, file_path, language, language_score, token_count); only `text` is
 read. Any other data set on the hub that lies there as parquet with a text column works as well.
@@ -11,13 +11,12 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from gsm.data.cache import read_json, write_json
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.reading import Moved, Piece, needed, sound_text
+from gsm.data.reading import Damaged, Moved, Piece, needed, sound_parquet, sound_text
 
 REMOTE = "hf://"
 
@@ -31,6 +30,7 @@ def text_data(
     files: str | list[str] | None = None,
     validation: str | list[str] | None = None,
     text_field: str = "text",
+    on_corrupt: str = "stop",
     **chosen: Any,
 ) -> TextData:
     """`TextData` over FineWeb.
@@ -44,13 +44,15 @@ def text_data(
         files: patterns of the files to take, relative to `path` or within the repository; None: all.
         validation: patterns of the files to hold out; None: the last of their names.
         text_field: the column with the text.
+        on_corrupt: ``stop`` at a damaged file, or ``skip`` the rest of it.
         chosen: the other arguments of `TextData`.
 
     Raises:
         As `TextData` and `FineWeb`.
     """
     which = {"repository": repository, "subset": subset, "revision": revision}
-    corpus = FineWeb(path, **which, files=files, validation=validation, text_field=text_field)
+    told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
+    corpus = FineWeb(path, **which, **told)
     return TextData(corpus=corpus, **chosen)
 
 
@@ -142,17 +144,18 @@ class FineWeb(Corpus):
         return sorted(str(file) for files in (builder.config.data_files or {}).values() for file in files)
 
     def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
-        """The documents of one file, streamed."""
-        address = name if name.startswith(REMOTE) else str(self._path(name))
-        rows = _datasets().load_dataset("parquet", data_files=[address], split="train", streaming=True)
-        if rows.column_names and self.text_field not in rows.column_names:
-            raise ValueError(f"{address} has no column {self.text_field!r} but {', '.join(rows.column_names)}; "
-                             "set data.text_field")  # fmt: skip
-        for number, row in enumerate(rows.select_columns([self.text_field]), start=1):
-            if text := sound_text(row[self.text_field] or "", f"{address}, row {number},", self.text_field):
-                yield Piece(text, last=True)
-        if moved and not self.remote:
-            moved(Path(address).stat().st_size)
+        """The documents of one file; of the hub they are streamed."""
+        return self._stream(name) if self.remote and name.startswith(REMOTE) else super()._read(name, moved)
+
+    def _stream(self, address: str) -> Iterator[Piece]:
+        with sound_parquet(address):
+            rows = _datasets().load_dataset("parquet", data_files=[address], split="train", streaming=True)
+            if rows.column_names and self.text_field not in rows.column_names:
+                raise Damaged(f"{address} has no column {self.text_field!r} but {', '.join(rows.column_names)}; "
+                              "set data.text_field")  # fmt: skip
+            for number, row in enumerate(rows.select_columns([self.text_field]), start=1):
+                if text := sound_text(row[self.text_field] or "", f"{address}, row {number},", self.text_field):
+                    yield Piece(text, last=True)
 
 
 def _datasets() -> Any:

@@ -36,6 +36,7 @@ class TextData(Placed):
         files: patterns of the files below `path` to take; None: all that hold text.
         validation: patterns of the files to hold out; None: chosen by hash (see `Corpus`).
         text_field: where the text stands in JSON lines and in parquet; None: in `text`.
+        on_corrupt: "stop" at a damaged file, or "skip" the rest of it; None: stop.
         corpus: a source of text instead of `path`.
         max_tokens: at most so many tokens are trained on, the first ones; None: all.
         max_validation_tokens: the same for what is held out.
@@ -64,6 +65,7 @@ class TextData(Placed):
         files: str | list[str] | None = None,
         validation: str | list[str] | None = None,
         text_field: str | None = None,
+        on_corrupt: str | None = None,
         corpus: Corpus | None = None,
         max_tokens: int | None = None,
         max_validation_tokens: int | None = None,
@@ -82,11 +84,10 @@ class TextData(Placed):
         _require("max_tokens", max_tokens, context + 1)
         _require("max_validation_tokens", max_validation_tokens, context + 1)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
-        self.corpus = corpus or _corpus(path, files=files, validation=validation, text_field=text_field)
-        if corpus and _given(path=path, files=files, validation=validation, text_field=text_field):
-            raise ValueError(
-                f"path {path!r} (or files, validation, text_field) and a corpus were both given; leave one out"
-            )
+        told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
+        self.corpus = corpus or _corpus(path, **told)
+        if corpus and _given(path=path, **told):
+            raise ValueError(f"path {path!r} (or {', '.join(told)}) and a corpus were both given; leave one out")
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
@@ -201,7 +202,8 @@ class TextData(Placed):
         """What the header of a run says of its data."""
         about = self.description()
         return {
-            "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about),
+            "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about)
+            + (", {skipped_files} damaged files skipped".format(**about) if about["skipped_files"] else ""),
             "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         }
 
@@ -217,6 +219,7 @@ class TextData(Placed):
             "tokens": sum(split.tokens for split in made.values()),
             **{f"{name}_bytes": split.bytes for name, split in made.items()},
             **{f"{name}_tokens": split.tokens for name, split in made.items()},
+            "skipped_files": sum(len(split.skipped) for split in made.values()),
             "tokenizer": self.tokenizer.kind,
             "tokenizer_vocabulary": self.tokenizer.vocabulary,
             **({"bytes_per_token": self.bytes_per_token} if "validation" in made else {}),

@@ -20,9 +20,14 @@ from typing import IO, Any, BinaryIO, NamedTuple
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
 ZSTD_INPUT = 1 << 14  # bytes at a time: what they unpack to is held in memory
+ROWS = 256  # of parquet at a time
 WHOLE = 1 << 24  # characters: a longer text file is read, and encoded, in pieces of about this size
 
 Moved = Callable[[int], None]
+
+
+class Damaged(ValueError):
+    """A file that cannot be read as what its name and the settings say it is; the sentence names it."""
 
 
 class Piece(NamedTuple):
@@ -40,7 +45,8 @@ def holds_many(name: str) -> bool:
 def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
     """The documents of one file in their order, those without any text left out.
 
-    Bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell; null is no text.
+    In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell; null is
+    no text. In parquet, whose texts are UTF-8 by definition, other bytes are damage.
 
     Args:
         path: the file.
@@ -48,7 +54,8 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
         moved: called now and then with the number of bytes of the file that were taken in since the last call.
 
     Raises:
-        ValueError: the file is damaged, a line is not JSON, or `field` is missing or no text.
+        Damaged: the file is cut short, a line is not JSON, parquet is not UTF-8 or has no rows, or `field` is missing
+            or no text.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
     moved = moved or (lambda count: None)
@@ -64,10 +71,10 @@ def sound_text(value: object, where: str, field: str) -> str:
     """A document's text as it can be written in UTF-8.
 
     Raises:
-        ValueError: the value is no text; `where` says in which place of which file.
+        Damaged: the value is no text; `where` says in which place of which file.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
+        raise Damaged(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -98,33 +105,47 @@ def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
         try:
             row = json.loads(line.decode("utf-8", errors="replace").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
         except ValueError as error:
-            raise ValueError(
+            raise Damaged(
                 f"{where} is not JSON ({error}); each line has to be an object with its text in field {field!r}"
             ) from error
         if not isinstance(row, dict) or field not in row:
             has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.40}"
-            raise ValueError(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
+            raise Damaged(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
         if row[field] is not None and (text := sound_text(row[field], where, field)):
             yield Piece(text, last=True)
 
 
 def _parquet(path: Path, field: str, moved: Moved) -> Iterator[Piece]:
     parquet = needed("pyarrow.parquet", "pyarrow", f"parquet files such as {path.name}")
-    arrow = needed("pyarrow", "pyarrow", f"parquet files such as {path.name}")
-    try:
-        file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no sound parquet file ({error}); fetch it again") from error
-    with file:
+    with sound_parquet(path), parquet.ParquetFile(path, page_checksum_verification=True) as file:
         columns = file.schema_arrow.names
         if field not in columns:
-            raise ValueError(f"{path} has no column {field!r} but {', '.join(columns)}; set data.text_field")
-        row, share = 0, path.stat().st_size / max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=256, columns=[field]):
+            raise Damaged(f"{path} has no column {field!r} but {', '.join(columns)}; set data.text_field")
+        if not file.metadata.num_rows:
+            raise Damaged(f"{path} has no rows; fetch it again, or remove it")
+        row, share = 0, path.stat().st_size / file.metadata.num_rows
+        for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
             for row, value in enumerate(batch.column(0).to_pylist(), start=row + 1):  # noqa: B020
                 if value is not None and (text := sound_text(value, f"{path}, row {row},", field)):
                     yield Piece(text, last=True)
             moved(int(share * batch.num_rows))
+
+
+@contextmanager
+def sound_parquet(where: object) -> Iterator[None]:
+    """Reading a parquet file; what pyarrow finds wrong with its contents is said with the file's name.
+
+    Raises:
+        Damaged: the contents are not sound. An error of the system, or of the network, is left as it is.
+    """
+    arrow = needed("pyarrow", "pyarrow", f"parquet files such as {where}")
+    try:
+        yield
+    except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        said = " ".join(str(error).split())
+        raise Damaged(f"{where} is no sound parquet file ({said}); fetch it again") from error
 
 
 def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
@@ -152,7 +173,7 @@ def _opened(path: Path, moved: Moved) -> Iterator[IO[bytes]]:
             with _unpacking(counted, path) as file:
                 yield file
         except broken as error:
-            raise ValueError(f"{path} is damaged or cut short ({error}); fetch it again") from error
+            raise Damaged(f"{path} is damaged or cut short ({error}); fetch it again") from error
 
 
 def _unpacking(raw: Any, path: Path) -> Any:

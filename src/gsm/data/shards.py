@@ -142,11 +142,11 @@ class ShardWriter:
             if self.done.tokens % self.shard == 0:
                 self._close()
 
-    def finish(self) -> dict[str, Any]:
-        """Completes the last shard, writes the index and returns it."""
+    def finish(self, **facts: Any) -> dict[str, Any]:
+        """Completes the last shard, writes the index, with more facts if there are any, and returns it."""
         self._close()
         notes = [read_json(note_path(self.folder, n)) or {} for n in range(-(-self.done.tokens // self.shard))]
-        index = {**asdict(self.done), "dtype": self.dtype, "shard": self.shard, "shards": notes}
+        index = {**asdict(self.done), "dtype": self.dtype, "shard": self.shard, "shards": notes, **facts}
         write_json(self.folder / "index.json", index)
         return index
 

@@ -47,6 +47,7 @@ class Split:
             number than `bytes`.
         shard: ids in each file but the last.
         dtype: of the ids.
+        skipped: what is wrong with files that were damaged and left out, a sentence each.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Split:
     spelled: int
     shard: int
     dtype: str
+    skipped: tuple[str, ...] = ()
 
     def open(self) -> ShardedIds:
         """The ids, mapped from the files and not read."""
@@ -120,7 +122,7 @@ def find_or_encode(
     limit: int | None = None,
     workers: int | None = None,
 ) -> Split:
-    """The ids of one split of the corpus ("train" or "validation").
+    """The ids of one split of the corpus ("train" or "validation"); files that were left out are named once more.
 
     Args:
         corpus: the text.
@@ -144,7 +146,10 @@ def find_or_encode(
             # Another process may have finished between the two looks, and then waited for nobody.
             index = read_index(path) or _encode(corpus, split, tokenizer, path, limit, workers)
     known = {name: index[name] for name in ("tokens", "bytes", "spelled", "shard", "dtype")}
-    return Split(split, path, **known)
+    skipped = tuple(index.get("skipped", ()))
+    if skipped:
+        log.warning("Of %s's %s split %d files are skipped: %s.", corpus.name, split, len(skipped), "; ".join(skipped))
+    return Split(split, path, **known, skipped=skipped)
 
 
 def sample(texts: Iterator[str], most: int | None = None, passed_over: int | None = None) -> list[str]:
@@ -203,7 +208,7 @@ def _encode(
                 bar.wrote(writer.done.tokens)
                 if writer.full:
                     break
-        index = writer.finish()
+        index = writer.finish(skipped=corpus.skipped(split))
     finally:
         writer.abandon()
         bar.close()

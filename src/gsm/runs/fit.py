@@ -66,7 +66,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
-            or of another number of ranks, or another process trains in the same folder.
+            or of steps of other sizes, or another process trains in the same folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted it, with 128 + the signal's number; the same call then goes on.
@@ -114,19 +114,23 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
     trainer = _trainer(config, model, summary)
     if start and start.checkpoint:
-        _refuse_other_world(start, trainer.world_size)
+        _refuse_other_steps(start, trainer.world_size, data.batch_size * trainer.accumulate_grad_batches)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):
                 logger.rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
 
 
-def _refuse_other_world(start: Start, world: int) -> None:
-    if start.world not in (None, world):
-        raise CheckpointError(
-            f"{start.checkpoint} was trained by {start.world} ranks, but here are {world}, whose place in the data "
-            f"would be another: make them {start.world} with trainer.devices and trainer.num_nodes, or resume=never"
-        )
+def _refuse_other_steps(start: Start, world: int, batches: int) -> None:
+    """Raises CheckpointError where a step would be of another number of sequences: its place in the data would be
+    another. ``batches``: sequences that a rank takes in a step."""
+    if start.world is None or start.world * (start.batches or batches) == world * batches:
+        return
+    raise CheckpointError(
+        f"{start.checkpoint} was trained by {start.world} ranks with {start.batches or batches} sequences each in a "
+        f"step, but here are {world} with {batches}, whose place in the data would be another: make the product the "
+        "same with trainer.devices, data.batch_size or trainer.accumulate_grad_batches, or resume=never"
+    )
 
 
 def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:

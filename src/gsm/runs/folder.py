@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,13 +24,15 @@ LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  
 DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"}
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
 IDLE = {
-    *("data.cache_dir", "data.num_workers", "data.prepare_workers"),
+    *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
     *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
 }
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
 BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+# How the sequences of a step are divided; a run may go on with another division of as many.
+DIVISION = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
 Fingerprint = Callable[
     [], Mapping[str, str | int]
 ]  # of the data, which is made only where there is something to compare
@@ -44,6 +47,7 @@ class Start:
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
         world: how many ranks the checkpoint was trained with, None if it does not say.
+        batches: sequences that each of them took in a step, accumulated ones counted; None if it does not say.
     """
 
     checkpoint: Path | None = None
@@ -51,12 +55,14 @@ class Start:
     step: int = 0
     origin: str | None = None
     world: int | None = None
+    batches: int | None = None
 
 
 def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
     """Decides, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
 
-    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data;
+    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks,
+      batches and accumulation may be others if as many sequences make up a step;
     * ``never`` (or ``force``): start over;
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
       a run that has begun there already, and was interrupted, goes on where it is.
@@ -84,7 +90,7 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
     if resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
     checkpoint = _read_last(last)
-    changes = differences(_config(checkpoint), config)
+    changes = differences(_config(checkpoint), config, divided=_status(folder) != "finished")
     if _status(folder) == "finished":
         return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
     changes = changes or _other_data(checkpoint, fingerprint)
@@ -110,19 +116,31 @@ def finished(config: Mapping[str, Any]) -> bool:
     return not differences(saved, config) and saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False) -> list[str]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False, divided: bool = False
+) -> list[str]:
     """What two configurations train differently: ``data.batch_size (4 there, 8 here)``; empty if they train the same.
 
     Args:
         old, new: composed configurations.
         by_path: compare only what a checkpoint cannot do without.
+        divided: the sequences of a step, if these are as many, may be divided otherwise among ranks and batches.
     """
     first, second = _flat(old), _flat(new)
+    if divided and _a_step(first) == _a_step(second) is not None:
+        first, second = ({k: v for k, v in one.items() if k not in DIVISION} for one in (first, second))
     return [
         f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
         for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
         if first.get(key) != second.get(key) and _matters(key, by_path)
     ]
+
+
+def _a_step(flat: Mapping[str, Any]) -> int | None:
+    """Sequences of a step; None where the configuration leaves the number of ranks to the machine."""
+    numbers = [flat.get(key, 1 if key == "trainer.num_nodes" else None) for key in DIVISION]
+    known = [number for number in numbers if type(number) is int and number > 0]
+    return math.prod(known) if len(known) == len(DIVISION) else None
 
 
 @contextlib.contextmanager
@@ -154,7 +172,8 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
     if begun:
         return begun
     checkpoint = read_checkpoint(path, mmap=True)
-    changes = differences(_config(checkpoint), config, by_path=True) or _other_data(checkpoint, fingerprint)
+    changes = differences(_config(checkpoint), config, by_path=True, divided=True)
+    changes = changes or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
@@ -177,7 +196,7 @@ def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | Non
         checkpoint = read_checkpoint(last, mmap=True)
     except CheckpointError:  # the one that was asked for is there
         return None
-    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config):
+    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=True):
         return None
     if _other_data(checkpoint, fingerprint):
         return None
@@ -194,7 +213,9 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
     """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
     step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    return Start(path, sentence, step, origin, checkpoint.get("standing", {}).get("world"))
+    flat, world = _flat(_config(checkpoint)), checkpoint.get("standing", {}).get("world")
+    batches = _a_step({**flat, "trainer.devices": 1, "trainer.num_nodes": 1})
+    return Start(path, sentence, step, origin, world, batches)
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:

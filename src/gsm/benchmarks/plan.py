@@ -1,0 +1,258 @@
+"""What training at the paper's scales takes on many GPUs: memory of each, time of a run, and what breaks first.
+
+Everything is computed: FLOPs and caches by ``gsm.models.cost``, activations by ``gsm.benchmarks.kept``, the rest from
+the parameters P and what is assumed of the hardware (``Assumed``). With G GPUs, of which n share a node, b bytes:
+
+    weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
+    buckets                     4 P: DDP's copy of the gradients, unless they are views of it
+    bfloat16 weights            2 P (DDP: autocast's); FSDP2: of the embedding and two layers, and 2 + 4 for a gradient
+    one pass over the links     (n - 1) / n  b / NVLink  +  (1 - n / G)  b / n / network
+    DDP, a step                 two passes over 4 P (reduce-scatter and all-gather)
+    FSDP2, a micro-batch        two passes over 2 P (weights), one over 4 P (gradients)
+    time of a step              FLOPs / (peak MFU), and the communication that is not hidden behind it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsm.benchmarks.kept import kept
+from gsm.benchmarks.paper import PAPER
+from gsm.benchmarks.plan_tables import markdown
+from gsm.benchmarks.projection import known_cost
+from gsm.models.cost import Cost
+from gsm_kernels.benchmark import machine
+from gsm_kernels.benchmark.results import FOLDER
+from gsm_kernels.linear_cross_entropy.triton import chunk_rows
+
+GIB = 2**30
+SHARDINGS = ("ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What is taken for granted; the yaml says where each number comes from.
+
+    Attributes:
+        peak: FLOP/s of a GPU.
+        mfu: share of it that a step reaches, recomputed FLOPs counted.
+        hbm, reserve: GiB of a GPU, and how many of these training cannot use.
+        nvlink, network: bytes/s of a GPU to its node and to others, in each direction.
+        reached: share of both that collectives reach.
+        hidden: share of communication that runs beside arithmetic.
+        backward: gradients that live beside the activations of the layer at work, as a share of these.
+        sequences, context: of a step, and tokens of each.
+        micro_batch: sequences that a GPU takes at a time, at most.
+        per_node: GPUs of a node.
+    """
+
+    peak: float
+    mfu: float
+    hbm: float
+    reserve: float
+    nvlink: float
+    network: float
+    reached: float
+    hidden: float
+    backward: float
+    sequences: int
+    context: int
+    micro_batch: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            share = name in ("mfu", "reached", "hidden")
+            if value < 0 or (share and value > 1) or (value == 0 and name not in ("hidden", "backward", "reserve")):
+                raise ValueError(f"assumed.{name} is {value}; give {'a share, up to 1' if share else 'more than 0'}")
+
+    def one_pass(self, moved: float, gpus: int) -> float:
+        """Seconds in which so many bytes are gathered, or reduced, over all GPUs: within nodes, then between them,
+        each of a node's GPUs with its share."""
+        near = min(gpus, self.per_node)
+        within, between = (near - 1) / near * moved, (1 - near / gpus) * moved / near
+        return (within / self.nvlink + between / self.network) / self.reached
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train: which model, on how many GPUs, and how."""
+
+    model: str
+    size: str
+    gpus: int
+    sharding: str
+    recompute: bool
+    micro_batch: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """On a GPU at a time."""
+        return self.micro_batch * self.context
+
+    @property
+    def cost(self) -> Cost:
+        """Of the model."""
+        return known_cost(self.model, self.size, (f"model.recompute={str(self.recompute).lower()}",))
+
+
+def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
+    """Bytes on every GPU by part, as said above; the last is their sum."""
+    model = setting.cost.model
+    parameters = sum(p.numel() for p in model.parameters())
+    embedding, layer = model.embedding.weight.numel(), max(_layer_parameters(model))
+    whole = setting.sharding == "ddp"
+    activations = kept(setting.model, setting.size, setting.recompute, setting.context)
+    at_work = (setting.recompute + assumed.backward) * activations.block * setting.tokens
+    chunk = min(setting.tokens, chunk_rows(model.vocabulary)) * model.vocabulary * (4 + 2)
+    shards = 1 if whole else setting.gpus
+    parts = {
+        "weights": 4 * parameters / shards,
+        "gradients": 4 * parameters / shards,
+        "optimizer": 8 * parameters / shards,
+        "buckets": 4.0 * parameters if whole else 0.0,
+        "bfloat16 weights": 2.0 * parameters if whole else 2.0 * embedding + (2 * 2 + 2 + 4) * layer,
+        "activations": activations.total(setting.tokens),
+        "layer or logits at work": max(at_work, chunk),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict[str, float]:
+    """Seconds of a step in arithmetic and communication, and the step as a whole; and its tokens. Sequences are those
+    of ``assumed``, or one for each GPU if there are more GPUs."""
+    sequences = max(assumed.sequences, setting.gpus)
+    tokens = sequences * setting.context
+    micro_batches = math.ceil(sequences / setting.gpus / setting.micro_batch)
+    flops = sequences * setting.cost.training_flops(setting.context).total()
+    arithmetic = flops / setting.gpus / (assumed.peak * (mfu or assumed.mfu))
+    parameters = sum(p.numel() for p in setting.cost.model.parameters())
+    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * 2 + 4)
+    communication = assumed.one_pass(over * parameters, setting.gpus)
+    shown = max((1 - assumed.hidden) * communication, communication - arithmetic)
+    return {
+        "arithmetic": arithmetic,
+        "communication": communication,
+        "step": arithmetic + shown,
+        "tokens": tokens,
+    }
+
+
+def paper_mfu(model: str, assumed: Assumed) -> float:
+    """The share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation."""
+    setting = Setting(model, "1p5b", 8, "ddp", True, assumed.micro_batch, 4096)
+    flops = setting.cost.training_flops(4096).total() / 4096
+    return PAPER["training"][model]["tokens_per_second"] / 8 * flops / assumed.peak
+
+
+def run(
+    assumed: Assumed,
+    budgets: Mapping[str, float],
+    output: str = "",
+    results: str = "",
+    models: Sequence[str] = ("gsm", "baseline"),
+    gpus: Sequence[int] = (8, 64, 800),
+    contexts: Sequence[int] = (4096, 16384, 65536, 262144, 1048576),
+) -> Path:
+    """Computes, prints the tables and writes them beside the JSON file; returns that file.
+
+    Args:
+        assumed: of the hardware and of a step.
+        budgets: tokens of the run of every size.
+        output: the file; left out: benchmarks/results/plan.json.
+        results: a file of results; nothing is computed, and its tables are made again.
+        models: variants of ``model``, of those that the paper has measured: gsm, baseline.
+        gpus: numbers of GPUs, in whole nodes.
+        contexts: tokens of the one sequence that a GPU takes, with recomputation and FSDP2.
+
+    Raises:
+        ValueError: a model that the paper has not measured, GPUs that fill no whole nodes, or no length.
+    """
+    if results:
+        return show(Path(results))
+    unknown, broken = set(models) - {"gsm", "baseline"}, [n for n in gpus if n < 1 or n % assumed.per_node]
+    if unknown or broken or not contexts or min(contexts) < 1:
+        raise ValueError(
+            f"models {list(models)}, gpus {list(gpus)}, contexts {list(contexts)}: give gsm or baseline, multiples of "
+            f"{assumed.per_node} GPUs, and lengths of 1 or more"
+        )
+    pairs = [(size, model) for size in budgets for model in models]
+    runs = [
+        _run(Setting(model, size, n, sharding, recompute, _batch(n, assumed), assumed.context), budgets, assumed)
+        for (size, model), n, sharding, recompute in product(pairs, gpus, SHARDINGS, (False, True))
+    ]
+    lengths = [
+        _length(Setting(model, size, n, "fsdp2", True, 1, context), assumed)
+        for (size, model), n, context in product(pairs, gpus[:2], contexts)
+    ]
+    facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
+    shares = {model: paper_mfu(model, assumed) for model in models}
+    content = {**facts, "assumed": asdict(assumed), "paper_mfu": shares, "paper_gib": _paper_memory(models)}
+    rows = {f"{row['kind']} {number}": row for number, row in enumerate([*runs, *lengths])}
+    path = Path(output) if output else FOLDER / "plan.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**content, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return show(path)
+
+
+def show(path: Path) -> Path:
+    """Prints the tables of a file of results, and writes them beside it."""
+    text = markdown(path)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}")
+    return path
+
+
+def _run(setting: Setting, budgets: Mapping[str, float], assumed: Assumed) -> dict[str, Any]:
+    """The row of a run: memory, a step, and hours for its tokens at the assumed and at the paper's speed."""
+    parts, fast = memory(setting, assumed), timing(setting, assumed)
+    slow = timing(setting, assumed, paper_mfu(setting.model, assumed))
+    tokens = float(budgets[setting.size])
+    speeds = {"hours": fast, "hours_at_papers_mfu": slow}
+    hours = {name: tokens / one["tokens"] * one["step"] / 3600 for name, one in speeds.items()}
+    return {
+        "kind": "run", **asdict(setting), "memory": parts, "fits": _fits(parts, assumed), "budget": tokens,
+        "steps": tokens / fast["tokens"], "seconds": fast, **hours,
+    }  # fmt: skip
+
+
+def _length(setting: Setting, assumed: Assumed) -> dict[str, Any]:
+    """The row of a length: memory of one sequence, over how many GPUs its activations would have to be divided, what
+    part of its FLOPs indexers take, and the cache of one that was read."""
+    parts, flops = memory(setting, assumed), setting.cost.training_flops(setting.context)
+    divided = parts["activations"] + parts["layer or logits at work"]
+    room = (assumed.hbm - assumed.reserve) * GIB - (parts["total"] - divided)
+    searching = sum(n for part, n in flops.items() if part.endswith(("index scores", "teacher")))
+    return {
+        "kind": "length", **asdict(setting), "memory": parts, "fits": _fits(parts, assumed),
+        "divided_over": math.ceil(divided / room) if room > 0 else None, "searching": searching / flops.total(),
+        "cache_bytes": setting.cost.cache_bytes(setting.context).total(),
+        "seconds": flops.total() / (assumed.peak * assumed.mfu),
+    }  # fmt: skip
+
+
+def _paper_memory(models: Sequence[str]) -> dict[str, float]:
+    return {model: PAPER["training"][model]["peak_gib"] for model in models}
+
+
+def _fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
+    return parts["total"] <= (assumed.hbm - assumed.reserve) * GIB
+
+
+def _batch(gpus: int, assumed: Assumed) -> int:
+    """Sequences on a GPU at a time: never more than it has in a step, never less than one."""
+    return max(1, min(assumed.micro_batch, assumed.sequences // gpus))
+
+
+def _layer_parameters(model: torch.nn.Module) -> list[int]:
+    blocks = [block for part in model.children() for block in getattr(part, "blocks", ())]
+    return [sum(p.numel() for p in block.parameters()) for block in blocks]
