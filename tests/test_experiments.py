@@ -14,7 +14,8 @@ from gsm.runs.load import instantiate, instantiate_model
 @pytest.mark.parametrize("name", variants("experiment"))
 @pytest.mark.parametrize("size", [None, "tiny"])
 def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None):
-    """At the size that it is meant for with all arms, at another with the last: every configuration takes a second."""
+    """At the size that it is meant for with all arms, at another with the last, and that with its phases: every
+    configuration takes a second."""
     given = [f"experiment={name}", *([f"size={size}"] if size else [])]
     experiment = Experiment(compose(given), given)
     arms = list(experiment.arms)
@@ -24,6 +25,7 @@ def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str |
             assert sum(p.numel() for p in instantiate_model(config).parameters())
         if "task" in config["data"]:
             instantiate(config["data"], "data").validation_set[0]
+    experiment.phased(experiment.job(arms[-1], 0))
 
 
 def test_the_residual_ablation_compares_what_it_says():
