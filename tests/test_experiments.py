@@ -21,7 +21,7 @@ from gsm.runs.load import instantiate, instantiate_model
     ],
 )
 def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None, arms: slice):
-    """At the size that it is meant for, and at another. Every configuration takes a second."""
+    """At the size that it is meant for, and at another, with its phases. Every configuration takes a second."""
     given = [f"experiment={name}", *([f"size={size}"] if size else [])]
     experiment = Experiment(compose(given), given)
     for arm in list(experiment.arms)[arms]:
@@ -30,6 +30,7 @@ def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str |
             assert sum(p.numel() for p in instantiate_model(config).parameters())
         if "task" in config["data"]:
             instantiate(config["data"], "data").validation_set[0]
+    experiment.phased(experiment.job(arms[-1], 0))
 
 
 def test_the_residual_ablation_compares_what_it_says():

@@ -43,6 +43,7 @@ class LanguageModeling(lightning.LightningModule):
         tokenizer: Mapping[str, Any] | None = None,
         fingerprint: Mapping[str, str | int] | None = None,
         origin: str | None = None,
+        started_from: str | None = None,
         token_bytes_V: Tensor | None = None,
         measures_accuracy: bool = False,
         compile: bool = False,
@@ -55,6 +56,7 @@ class LanguageModeling(lightning.LightningModule):
             tokenizer: the tokenizer's state as plain containers; travels in the checkpoint under ``tokenizer``.
             fingerprint: what the data is known by; travels in the checkpoint under ``fingerprint``.
             origin: the checkpoint of another run that this one began with; travels in the checkpoint under ``origin``.
+            started_from: the digest of the checkpoint whose weights this run began with; travels in the checkpoint.
             token_bytes_V: bytes that each token stands for; without it no bits per byte are logged.
             measures_accuracy: whether validation also counts how often the likeliest token is the target.
             compile: run the model through ``torch.compile`` (seconds to minutes for the first steps).
@@ -64,6 +66,7 @@ class LanguageModeling(lightning.LightningModule):
         self.optimizer = optimizer
         self.tokenizer = dict(tokenizer) if tokenizer else None
         self.fingerprint, self.origin = dict(fingerprint) if fingerprint else None, origin
+        self.started_from = started_from
         self.save_hyperparameters({"config": dict(config or {})}, logger=False)
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
         self.val_loss = WeightedMean()
@@ -220,6 +223,7 @@ class LanguageModeling(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the tokenizer, so that a checkpoint is all that it takes to generate text, and where training stands."""
         checkpoint |= {"tokenizer": self.tokenizer, "fingerprint": self.fingerprint, "origin": self.origin}
+        checkpoint["started_from"] = self.started_from
         if self._standing is None:
             return
         standing, loops = self._standing, checkpoint["loops"]

@@ -1,4 +1,5 @@
-"""Whether one model is better than another on the same questions, or only luckier with them: the paired bootstrap.
+"""Whether one model is better than another on the same questions, or only luckier with them: the paired bootstrap; and
+how far a mean over windows of text is known.
 
 Every task's questions are drawn anew, with replacement and for both models alike; the tasks stay. What the seeds of
 training do is not in the interval.
@@ -64,3 +65,28 @@ def paired(
         drawn += generator.multinomial(len(apart), times / len(apart), size=draws) @ values / len(apart) / len(first)
     low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(mean), float(low), float(high), sum(counts[0].values()))
+
+
+def interval(
+    sums: Sequence[float],
+    weights: Sequence[float],
+    *,
+    draws: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Where sum(sums) / sum(weights) lies in the middle of the draws, if units with both are drawn anew.
+
+    Args:
+        sums, weights: of every unit: of a window of text, its loss and its number of targets.
+        draws, confidence, seed: as in ``paired``.
+
+    Raises:
+        ValueError: there are no units, or not as many weights.
+    """
+    if not sums or len(sums) != len(weights):
+        raise ValueError(f"there are {len(sums)} sums and {len(weights)} weights: give one of each for every unit")
+    times = np.random.default_rng(seed).multinomial(len(sums), [1 / len(sums)] * len(sums), size=draws)
+    drawn = (times @ np.asarray(sums, dtype=np.float64)) / (times @ np.asarray(weights, dtype=np.float64))
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gsm.models.base import IGNORED, LanguageModel
+from gsm.models.base import IGNORED, LanguageModel, Output
 from gsm.shapes import promoted
 
 Place = Literal["document", "sequence"]
@@ -120,13 +120,18 @@ def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
         batch: ``tokens``, ``targets`` and ``documents``, int64 [B, T], on the model's device.
     """
     out = model(batch["tokens"], documents=batch["documents"])
-    hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), batch["targets"].flatten()
-    step = max(1, SCRATCH // model.vocabulary)
+    return row_losses(out, batch["targets"], model.vocabulary)
+
+
+def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
+    """The same of what a model of such a vocabulary has returned for these rows, at least float32 [B, R]."""
+    hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
+    step = max(1, SCRATCH // vocabulary)
     losses = [
         cross_entropy(promoted(out.head(rows_ND)), wanted_N, ignore_index=IGNORED, reduction="none")
         for rows_ND, wanted_N in zip(hidden_ND.split(step), target_N.split(step), strict=True)
     ]
-    return torch.cat(losses).view_as(batch["targets"])
+    return torch.cat(losses).view_as(targets_BR)
 
 
 def positions(documents_BT: Tensor, place: Place) -> Tensor:

@@ -125,6 +125,24 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
     axes.legend(frameon=False, fontsize=8)
 
 
+def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:
+    """One line per arm with a point at every value, in a band.
+
+    Args:
+        axes: to draw on.
+        arms: by name, at each value along x the value, the lower and the upper end of the band.
+        x, y: labels of the axes, with units.
+    """
+    for (arm, points), style in zip(arms.items(), styles(arms).values(), strict=True):
+        across = sorted(points)
+        middle, low, high = zip(*(points[value] for value in across), strict=True)
+        how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
+        axes.plot(across, middle, label=arm, linewidth=1.4, markersize=3.5, **how)
+        axes.fill_between(across, low, high, color=style.colour, alpha=0.18, linewidth=0)
+    _name(axes, x, y)
+    axes.legend(frameon=False, fontsize=8)
+
+
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
     """One row per arm: each seed's value as a dot, and their mean as a bar; arms without a value keep an empty row."""
     chosen = styles(arms)

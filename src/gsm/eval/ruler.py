@@ -94,7 +94,7 @@ def evaluate(
     assert made.new_tokens is not None  # its template has it
     settings = {"answers": answers, "examples": examples, "seed": seed, "tokenizer": tokenizer.digest}
     settings |= {"files": str(files), "new_tokens": made.new_tokens} if files else made.facts()
-    result = _opened(path, json.loads(json.dumps({**settings, **(identity or {})})))
+    result = opened(path, json.loads(json.dumps({**settings, **(identity or {})})))
     cells: dict[str, Any] = result["cells"]
     asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
     for name, (task, length) in asked.items():
@@ -207,7 +207,7 @@ def _scored(sample: Sample, tokens: int, said: str, answers: str) -> dict[str, A
     return {**facts, "marked": judged is not None, "score": score(judged, sample.outputs)}
 
 
-def _opened(path: str | os.PathLike[str] | None, settings: dict[str, Any]) -> dict[str, Any]:
+def opened(path: str | os.PathLike[str] | None, settings: dict[str, Any]) -> dict[str, Any]:
     """What a file holds already, if its settings are these; one with others is moved aside."""
     fresh = {"settings": settings, "cells": {}}
     if path is None or not Path(path).exists():

@@ -35,6 +35,7 @@ class Geometry:
         rope_base, bank_rope_base: rotation of layers without and with a bank.
         yarn_factor: scale of the context in layers with a bank; 1: off.
         yarn_original: context that YaRN starts from; null: ``context``.
+        yarn_beta_fast, yarn_beta_slow, yarn_mscale: see ``Rope``; an mscale of 0 leaves attention as it is.
 
     Raises:
         ValueError: for a field that cannot be, naming it.
@@ -69,6 +70,9 @@ class Geometry:
     bank_rope_base: float = 160_000.0
     yarn_factor: float = 1.0
     yarn_original: int | None = None
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -99,8 +103,15 @@ class Geometry:
 
     def bank_rope(self) -> Rope:
         """Rotation in layers with a bank, and in the stages."""
-        original = self.yarn_original or self.context
-        return Rope(self.rotary_dim, base=self.bank_rope_base, factor=self.yarn_factor, original=original)
+        return Rope(
+            self.rotary_dim,
+            base=self.bank_rope_base,
+            factor=self.yarn_factor,
+            original=self.yarn_original or self.context,
+            beta_fast=self.yarn_beta_fast,
+            beta_slow=self.yarn_beta_slow,
+            mscale=self.yarn_mscale,
+        )
 
     def encoder_roles(self) -> list[Role]:
         """Window-only layers first, then groups that a Full layer leads."""

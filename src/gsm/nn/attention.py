@@ -51,10 +51,12 @@ class Query(nn.Module):
     Args:
         dim_in: width of the input (D, or 2D for the later stages of the aggregation).
         shape: shared widths.
+        scale: what queries are multiplied by (``Rope.query_scale``); their latent is not.
     """
 
-    def __init__(self, dim_in: int, shape: Shape):
+    def __init__(self, dim_in: int, shape: Shape, scale: float = 1.0):
         super().__init__()
+        self.scale = scale
         self.heads, self.width = shape.heads, shape.heads * shape.entry_dim
         self.down = Linear(dim_in, shape.query_rank)
         self.norm = RMSNorm(shape.query_rank)
@@ -63,7 +65,8 @@ class Query(nn.Module):
     def forward(self, x_BRD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
         latent_BRQ = self.norm(self.down(x_BRD))
-        return self.up(latent_BRQ).unflatten(-1, (self.heads, -1)), latent_BRQ
+        query_BRHC = self.up(latent_BRQ).unflatten(-1, (self.heads, -1))
+        return query_BRHC if self.scale == 1 else query_BRHC * self.scale, latent_BRQ
 
 
 class Entry(nn.Module):

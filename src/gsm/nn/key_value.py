@@ -115,7 +115,7 @@ class RangeReader(nn.Module):
     def __init__(self, shape: Shape, *, rope: Rope, name: str):
         super().__init__()
         self.rope, self.name = rope, name
-        self.query = Query(shape.dim, shape)
+        self.query = Query(shape.dim, shape, rope.query_scale)
         self.output = Output(shape)
 
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:

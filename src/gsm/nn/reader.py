@@ -46,7 +46,7 @@ class Reader(nn.Module):
         super().__init__()
         self.window_size, self.rope, self.name = window, rope, name
         self.indexer_training = indexer_training or KL()
-        self.query = Query(dim_in, shape)
+        self.query = Query(dim_in, shape, rope.query_scale)
         self.sink = nn.Parameter(torch.zeros(shape.heads))
         self.output = Output(shape)
 

@@ -1,8 +1,8 @@
 """Rotary positions: angles of the rotated channel pairs, with YaRN for contexts beyond the trained one.
 
-Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2024), used here as DeepSeek-V4.1 does: adjacent
-pairs, only the last channels of a head, frequencies only (no attention temperature). The rotation itself is
-``gsm_kernels.rotate``.
+Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2023), used here as DeepSeek-V4.1 does: adjacent
+pairs, only the last channels of a head, by default frequencies only (no attention temperature). The rotation itself
+is ``gsm_kernels.rotate``.
 """
 
 from __future__ import annotations
@@ -40,17 +40,37 @@ class Rope:
             in window-only layers and in GSM's decoder (10,000).
         factor: YaRN's scale of the context; 1 switches YaRN off.
         original: trained context in tokens that YaRN starts from.
+        beta_fast, beta_slow: pairs that turn more often than ``beta_fast`` times over the original context keep their
+            frequency, those that turn less often than ``beta_slow`` times turn slower by the factor; between, a ramp.
+        mscale: of YaRN's attention temperature, see ``query_scale``; 0: none.
 
     Raises:
-        ValueError: for an odd number of channels, or a factor below 1.
+        ValueError: for an odd number of channels, a factor below 1, or betas or an mscale that cannot be.
     """
 
-    def __init__(self, channels: int, *, base: float, factor: float = 1.0, original: int = 4096):
+    def __init__(
+        self,
+        channels: int,
+        *,
+        base: float,
+        factor: float = 1.0,
+        original: int = 4096,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float = 0.0,
+    ):
         if channels % 2:
             raise ValueError(f"rotary_dim must be even because channels are rotated in pairs, got {channels}")
         if factor < 1:
             raise ValueError(f"yarn_factor must be at least 1 (1: off), got {factor}")
+        if not beta_fast > beta_slow > 0:
+            raise ValueError(
+                f"yarn_beta_fast {beta_fast} must be above yarn_beta_slow {beta_slow}, and that above 0: they are turns"
+            )
+        if mscale < 0:
+            raise ValueError(f"yarn_mscale must be at least 0 (0: no attention temperature), got {mscale}")
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
+        self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 
     def __call__(self, position_BT: Tensor, dtype: torch.dtype) -> Angles:
         """Angles at the given positions, for tensors of ``dtype``: float64 for float64, else float32."""
@@ -65,7 +85,17 @@ class Rope:
     @property
     def key(self) -> tuple[float, ...]:
         """What tells this rotation from others."""
-        return self.channels, self.base, self.factor, self.original
+        return self.channels, self.base, self.factor, self.original, self.beta_fast, self.beta_slow
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by: 1 / t of YaRN's softmax(q k / (t sqrt(C))), with
+        sqrt(1 / t) = 1 + 0.1 mscale ln(factor).
+
+        Peng et al. put sqrt(1 / t) on queries and keys, through cosine and sine. Entries here are values too, and only
+        some of their channels are rotated: so the query gets all of it.
+        """
+        return (1 + 0.1 * self.mscale * math.log(self.factor)) ** 2
 
     def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Radians per position of every pair, with YaRN's interpolation of the slow ones."""
@@ -77,12 +107,12 @@ class Rope:
         slow_P = ((pair_P - low) / (high - low)).clamp(0, 1)
         return theta_P * (1 - slow_P) + theta_P / self.factor * slow_P
 
-    def correction_range(self, fast: float = 32.0, slow: float = 1.0) -> tuple[int, int]:
-        """YaRN's first and last interpolated pair: those that turn ``fast`` and ``slow`` times over the original
-        context."""
+    def correction_range(self) -> tuple[int, int]:
+        """Where YaRN's ramp begins and ends: the pairs that turn ``beta_fast`` and ``beta_slow`` times over the
+        original context."""
 
         def pair(turns: float) -> float:
             return self.channels * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
 
-        low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), self.channels - 1)
+        low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), self.channels - 1)
         return low, max(high, low + 1)

@@ -19,11 +19,13 @@ WORDS = {"null", "true", "false", "nan", "inf"}  # what Hydra takes for values r
 
 
 def read_arms(arms: Any) -> dict[str, list[str]]:
-    """The arms of a configuration, checked. Raises ConfigError."""
+    """The arms of a configuration, checked; without those that are null, which an experiment does not take over from
+    the one that it builds on. Raises ConfigError."""
     if not isinstance(arms, Mapping) or not arms:
         raise ConfigError(
             f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
         )
+    arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
     for name, overrides in arms.items():
         if not NAME.fullmatch(str(name)) or str(name) in WORDS:
             raise ConfigError(

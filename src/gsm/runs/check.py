@@ -79,6 +79,14 @@ def few(items: Sequence[str]) -> str:
     return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Every value of nested mappings under the path to it."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return found
+
+
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:
     """Parameters of a ``_target_``, by name; None if it takes any. Raises ConfigError if it cannot be imported."""
     module, _, name = target.rpartition(".")

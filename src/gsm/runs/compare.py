@@ -209,7 +209,7 @@ def _pictures(
 
 def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) -> tuple[Curves, str]:
     """The learning curve of every run, by arm, and the metric that they are of. Raises ConfigError."""
-    metrics = {run.folder: read_metrics(run.folder / "metrics.csv") for runs in by_arm.values() for run in runs}
+    metrics = {run.folder: read_metrics(_curve(run)) for runs in by_arm.values() for run in runs}
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
@@ -222,6 +222,11 @@ def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) 
             curve = {across[step]: value for step, value in found.items() if step in across}
             curves[arm] += [curve] if curve else []
     return curves, chosen
+
+
+def _curve(run: RunSummary) -> Path:
+    """Where its learning curve lies: of one in phases, that of the first."""
+    return run.folder / run.summary.get("curves", "") / "metrics.csv"
 
 
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
@@ -309,4 +314,6 @@ def _state(run: Path) -> str:
     if status == "finished":
         return ""
     how = "running, or killed," if status == "running" else str(status)
+    if summary.get("phase"):
+        return f"{how} in phase {summary['phase']}{f': {reason}' if reason else ''}"
     return f"{how} at step {steps}{f': {reason}' if reason else ''}"

@@ -106,7 +106,9 @@ def _check_keys(
     """Every override of a value names a key that exists, unless it adds one."""
     first = tuple(line for override in parsed if (line := _first_choice(override, groups)))
     values = [
-        override.key_or_group for override in parsed if override.key_or_group not in groups and not override.is_add()
+        override.key_or_group
+        for override in parsed
+        if override.key_or_group not in groups and not (override.is_add() or override.is_force_add())
     ]
     for key in values:
         _check_key(key, _remembered(first, tuple(directories), _stamp(directories), script), groups)
@@ -150,6 +152,8 @@ def register_resolvers() -> None:
       with a third argument, ``gsm``, in GSM alone, or ``delta``, in GSM with that writer, whose state carries more;
     * ``${layers_with_bank:size}``: the encoder layers that read a bank, on which a stage may stand;
     * ``${share:number,parts}``: the whole part of number / parts;
+    * ``${times:number,factor}``: their product;
+    * ``${pick:name,{nano:1,tiny:2},otherwise}``: what stands under a name, for numbers that a size does not hold;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
     * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
@@ -158,6 +162,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
     OmegaConf.register_new_resolver("layers_with_bank", _layers_with_bank, replace=True)
     OmegaConf.register_new_resolver("share", lambda number, parts: number // parts, replace=True)
+    OmegaConf.register_new_resolver("pick", lambda name, known, otherwise: known.get(name, otherwise), replace=True)
+    OmegaConf.register_new_resolver("times", lambda number, factor: number * factor, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
 

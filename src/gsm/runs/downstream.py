@@ -114,6 +114,11 @@ def measure(
     }
 
 
+def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    """The score in percent of every task of one run's table, and their `average`."""
+    return written["runs"][0]["values"]
+
+
 @dataclass(frozen=True)
 class _Scorer:
     """A model, and where its results go."""
@@ -186,7 +191,8 @@ def _conclude(
     results: Sequence[Mapping[str, Any]], tasks: Sequence[Task], table: downstream_table.Published | None, place: Path
 ) -> None:
     """Prints the table and writes it."""
-    named = zip(downstream_table.by_arm(results), downstream_table.values(results, table), strict=True)
+    scores = downstream_table.values(results, table)
+    named = zip(downstream_table.by_arm(results), scores, strict=True)
     runs = [
         RunSummary(arm, int(result["seed"] or 0), Path(result["checkpoint"]), {"status": "finished", **values})
         for (arm, result), values in named
@@ -195,7 +201,10 @@ def _conclude(
     grids = [downstream_table.grid(tasks, cells, table), *downstream_table.differences(results, table)]
     notes = downstream_table.notes(results, tasks, table)
     print("\n\n".join(["", *map(grid_text, grids), "\n".join(textwrap.fill(note, WIDTH) for note in notes)]))
-    kept = [{**result, "tasks": {name: _kept(found) for name, found in result["tasks"].items()}} for result in results]
+    kept = [
+        {**result, "tasks": {name: _kept(found) for name, found in result["tasks"].items()}, "values": values}
+        for result, values in zip(results, scores, strict=True)
+    ]
     try:
         write_json(place / "tasks.json", {"runs": kept, "tables": grids, "notes": notes})
         with replacing(place / "tasks.md") as opened:

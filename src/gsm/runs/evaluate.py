@@ -19,7 +19,7 @@ from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import OVERLAP_SEQUENCES
-from gsm.runs.load import instantiate, load_model, read_checkpoint, refusals, usable
+from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, usable
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
 from gsm_kernels import explain
 
@@ -44,7 +44,8 @@ def evaluate(
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
     in: trainer.precision of its run, and what auto stands for on the device at hand.
 
-    Instead of text: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help)
+    Others: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help), perplexity by length of
+    context (lengths=paper --help)
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
@@ -131,6 +132,17 @@ def measure(
     }
 
 
+def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    """Of one run's file: `loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean
+    and what `overlap/<length>/<stage>` names."""
+    found = {name: written["text"][name] for name in ("loss", "perplexity", "bits_per_byte")}
+    overlap = written.get("overlap") or {"mean": None, "by_length": []}
+    found["overlap"] = overlap["mean"]
+    for row in overlap["by_length"]:
+        found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def open_data(
     saved: Mapping[str, Any],
     data: str = "",
@@ -157,11 +169,8 @@ def open_data(
             raise ConfigError(
                 "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
             )
-        node["tokenizer"] = None
-        node.pop("end_of_text", None)
-    make = instantiate({**{k: v for k, v in node.items() if k != "tokenizer"}, "_partial_": True}, "data")
+    made = instantiate_data(node, Tokenizer.from_state(saved["tokenizer"]) if saved.get("tokenizer") else None)
     with refusals("data"):
-        made = make(tokenizer=Tokenizer.from_state(saved["tokenizer"])) if "tokenizer" in node else make()
         _ = getattr(made, f"{split}_set", None)
     return made
 

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 
 from gsm.callbacks.progress import clock
 from gsm.files import write_json
-from gsm.runs import launcher, report
+from gsm.runs import launcher, phases, report
 from gsm.runs.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
 from gsm.runs.check import ConfigError
 from gsm.runs.children import Child, tail, work_off
@@ -93,6 +93,7 @@ class Experiment:
         self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
         self.columns = read_columns(config["table"])
         self._jobs: dict[tuple[str, int], Job] = {}  # to compose one takes a third of a second
+        self._phased: dict[tuple[str, int], phases.Phased] = {}
 
     @property
     def folder(self) -> Path:
@@ -102,7 +103,7 @@ class Experiment:
     def jobs(self) -> list[Job]:
         """What is to be trained, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm."""
         for arm in self.arms:
-            self.job(arm, self.seeds[0])
+            self.phased(self.job(arm, self.seeds[0]))
         return [self.job(arm, seed) for seed in self.seeds for arm in self.chosen]
 
     def job(self, arm: str, seed: int) -> Job:
@@ -115,6 +116,27 @@ class Experiment:
                 raise ConfigError(f"arm {arm}: {error}") from error
         return self._jobs[arm, seed]
 
+    def phased(self, job: Job) -> phases.Phased | None:
+        """The phases of a run; None: it trains in one go. Raises ConfigError, with the arm."""
+        if job.config.get("phases") is None:
+            return None
+        if (job.arm, job.seed) not in self._phased:
+            try:
+                self._phased[job.arm, job.seed] = phases.Phased(job.config, job.overrides, self.directories)
+            except ConfigError as error:
+                raise ConfigError(f"arm {job.arm}: {error}") from error
+        return self._phased[job.arm, job.seed]
+
+    def finished(self, job: Job) -> bool:
+        """Whether a run has come to its end. One whose checkpoint is broken has not, and says so: the run itself then
+        tells what can be done."""
+        try:
+            phased = self.phased(job)
+            return phased.finished() if phased else finished(job.config)
+        except CheckpointError as error:
+            print(f"{job.name} was finished, but cannot be used: {error}", flush=True)
+            return False
+
     def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
         mine = [line for line in self.given if key(line) == "experiment"]
         theirs = [line for line in self.given if key(line).partition(".")[0] not in (*OWN, "experiment")]
@@ -126,7 +148,7 @@ class Experiment:
         return summarise(runs, self.columns, self.arms)
 
     def _is_ours(self, run: RunSummary) -> bool:
-        return run.finished and _is_finished(self.job(run.arm, run.seed))
+        return run.finished and self.finished(self.job(run.arm, run.seed))
 
     def others(self, table: Table) -> list[str]:
         """A sentence on finished runs of another configuration, which lie in the folder, but are not in the table."""
@@ -140,15 +162,25 @@ class Experiment:
 def run(config: Mapping[str, Any]) -> None:
     """What ``train.py`` does inside of Hydra: one run, or, where the configuration has arms or seeds, all of those."""
     if config["arms"] is None and config["seeds"] is None:
-        if launcher.chosen() and HydraConfig.get().mode != RunMode.MULTIRUN:
-            raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
-        train(config)
+        _run_one(config)
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     train_all(
         Experiment(config, list(HydraConfig.get().overrides.task), job_directories()), _script(), launcher.chosen()
     )
+
+
+def _run_one(config: Mapping[str, Any]) -> None:
+    """One run, in one go or in phases."""
+    job = HydraConfig.get()
+    if launcher.chosen() and job.mode != RunMode.MULTIRUN:
+        raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
+    if config["phases"] is None:
+        train(config)
+        return
+    _refuse_ranks()
+    phases.run(phases.Phased(config, list(job.overrides.task), job_directories()), _script())
 
 
 def train_all(experiment: Experiment, script: Sequence[str], hand_to: str | None = None) -> Table:
@@ -169,7 +201,7 @@ def train_all(experiment: Experiment, script: Sequence[str], hand_to: str | None
         write_json(experiment.folder / CONTENTS, {"arms": experiment.arms, "table": experiment.columns})
         if experiment.config["force"]:
             _set_aside(jobs)
-        waiting = [job for job in jobs if not _is_finished(job)]
+        waiting = [job for job in jobs if not experiment.finished(job)]
         print(_header(experiment, jobs, waiting), flush=True)
         runs = _Runs(waiting, script, experiment)
         failed, stopped = runs.hand_over(hand_to) if hand_to and waiting else runs.train()
@@ -190,7 +222,7 @@ class _Runs:
     def __init__(self, jobs: Sequence[Job], script: Sequence[str], experiment: Experiment) -> None:
         self.jobs, self.script = jobs, script
         self.at_once = min(experiment.config["jobs"], len(jobs))
-        self.columns = experiment.columns
+        self.columns, self.finished = experiment.columns, experiment.finished
         self.failed: dict[str, Failure] = {}
 
     def train(self) -> tuple[dict[str, Failure], int | None]:
@@ -205,7 +237,7 @@ class _Runs:
             codes: Sequence[int | None] = launcher.launch(self.jobs, self.script)
         except launcher.GaveUp as error:
             print(error, flush=True)
-            codes = [0 if _is_finished(job) else None for job in self.jobs]
+            codes = [0 if self.finished(job) else None for job in self.jobs]
         for number, code in enumerate(codes):
             log = self.jobs[number].folder / LOG
             self._tell(number, code, "", log, tail(log) if log.is_file() else [])
@@ -280,15 +312,6 @@ def _set_aside(jobs: Sequence[Job]) -> None:
     for job in jobs:
         with locked(job.folder):
             prepare({**job.config, "resume": "never"})
-
-
-def _is_finished(job: Job) -> bool:
-    """One whose checkpoint is broken is not, and says so: the run itself then tells what can be done."""
-    try:
-        return finished(job.config)
-    except CheckpointError as error:
-        print(f"{job.name} was finished, but cannot be used: {error}", flush=True)
-        return False
 
 
 def _header(experiment: Experiment, jobs: Sequence[Job], waiting: Sequence[Job]) -> str:

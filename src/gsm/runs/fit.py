@@ -31,11 +31,11 @@ from gsm.data.synthetic import SyntheticData
 from gsm.eval import overlap
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
-from gsm.runs import report
+from gsm.runs import report, weights
 from gsm.runs.check import ConfigError
 from gsm.runs.command_line import again
 from gsm.runs.folder import Start, locked, prepare
-from gsm.runs.load import CheckpointError, instantiate, instantiate_model, refusals
+from gsm.runs.load import CheckpointError, instantiate, instantiate_data, instantiate_model, refusals
 from gsm.task import LanguageModeling
 from gsm_kernels import explain
 
@@ -66,7 +66,8 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
-            or of steps of other sizes, or another process trains in the same folder.
+            or of steps of other sizes, the one to start from holds another model, or another process trains in the same
+            folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted it, with 128 + the signal's number; the same call then goes on.
@@ -77,14 +78,16 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         start = prepare(config, leads, lambda: data().fingerprint())
         run = assemble(config, start, data())
         if leads:
-            print(report.header(run, start.sentence), flush=True)
+            taken = weights.told(config["start_from"]) if config.get("start_from") and not start.checkpoint else ""
+            print(report.header(run, f"{start.sentence} {taken}".strip()), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
 
 def open_data(config: Mapping[str, Any]) -> Data:
     """The data of a run, ready to be read. Raises ConfigError where it is missing, damaged or too little."""
-    data = instantiate(config["data"], "data")
+    path = config.get("start_from")
+    data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
     with refusals("data"):
         data.prepare_data()
         data.setup("fit")
@@ -100,6 +103,9 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
     data = data or open_data(config)
     model = instantiate_model(config, config["seed"])
+    path = config.get("start_from")
+    if path and not (start and start.checkpoint):
+        weights.take(model, path, config)
     task = LanguageModeling(
         model,
         instantiate(config["optimizer"], "optimizer"),
@@ -107,6 +113,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
         tokenizer=data.tokenizer.to_state() if data.tokenizer else None,
         fingerprint=data.fingerprint(),
         origin=start.origin if start else None,
+        started_from=weights.digest(path),
         token_bytes_V=torch.from_numpy(data.token_bytes_V) if isinstance(data, TextData) else None,
         measures_accuracy=data.measures_accuracy,
         compile=config["compile"],
@@ -217,6 +224,7 @@ def _facts(config: Mapping[str, Any], data: Data, model: LanguageModel) -> dict[
         "experiment": config["name"],
         "arm": str(config["arm"]),
         "seed": config["seed"],
+        "start_from": config.get("start_from"),
         "model": config["choices"]["model"],
         "size": config["choices"]["size"],
         "choices": config["choices"],

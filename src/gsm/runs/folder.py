@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gsm.files import sweep
-from gsm.runs.check import ConfigError, few
+from gsm.runs import weights
+from gsm.runs.check import ConfigError, few, flat
 from gsm.runs.load import CheckpointError, read_checkpoint
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
@@ -91,6 +93,7 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
         return _over(config, leads)
     checkpoint = _read_last(last)
     changes = differences(_config(checkpoint), config, divided=_status(folder) != "finished")
+    changes += _other_weights(checkpoint, config)
     if _status(folder) == "finished":
         return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
     changes = changes or _other_data(checkpoint, fingerprint)
@@ -112,8 +115,17 @@ def finished(config: Mapping[str, Any]) -> bool:
     last = folder / "checkpoints" / "last.ckpt"
     if _status(folder) != "finished" or not last.is_file():
         return False
-    saved = _config(read_checkpoint(last, mmap=True))
-    return not differences(saved, config) and saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
+    checkpoint = read_checkpoint(last, mmap=True)
+    saved = _config(checkpoint)
+    same = saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
+    return same and not differences(saved, config) and not _other_weights(checkpoint, config)
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """SHA-256 of all that decides what a configuration trains: the same for runs between which nothing differs."""
+    decisive = {key: value for key, value in sorted(flat(config).items()) if _matters(key, by_path=False)}
+    started = weights.digest(config.get("start_from"))
+    return hashlib.sha256(json.dumps([decisive, started], default=str).encode()).hexdigest()
 
 
 def differences(
@@ -126,7 +138,7 @@ def differences(
         by_path: compare only what a checkpoint cannot do without.
         divided: the sequences of a step, if these are as many, may be divided otherwise among ranks and batches.
     """
-    first, second = _flat(old), _flat(new)
+    first, second = flat(old), flat(new)
     if divided and _a_step(first) == _a_step(second) is not None:
         first, second = ({k: v for k, v in one.items() if k not in DIVISION} for one in (first, second))
     return [
@@ -256,6 +268,13 @@ def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) 
     return unlike(before, fingerprint()) if before and fingerprint else []
 
 
+def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What a run started from, and would start from now, where these are not the same weights, wherever they lie."""
+    before, here = checkpoint.get("started_from"), weights.digest(config.get("start_from"))
+    names = [_short(digest) if digest else "fresh ones" for digest in (before, here)]
+    return [] if before == here else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
+
+
 def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[str]:
     """What two fingerprints of data differ in: ``the data's tokenizer (1f0c... there, 77ab... here)``."""
     return [
@@ -279,14 +298,6 @@ def _why_over(changes: list[str], step: int) -> str:
             "depends on it (to prolong it all the same: resume=<its last.ckpt>)"
         )
     return f": it is finished and its configuration differs in {few(changes)}"
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Every value of nested mappings under the path to it."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return flat
 
 
 def _matters(key: str, by_path: bool) -> bool:

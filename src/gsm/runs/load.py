@@ -63,14 +63,22 @@ def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
         raise CheckpointError(
             f"the configuration in {path} no longer fits this version of the code: {error}"
         ) from error
-    weights = {
-        key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items() if key.startswith("model.")
-    }
-    wrong = sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+    wrong = misfits(model, checkpoint)
     if wrong:
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
-    model.load_state_dict(weights)
+    load_weights(model, checkpoint)
     return model.to(device).eval()
+
+
+def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
+    """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
+    weights = _weights(checkpoint)
+    return sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+
+
+def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:
+    """Gives a model the weights of a checkpoint that fits."""
+    model.load_state_dict(_weights(checkpoint))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -145,6 +153,16 @@ def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
         return hydra.utils.instantiate(node, **arguments)
 
 
+def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
+    """Data that are read with this tokenizer rather than their own, where they are text. Raises ConfigError."""
+    if "tokenizer" not in node or tokenizer is None:
+        return instantiate(node, "data")
+    others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
+    make = instantiate({**others, "_partial_": True}, "data")
+    with refusals("data"):
+        return make(tokenizer=tokenizer)
+
+
 @contextlib.contextmanager
 def refusals(place: str) -> Iterator[None]:
     """Turns what a part says against its values into a ConfigError that also names the place."""
@@ -157,6 +175,12 @@ def refusals(place: str) -> Iterator[None]:
         raise
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The model's own, by their names in it."""
+    saved = checkpoint["state_dict"].items()
+    return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}
 
 
 def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:

@@ -145,6 +145,12 @@ def _own_lengths(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]
     return fitting
 
 
+def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    """Accuracies in percent of one run's file: the `average`, and the means of every length and of every task."""
+    means = written["averages"]
+    return {"average": means["average"], **means["by_length"], **means["by_task"]}
+
+
 def _together(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Several runs side by side, where they were asked the same."""
     names = [_name(result) for result in results]

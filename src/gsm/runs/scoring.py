@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,17 +15,34 @@ import torch
 from gsm.callbacks.progress import clock
 from gsm.runs.fit import best_precision
 
+TRAINED = "trained"  # the phases that train, in the summary of a run in phases
+
 
 def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path, or those of all runs below it, sorted. Raises FileNotFoundError if there is none."""
+    """The checkpoint at a path, or those of all runs below it, sorted; of a run in phases, that of the last.
+
+    Raises FileNotFoundError if there is none.
+    """
     folder = Path(path)
     if not folder.is_dir() or (folder / "checkpoints" / "last.ckpt").is_file():
         return [folder / "checkpoints" / "last.ckpt" if folder.is_dir() else folder]
     found = sorted(folder.glob("**/checkpoints/last.ckpt"))
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    found = [file for file in found if _is_last(file)]
     if not found:
         raise FileNotFoundError(f"no checkpoint at {path}, and no run below it has a checkpoints/last.ckpt")
     return found
+
+
+def _is_last(file: Path) -> bool:
+    """Whether a checkpoint is of a run in one go, or of the last of a run's phases that have one."""
+    phase, run = file.parent.parent.name, file.parent.parent.parent
+    try:
+        trained = json.loads((run / "summary.json").read_text(encoding="utf-8"))[TRAINED]
+    except (OSError, ValueError, KeyError):
+        return True
+    there = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
+    return phase == there[-1]
 
 
 def progress(

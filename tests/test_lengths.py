@@ -1,0 +1,160 @@
+"""Perplexity by length: the same targets after more and more context, in chunks, and resumed to the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from test_train_cli import arguments
+
+from gsm.eval import lengths
+from gsm.eval.bootstrap import interval
+from gsm.eval.lengths import evaluate, score
+from gsm.eval.losses import token_losses
+from gsm.runs import command_line, commands
+from gsm.runs import lengths as script
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.fit import train
+from gsm.runs.lengths import read_lengths
+
+LONG, SCORED = 37, 9
+
+
+def windows(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Each of two documents; the first token of the second one is no target."""
+    tokens, targets = small.random_tokens(count, LONG), small.random_tokens(count, LONG, seed=2)
+    targets[:, 30] = -100
+    documents = (torch.arange(LONG) > 30).long().expand(count, -1)
+    return [{"tokens": tokens[n], "targets": targets[n], "documents": documents[n]} for n in range(count)]
+
+
+@pytest.mark.parametrize("case", ["gsm", "baseline", "transformer", "hybrid"])
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, masks: bool):
+    model, window = small.build(case), windows(1)[0]
+    for length, chunk in ((SCORED, 4), (20, 7), (LONG, 50)):
+        end = {name: value[-length:][None] for name, value in window.items()}
+        if not masks:
+            end["documents"] = torch.zeros_like(end["documents"])
+        want = token_losses(model, end)[0, -SCORED:].sum().item()
+        found = score(model, window, length, SCORED, masks=masks, whole=False, chunk=chunk)
+        assert found == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - 1}
+
+
+def test_the_whole_window_is_scored_where_it_is_asked_for_and_its_end_with_it():
+    model, window = small.build("gsm"), windows(1)[0]
+    part = score(model, window, LONG, SCORED, masks=True, whole=False, chunk=5)
+    both = score(model, window, LONG, SCORED, masks=True, whole=True, chunk=5)
+    batch = {name: value[None] for name, value in window.items()}
+    assert both["loss"] == pytest.approx(part["loss"], rel=1e-10) and both["targets"] == part["targets"]
+    want = token_losses(model, batch).sum().item()
+    assert both["whole"] == {"loss": pytest.approx(want, rel=1e-10), "targets": LONG - 1}
+
+
+def test_context_counts_only_where_documents_are_not_apart():
+    """All scored targets stand in a document that begins in the shortest length."""
+    model, window = small.build("gsm"), windows(1)[0]
+    near = [score(model, window, n, 6, masks=True, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
+    far = [score(model, window, n, 6, masks=False, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
+    assert near == pytest.approx([near[0]] * 3, rel=1e-12)
+    assert abs(far[0] - far[1]) > 1e-6 and abs(far[1] - far[2]) > 1e-6
+
+
+def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
+    model, cut = small.build("gsm"), windows()
+    found = evaluate(model, cut, [SCORED, LONG], SCORED, masks=["off"], path=tmp_path / "lengths.json")
+    cells = [found["cells"][f"off/{LONG}/{n}"] for n in range(3)]
+    loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
+    cell = found["by_length"]["off"][str(LONG)]
+    assert cell["perplexity"] == pytest.approx(math.exp(loss)) and cell["targets"] == 3 * (SCORED - 1)
+    each = [math.exp(cell["loss"] / cell["targets"]) for cell in cells]
+    assert min(each) <= cell["low"] < cell["perplexity"] < cell["high"] <= max(each)
+    assert json.loads((tmp_path / "lengths.json").read_text()) == found
+
+
+def test_an_interval_is_that_of_means_drawn_anew():
+    draw = torch.Generator().manual_seed(0)
+    sums, weights = torch.rand(16, generator=draw) * 100, torch.randint(50, 60, (16,), generator=draw)
+    drawn = torch.randint(16, (20_000, 16), generator=draw)
+    means = (sums[drawn].sum(1) / weights[drawn].sum(1)).double()
+    want = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    assert interval(sums.tolist(), weights.tolist()) == pytest.approx(want, rel=0.03)
+    with pytest.raises(ValueError, match="there are 1 sums and 2 weights"):
+        interval([1.0], [1.0, 2.0])
+
+
+def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
+    model, cut, asked = small.build("gsm"), windows(), [SCORED, 20]
+    whole = evaluate(model, cut[:2], asked, SCORED)
+
+    def first(cells: Iterable[Any], count: int) -> Iterator[Any]:
+        for done, cell in enumerate(cells):
+            if done == 3:
+                raise KeyboardInterrupt
+            yield cell
+
+    path, computed = tmp_path / "lengths.json", []
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, cut[:2], asked, SCORED, path=path, watch=first)
+    monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
+    assert evaluate(model, cut[:2], asked, SCORED, path=path) == whole
+    assert len(computed) == 8 - 3
+    evaluate(model, cut, asked, SCORED, path=path, masks=["on"])
+    assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
+    assert path.with_suffix(".previous").is_file()
+
+
+@pytest.mark.parametrize(
+    ("asked", "scored", "masks", "said"),
+    [
+        ([20, 9], 9, ["on"], r"lengths \[20, 9\] must ascend"),
+        ([20], 21, ["on"], "scored 21 goes beyond the shortest length 20"),
+        ([20], 9, ["maybe"], r"masks \['maybe'\] must be some of on, off"),
+        ([40], 9, ["on"], r"windows have \[37, 37, 37\] tokens and the longest length is 40"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, masks: list[str], said: str):
+    with pytest.raises(ValueError, match=said):
+        evaluate(small.build("gsm"), windows(), asked, scored, masks=masks)
+
+
+def test_lengths_are_read_as_a_list_or_a_range():
+    assert read_lengths("512,256") == [256, 512]
+    assert read_lengths("256:1024") == [256, 512, 768, 1024]
+    assert read_lengths("256:1024:384") == [256, 640, 1024]
+    assert read_lengths("paper") == list(range(4096, 65537, 4096))
+    for wrong in ("4k", "256:1000", "1:2:3:4", "512:256"):
+        with pytest.raises(ConfigError, match=f"lengths is '{wrong}', but takes whole numbers"):
+            read_lengths(wrong)
+
+
+def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
+    for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
+        train(compose([*given, f"model={model}", f"seed={seed}"]))
+    folder = tmp_path / "logs/default"
+    words = [f"checkpoint={folder}", "lengths=16:64", "windows=3", "scored=8"]
+    chosen, words = commands.choose(words)
+    command_line.call(chosen.evaluate, chosen.name, words)
+    printed = capsys.readouterr().out
+    assert "perplexity, the window as one document" in printed and "nats minus baseline" in printed
+    rows = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))
+    assert len(rows) == 3 * 2 * (4 + 1)
+    assert (folder / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    both = json.loads((folder / "lengths.json").read_text())["arms"]["gsm"]["by_length"]["off"]["64"]
+    single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
+    losses = [one["by_length"]["off"]["64"]["loss"] for one in single]
+    assert both["loss"] == pytest.approx(sum(losses) / 2)
+    found = script.metrics(single[0])
+    assert found["64"] == pytest.approx(math.exp(losses[0]))
+    assert {"16", "apart/64", "full", "apart/full", "held_out"} <= set(found)
+    with pytest.raises(SystemExit, match="windows is 99 and the longest of the lengths 64, but .* has .* room for"):
+        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder}", "lengths=64", "windows=99"])

@@ -1,0 +1,100 @@
+"""A run that starts from the weights of another: what it takes over, what may differ, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+import torch
+from short_runs import TINY
+
+from gsm.runs import weights
+from gsm.runs.compose import compose
+from gsm.runs.fit import open_data, train
+from gsm.runs.folder import finished
+from gsm.runs.load import CheckpointError, read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a text and of a run of one step."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").mkdir()
+    tiny_text.write(folder / "text")
+    train(compose(given(folder, "name=first", "trainer.max_steps=1")))
+    return folder
+
+
+def given(home: Path, *more: str) -> list[str]:
+    places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
+    return [*TINY, *places, *more]
+
+
+def first(home: Path) -> str:
+    return str(home / "logs/first/gsm/seed0")
+
+
+def composed(home: Path, *more: str) -> dict[str, Any]:
+    return compose(given(home, f"start_from={first(home)}", "trainer.max_steps=1", *more))
+
+
+def test_it_has_the_weights_and_neither_steps_nor_optimiser(home: Path, capsys: pytest.CaptureFixture[str]):
+    config = composed(home, "name=second", "optimizer.learning_rate=0.0", "seed=5")
+    train(config)
+    one, two = read_checkpoint(first(home)), read_checkpoint(config["folder"])
+    torch.testing.assert_close(two["state_dict"], one["state_dict"], rtol=0, atol=0)
+    assert two["global_step"] == 1
+    moments = [state["exp_avg"] for state in two["optimizer_states"][0]["state"].values()]
+    others = [state["exp_avg"] for state in one["optimizer_states"][0]["state"].values()]
+    assert not all(torch.equal(mine, theirs) for mine, theirs in zip(moments, others, strict=True))
+    assert "Starting from the weights of" in capsys.readouterr().out
+    assert json.loads((Path(config["folder"]) / "summary.json").read_text())["start_from"] == first(home)
+
+
+def test_what_changes_no_parameter_may_differ(home: Path):
+    more = ("data.context=64", "size.yarn_factor=2", "size.yarn_mscale=1", "model.state_size=11", "size.window=5")
+    facts = train(composed(home, "name=longer", *more))
+    assert facts["status"] == "finished" and facts["memory_after_tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["size.dim=24"], r"differs in model.geometry.dim \(16 there, 24 here\), and so do parameters"),
+        (["model/writer=gated"], r"differs in model.writer._target_ \(.*Additive there, .*Gated here\)"),
+        (["model=baseline"], "start_from=.* holds the weights of another model"),
+    ],
+)
+def test_another_model_is_refused_with_the_fields_that_differ(home: Path, more: list[str], said: str):
+    with pytest.raises(CheckpointError, match=said):
+        train(composed(home, f"name={'-'.join(more).replace('/', '_').replace('=', '_')}", *more))
+
+
+def test_the_tokenizer_is_the_checkpoint_s_whatever_the_data_would_take(home: Path):
+    """Its weights mean nothing with other ids."""
+    data = open_data(composed(home, "data.tokenizer=bpe"))
+    assert data.tokenizer is not None and data.tokenizer.kind == "bytes"
+
+
+def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path, tmp_path: Path):
+    """By their content: a checkpoint that was moved is the same, one that was trained anew is not."""
+    config = composed(home, "name=third")
+    train(config)
+    shutil.copytree(first(home), tmp_path / "moved")
+    assert finished(config) and finished({**config, "start_from": str(tmp_path / "moved")})
+    train(compose(given(home, "name=another", "trainer.max_steps=1", "seed=1")))
+    assert not finished({**config, "start_from": str(home / "logs/another/gsm/seed1")})
+    assert not finished({**config, "start_from": None})
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path):
+    (tmp_path / "broken.ckpt").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="is truncated, or no checkpoint"):
+        weights.digest(tmp_path / "broken.ckpt")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        weights.digest(tmp_path / "lost.ckpt")
+    assert weights.digest(None) is None
