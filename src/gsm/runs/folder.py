@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gsm.distributed import shards
 from gsm.files import sweep
 from gsm.runs.check import ConfigError, few
 from gsm.runs.load import CheckpointError, read_checkpoint
@@ -30,6 +32,8 @@ IDLE = {
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
 BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+# How a step is divided among processes: free, as long as it is a step of as many sequences.
+DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
 Fingerprint = Callable[
     [], Mapping[str, str | int]
 ]  # of the data, which is made only where there is something to compare
@@ -43,14 +47,14 @@ class Start:
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
-        world: how many ranks the checkpoint was trained with, None if it does not say.
+        sequences: how many a step had on all ranks together, None if the checkpoint does not say.
     """
 
     checkpoint: Path | None = None
     sentence: str = ""
     step: int = 0
     origin: str | None = None
-    world: int | None = None
+    sequences: int | None = None
 
 
 def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
@@ -78,16 +82,19 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
     folder.mkdir(parents=True, exist_ok=True)
     if leads:
         sweep(folder, folder / "checkpoints")
+        shards.sweep(folder / "checkpoints")
     if resume not in ("auto", "never"):
         return _from_path(Path(resume), config, leads, fingerprint)
     last = folder / "checkpoints" / "last.ckpt"
     if resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
     checkpoint = _read_last(last)
-    changes = differences(_config(checkpoint), config)
     if _status(folder) == "finished":
+        changes = differences(_config(checkpoint), config)
         return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
-    changes = changes or _other_data(checkpoint, fingerprint)
+    changes = differences(_config(checkpoint), config, divided=_same_step(checkpoint, config)) or _other_data(
+        checkpoint, fingerprint
+    )
     if changes:
         raise CheckpointError(
             f"the unfinished run in {folder}, at step {checkpoint['global_step']}, differs in {few(changes)}: "
@@ -110,18 +117,21 @@ def finished(config: Mapping[str, Any]) -> bool:
     return not differences(saved, config) and saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False) -> list[str]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False, divided: bool = False
+) -> list[str]:
     """What two configurations train differently: ``data.batch_size (4 there, 8 here)``; empty if they train the same.
 
     Args:
         old, new: composed configurations.
         by_path: compare only what a checkpoint cannot do without.
+        divided: leave out how a step is divided among processes.
     """
     first, second = _flat(old), _flat(new)
     return [
         f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
         for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-        if first.get(key) != second.get(key) and _matters(key, by_path)
+        if first.get(key) != second.get(key) and _matters(key, by_path, divided)
     ]
 
 
@@ -154,7 +164,8 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
     if begun:
         return begun
     checkpoint = read_checkpoint(path, mmap=True)
-    changes = differences(_config(checkpoint), config, by_path=True) or _other_data(checkpoint, fingerprint)
+    divided = _same_step(checkpoint, config)
+    changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
@@ -177,7 +188,8 @@ def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | Non
         checkpoint = read_checkpoint(last, mmap=True)
     except CheckpointError:  # the one that was asked for is there
         return None
-    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config):
+    divided = _same_step(checkpoint, config)
+    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=divided):
         return None
     if _other_data(checkpoint, fingerprint):
         return None
@@ -194,7 +206,27 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
     """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
     step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    return Start(path, sentence, step, origin, checkpoint.get("standing", {}).get("world"))
+    world = checkpoint.get("standing", {}).get("world")
+    return Start(path, sentence, step, origin, world and sequences_a_step(_config(checkpoint), world))
+
+
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
+    """How many one step has, on so many ranks."""
+    return config["data"]["batch_size"] * config["trainer"]["accumulate_grad_batches"] * world
+
+
+def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
+    world, devices = checkpoint.get("standing", {}).get("world"), config["trainer"].get("devices")
+    if world is None:
+        return False
+    if "WORLD_SIZE" in os.environ:
+        here = int(os.environ["WORLD_SIZE"])
+    elif isinstance(devices, int) and devices > 0:
+        here = devices * config["trainer"].get("num_nodes", 1)
+    else:
+        return True
+    return sequences_a_step(_config(checkpoint), world) == sequences_a_step(config, here)
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -268,8 +300,10 @@ def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _matters(key: str, by_path: bool) -> bool:
+def _matters(key: str, by_path: bool, divided: bool) -> bool:
     head, _, rest = key.partition(".")
+    if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
+        return False
     if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
         return False
     if head == "callbacks":
