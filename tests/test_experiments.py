@@ -24,13 +24,14 @@ def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str |
     """At the size that it is meant for, and at another, with its phases. Every configuration takes a second."""
     given = [f"experiment={name}", *([f"size={size}"] if size else [])]
     experiment = Experiment(compose(given), given)
-    for arm in list(experiment.arms)[arms]:
+    chosen = list(experiment.arms)[arms]
+    for arm in chosen:
         config = experiment.job(arm, 0).config
         with torch.device("meta"):
             assert sum(p.numel() for p in instantiate_model(config).parameters())
         if "task" in config["data"]:
             instantiate(config["data"], "data").validation_set[0]
-    experiment.phased(experiment.job(arms[-1], 0))
+    experiment.phased(experiment.job(chosen[-1], 0))
 
 
 def test_the_residual_ablation_compares_what_it_says():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
@@ -176,35 +175,28 @@ def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path)
     assert prepare(longer).sentence.endswith("new length: the learning rate, callbacks.selection.")
 
 
-def test_steps_of_another_size_are_refused_and_ranks_are_not(tmp_path: Path):
-    """Its place in the data is batches x ranks x batch size, so that some text was trained on twice, or never."""
-    start = prepare(config(tmp_path / "run", resume=str(leave(tmp_path / "old", standing={"world": 4}))))
-    assert start.batches == 8
-    with pytest.raises(CheckpointError, match="by 4 ranks with 8 sequences each in a step, but here are 2 with 8"):
-        fit._refuse_other_steps(start, 2, 8)
-    for world, batches in ((4, 8), (2, 16), (32, 1)):
-        fit._refuse_other_steps(start, world, batches)
-    fit._refuse_other_steps(Start(start.checkpoint), 2, 8)
+def test_steps_of_other_sequences_are_refused(tmp_path: Path):
+    """The place in the data is steps x sequences of a step, so that some text was trained on twice, or never."""
+    given = config(tmp_path / "run", resume=str(leave(tmp_path / "old", standing={"world": 4})))
+    start = prepare(given)
+    with pytest.raises(CheckpointError, match="was trained in steps of 32 sequences, but here they have 16.* 2 ranks"):
+        fit._refuse_other_steps(start, given, 2)
+    fit._refuse_other_steps(start, given, 4)
+    fit._refuse_other_steps(Start(start.checkpoint), given, 2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "goes_on"),
-    [
-        ({"data__batch_size": 2, "trainer__accumulate_grad_batches": 4}, True),
-        ({"data__batch_size": 1, "trainer__devices": 2, "trainer__num_nodes": 2}, True),
-        ({"data__batch_size": 8}, False),
-        ({"data__batch_size": 2, "trainer__accumulate_grad_batches": 4, "trainer__devices": "auto"}, False),
-    ],
-    ids=str,
-)
-def test_a_run_goes_on_with_a_step_divided_otherwise(tmp_path: Path, changes: dict[str, Any], goes_on: bool):
-    last, given = leave(tmp_path / "run"), config(tmp_path / "run", **changes)
-    for chosen in (given, {**given, "resume": str(last)}):
-        with (
-            contextlib.nullcontext() if goes_on else pytest.raises(CheckpointError, match="differs in data.batch_size")
-        ):
-            assert prepare(chosen).checkpoint == last
-    assert differences(config(tmp_path / "run"), given), "as finished runs they are two"
+@pytest.mark.parametrize(("batch", "accumulated", "devices"), [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 4, "auto")])
+def test_a_step_may_be_divided_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, accumulated: int, devices: int | str
+):
+    """What four devices have begun, two can end, if each of them takes twice as much."""
+    last = leave(tmp_path / "run")
+    options = {"trainer__accumulate_grad_batches": accumulated, "trainer__devices": devices, "data__batch_size": batch}
+    assert prepare(config(tmp_path / "run", **options)).checkpoint == last
+    assert prepare(config(tmp_path / "other", resume=str(last), **options)).checkpoint == last
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(CheckpointError, match="differs in data.batch_size|differs in trainer.acc"):
+        prepare(config(tmp_path / "run", **options))
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):

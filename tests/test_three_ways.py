@@ -108,11 +108,13 @@ def test_prefill_in_chunks_equals_one_prefill(capacity):
         assert part.memory.breakdown() == whole.memory.breakdown()
 
 
-def test_recomputing_activations_changes_no_gradient():
+@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "gsm-feed_forward=moe", "baseline"])
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_recomputing_activations_changes_no_gradient(case: str, how: bool | str):
     tokens = random_tokens(2, 20)
     gradients = []
-    for recompute in (False, True):
-        model = build("gsm-retriever=separate_indexer", recompute=recompute).train()
+    for recompute in (False, how):
+        model = build(case, geometry=SHALLOW, recompute=recompute).train()
         out = model(tokens, targets=tokens)
         (out.loss + sum(out.losses.values())).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})

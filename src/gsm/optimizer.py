@@ -1,10 +1,12 @@
-"""The optimiser: AdamW in four groups, and a learning rate that is a function of the step alone."""
+"""The optimiser: AdamW in groups, or Muon for matrices and AdamW for the rest; and a learning rate that is a function
+of the step alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,6 +32,8 @@ class AdamW:
     betas: Sequence[float] = (0.9, 0.95)
     eps: float = 1e-8
 
+    shardable: ClassVar[bool] = True  # whether a rank that has its share of every parameter can take a step
+
     def __post_init__(self) -> None:
         for name, low, high in (
             ("learning_rate", 0, math.inf),
@@ -45,14 +49,17 @@ class AdamW:
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """One parameter group per non-empty entry of ``groups``, carrying its name; frozen parameters are left out."""
-        described = [
+        described = self._described(groups)
+        fused = all(p.device.type in ("cpu", "cuda") for group in described for p in group["params"])
+        betas = (float(self.betas[0]), float(self.betas[1]))
+        return torch.optim.AdamW(described, lr=self.learning_rate, betas=betas, eps=self.eps, fused=fused)
+
+    def _described(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> list[dict[str, Any]]:
+        return [
             {"params": trained, "name": name, "weight_decay": 0.0 if name.endswith("no_decay") else self.weight_decay}
             for name, parameters in groups.items()
             if (trained := [p for p in parameters if p.requires_grad])
         ]
-        fused = all(p.device.type in ("cpu", "cuda") for group in described for p in group["params"])
-        betas = (float(self.betas[0]), float(self.betas[1]))
-        return torch.optim.AdamW(described, lr=self.learning_rate, betas=betas, eps=self.eps, fused=fused)
 
     def factor(self, step: int, steps: int) -> float:
         """What the peak learning rate is multiplied with at ``step`` (counted from 0) of ``steps``."""
@@ -61,3 +68,83 @@ class AdamW:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
         return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024) for the matrices of the layers, AdamW for everything else, in one schedule.
+
+    A step of Muon has singular values near 1, unless the gradient's are tiny. Scaled by 0.2 sqrt(max(rows, columns))
+    it is about as long as one of AdamW (Liu et al., 2025): learning rate and weight decay mean the same for both.
+
+    Left to AdamW: the embedding, which is the head too; norms, sinks, scales and biases; the filters of convolutions;
+    indexers, whose gradient is of another loss; and weights of three dimensions, experts and grouped projections:
+    ``torch.optim.Muon`` takes matrices only, and one by one, thousands of small experts would be thousands of chains
+    of small products.
+
+    It needs whole matrices, so that models divided among ranks (``trainer=fsdp``) refuse it.
+
+    Attributes:
+        momentum: decay rate of Muon's moment.
+        iterations: of Newton and Schulz, towards singular values of 1.
+    """
+
+    momentum: float = 0.95
+    iterations: int = 5
+
+    shardable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.momentum is {self.momentum}, but has to be from 0 to below 1")
+        if not 1 <= self.iterations < 100:
+            raise ValueError(f"optimizer.iterations is {self.iterations}, but has to be from 1 to 99")
+
+    def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+        """The group ``decay`` goes to Muon where it is a matrix, all else to AdamW, as there."""
+        matrices = [p for p in groups["decay"] if p.ndim == 2]
+        taken = {id(p) for p in matrices}
+        rest = {name: [p for p in parameters if id(p) not in taken] for name, parameters in groups.items()}
+        muon = torch.optim.Muon(
+            self._described({"matrices": matrices}),
+            lr=self.learning_rate,
+            momentum=self.momentum,
+            ns_steps=self.iterations,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return Together(muon, super().build(rest))
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimisers as one: groups and states are shared, so that schedules, clipping and checkpoints see all.
+
+    Args:
+        parts: optimisers of different parameters.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of each."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the states of all."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state

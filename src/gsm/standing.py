@@ -23,7 +23,8 @@ class Standing:
         batches: batches that are done; with accumulated gradients several make a step.
         random: states of the random number generators, of ``random_states``; of several ranks, those of the one that
             leads, which all ranks get when they go on.
-        means: what the means of the logging interval have added up so far: float [2], the sum and its weight.
+        means: what the means of the logging interval have added up so far: float [2], the sum and its weight. Of this
+            rank; in a checkpoint, of all together.
         validation_due: the step is to be validated before training goes on.
         logged: metrics of this step that loggers were given already.
         world: ranks that share the data. What they have consumed is batches x world x batch size, which stays a whole

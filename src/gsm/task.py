@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import lightning
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
+from gsm.distributed.sharded import Sharded, undivided
+from gsm.means import WeightedMean
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.optimizer import AdamW
@@ -84,14 +85,19 @@ class LanguageModeling(lightning.LightningModule):
         if compile:
             self.model.compile()
 
+    def configure_model(self) -> None:
+        """Divides the model among ranks where that is the strategy."""
+        if isinstance(self.trainer.strategy, Sharded):
+            self.trainer.strategy.shard(self.model)
+
     def training_step(self, batch: Any, _: int) -> dict[str, Tensor]:
         """Cross-entropy plus whatever the model adds to it. Raises FloatingPointError when that is not finite."""
         out, targets_BT = self._run(batch)
-        loss = out.loss + sum(out.losses.values())
-        broken = self._watch.loss(loss, batch, self._batch_number, self.global_step)
-        if broken:
-            self._refuse(broken)
         count = (targets_BT != IGNORED).sum()
+        loss = self._weighted(out.loss, count) + sum(out.losses.values())
+        broken = self._watch.loss(loss, batch, self._batch_number, self.global_step)
+        if broken and self.trainer.world_size == 1:  # several ranks have to stop at the same place: at their gradients
+            self._refuse(broken)
         for name, value in {"loss": out.loss, **out.losses, **out.metrics}.items():
             self._note(name, value.detach(), count)
         if out.load_LE is not None:
@@ -106,9 +112,7 @@ class LanguageModeling(lightning.LightningModule):
         """
         super().optimizer_step(*args, **kwargs)
         if self._load_LE is not None:
-            if self.trainer.world_size > 1:  # Lightning's own reduction would make the host wait
-                torch.distributed.all_reduce(self._load_LE)
-            self.model.rebalance(self._load_LE)
+            self.model.rebalance(self._over_ranks(self._load_LE))
             self._load_LE = None
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -192,7 +196,7 @@ class LanguageModeling(lightning.LightningModule):
             groups = [group for group in optimizer.param_groups if group["name"].startswith("indexer") == is_indexer]
             parameters = [p for group in groups for p in group["params"] if p.grad is not None]
             if parameters:
-                norms.append(nn.utils.clip_grad_norm_(parameters, limit or math.inf).detach())
+                norms.append(undivided(nn.utils.clip_grad_norm_(parameters, limit or math.inf).detach()))
                 self._note(name, norms[-1])
         self._note("learning_rate", torch.tensor(optimizer.param_groups[0]["lr"]))
         return norms
@@ -214,7 +218,9 @@ class LanguageModeling(lightning.LightningModule):
         restore_random_states(standing.random, self.device)
         for name, pair in standing.means.items():
             self._note(name, torch.zeros((), device=self.device), 0.0)
-            self._train[name].total, self._train[name].weight = pair.to(self.device).unbind()
+            if self.trainer.is_global_zero:  # they are sums over all ranks
+                self._train[name].total, self._train[name].weight = pair.to(self.device).unbind()
+        self._standing = replace(standing, means=self._means())
         if standing.validation_due:
             self.trainer.validating = True
             self.trainer.fit_loop.epoch_loop.val_loop.run()
@@ -229,7 +235,8 @@ class LanguageModeling(lightning.LightningModule):
         standing, loops = self._standing, checkpoint["loops"]
         due = bool(self.trainer.validating) and self.is_between_steps() and not self._is_validated
         logged = self._logged if self._logged_step == standing.step else {}
-        standing = replace(standing, validation_due=due, logged=logged)
+        means = {name: self._over_ranks(pair) for name, pair in standing.means.items()}
+        standing = replace(standing, means=means, validation_due=due, logged=logged)
         standing.straighten(loops["fit_loop"])
         checkpoint["standing"] = standing.state_dict()
 
@@ -240,7 +247,7 @@ class LanguageModeling(lightning.LightningModule):
             standing = Standing(**checkpoint["standing"]).divided(self.trainer.accumulate_grad_batches)
             standing.straighten(checkpoint["loops"]["fit_loop"])
             self._standing = self._resumed = standing
-            self._is_validated = not self._standing.validation_due
+            self._is_validated = not standing.validation_due
 
     def report(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Logs metrics of the step that has just ended, each name once a step.
@@ -276,6 +283,18 @@ class LanguageModeling(lightning.LightningModule):
         """The model's output on a batch of ``tokens``, ``documents`` and ``targets``, and the targets."""
         return self.model(batch["tokens"], documents=batch["documents"], targets=batch["targets"]), batch["targets"]
 
+    def _weighted(self, loss: Tensor, count: Tensor) -> Tensor:
+        """A rank's mean over ``count`` targets, such that the mean over ranks is that over the targets of all."""
+        world = self.trainer.world_size
+        return loss if world == 1 else loss * (world * count) / self._over_ranks(count).clamp(min=1)
+
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        """The sum over all ranks. Lightning's own reduction would make the host wait."""
+        if self.trainer.world_size > 1:
+            value = value.clone()
+            torch.distributed.all_reduce(value)
+        return value
+
     def _note(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
         """Adds a value to the interval's mean of that name."""
         if name not in self._train:
@@ -294,11 +313,14 @@ class LanguageModeling(lightning.LightningModule):
     def _stand(self) -> None:
         """Notes where training stands now, at the end of a step."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        means = {name: torch.stack([m.total, m.weight]) for name, m in self._train.items() if m.update_called}
         done = progress.processed  # pyright: ignore[reportAttributeAccessIssue]
         world = self.trainer.world_size
-        self._standing = Standing(self.global_step, done, random_states(self.device), means, world=world)
+        self._standing = Standing(self.global_step, done, random_states(self.device), self._means(), world=world)
         self._is_validated = False
+
+    def _means(self) -> dict[str, Tensor]:
+        """What this rank's means have added up so far: [2] each, the sum and its weight."""
+        return {name: torch.stack([m.total, m.weight]) for name, m in self._train.items() if m.update_called}
 
     @property
     def _batch_number(self) -> int:
@@ -323,30 +345,3 @@ class LanguageModeling(lightning.LightningModule):
             raise ValueError(
                 f"parameter_groups() of {type(self.model).__name__} leaves out {missing} or names a parameter twice"
             )
-
-
-class WeightedMean(Metric):
-    """sum(weight x value) / sum(weight), over updates and over ranks.
-
-    ``torchmetrics.MeanMetric`` either looks for NaN, which makes a GPU wait at every update, or, told not to
-    (``nan_strategy="disable"``, version 1.9), forgets the weights.
-    """
-
-    full_state_update = False
-    is_differentiable = False
-    total: Tensor
-    weight: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("weight", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Adds a scalar that counts ``weight`` times; weight 0 adds nothing."""
-        self.total += torch.where(torch.as_tensor(weight, device=value.device) > 0, value * weight, 0)
-        self.weight += weight
-
-    def compute(self) -> Tensor:
-        """The mean so far; NaN if nothing has counted."""
-        return self.total / self.weight

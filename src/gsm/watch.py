@@ -95,7 +95,20 @@ class Watch:
 
 
 def refuse(broken: Broken, trainer: lightning.Trainer, remedy: str) -> NoReturn:
-    """Writes the batch to ``broken_batch.pt`` in the run's folder and raises FloatingPointError, which says so."""
+    """Writes the batch to ``broken_batch.pt`` in the run's folder and raises FloatingPointError, which says so.
+
+    Of several ranks, which have found it together, the one whose loss it is says what they all raise.
+    """
+    speaker = 0
+    if trainer.world_size > 1:
+        found: list[str] = [""] * trainer.world_size
+        torch.distributed.all_gather_object(found, broken.what)
+        speaker = found.index("loss") if "loss" in found else 0
+    said = _kept(broken, trainer, remedy) if trainer.global_rank == speaker else ""
+    raise FloatingPointError(trainer.strategy.broadcast(said, src=speaker))
+
+
+def _kept(broken: Broken, trainer: lightning.Trainer, remedy: str) -> str:
     facts = origin(broken, trainer)
     path = Path(trainer.default_root_dir) / "broken_batch.pt"
     content = {name: value.cpu() for name, value in broken.batch.items()}
@@ -107,7 +120,7 @@ def refuse(broken: Broken, trainer: lightning.Trainer, remedy: str) -> NoReturn:
     first, last = facts["places"]
     shown = ", ".join(map(str, facts["sequences"][:16])) + (", ..." if len(facts["sequences"]) > 16 else "")
     numbers = f" (sequences {shown})" if shown else ""
-    raise FloatingPointError(
+    return (
         f"the {broken.what} of step {broken.step} is not finite, on places {first} to {last} of the data order"
         f"{numbers}, {written}; checkpoints are of earlier steps: {remedy}"
     )

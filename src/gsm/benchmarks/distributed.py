@@ -35,7 +35,7 @@ class Job:
 
     name: str
     size: str
-    recompute: bool
+    recompute: bool | str
     batch: int
     context: int
     warm_up: int

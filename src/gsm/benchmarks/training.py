@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -54,7 +54,7 @@ def run(
     warm_up: int = 5,
     steps: int = 12,
     compile: bool = False,
-    recompute: bool = False,
+    recompute: bool | Literal["selective"] = False,
     devices: int = 1,
 ) -> Path:
     """Measures each model, prints the table and writes it beside the JSON file; returns that file.
@@ -71,7 +71,8 @@ def run(
         context: tokens of a sequence; None: the size's own.
         warm_up, steps: steps that are not timed, and that are.
         compile: whether the model goes through ``torch.compile``.
-        recompute: whether activations are recomputed in the backward pass, in every model alike.
+        recompute: whether activations are recomputed in the backward pass, in every model alike; ``selective``: those
+            that are cheap.
         devices: how many train together, as many GPUs or processes; several through Lightning's DDP.
 
     Raises:
@@ -91,7 +92,8 @@ def run(
     size = size or ("0p5b" if where.type == "cuda" else "nano")
     facts = machine.facts(where)
     file = Results(Path(output) if output else usual_path(facts, "training"), facts)
-    marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute}
+    marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute is True}
+    marks["recomputed in part"] = recompute == "selective"
     rows = []
     for name in models:
         tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from gsm.distributed import shards
 from gsm.files import replacing
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes the checkpoints of a trainer with ``replacing``.
+    """Writes the checkpoints of a trainer with ``replacing``, and reads them.
 
     Lightning's own way goes through the system's temporary folder. Where that is another disk, the last step is a copy,
     which can be cut off; and a process that is killed leaves its gigabytes there.
@@ -24,6 +26,10 @@ class WholeFiles(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError(f"storage_options is {storage_options!r}, but a checkpoint on a local disk takes none")
         save_whole(checkpoint, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Also one that several ranks have written in parts."""
+        return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
 
 
 def save_whole(content: Any, path: str | os.PathLike[str]) -> None:

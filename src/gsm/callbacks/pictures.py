@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from gsm.distributed.sharded import Sharded
 from gsm.eval import overlap
 from gsm.eval.attention import decoder_attention
 from gsm.models.gsm import GSM
@@ -61,9 +62,11 @@ class Pictures(lightning.Callback):
         self._drawn: int | None = None
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Takes the sequences."""
+        """Takes the sequences. A rank that has its share of a model cannot look at them on its own."""
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         if data is None or not isinstance(pl_module.model, GSM) or not trainer.is_global_zero:
+            return
+        if isinstance(trainer.strategy, Sharded):
             return
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents")}

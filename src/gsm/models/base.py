@@ -26,6 +26,7 @@ from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import continuation
+from gsm.nn.convolution import ShortConvolution
 from gsm.nn.feed_forward import Balance
 from gsm.nn.indexer_training import IndexerTraining, indexer_losses
 from gsm.nn.linear import Linear, draw
@@ -288,16 +289,18 @@ class LanguageModel(nn.Module):
         yield from continuation(out.logits[:, -1], step, max_new_tokens, temperature, top_p, generator)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by how an optimiser should treat them: ``decay``, ``no_decay`` (norms, scales, biases, sinks),
-        and the same for indexers.
+        """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``
+        (what is multiplied with), ``no_decay`` (norms, scales, biases, sinks), and the last two for indexers.
 
         Grouped by shape, not by name: whatever is not a matrix is not decayed.
         """
         groups: dict[str, list[nn.Parameter]] = {
-            k: [] for k in ("decay", "no_decay", "indexer_decay", "indexer_no_decay")
+            k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay")
         }
+        kinds = nn.Embedding | ShortConvolution
+        tables = {id(table) for part in self.modules() if isinstance(part, kinds) for table in part.parameters()}
         for name, parameter in self.named_parameters():
-            kind = "decay" if parameter.ndim > 1 else "no_decay"
+            kind = "no_decay" if parameter.ndim < 2 else "table_decay" if id(parameter) in tables else "decay"
             groups[f"indexer_{kind}" if ".indexer." in name else kind].append(parameter)
         return groups
 

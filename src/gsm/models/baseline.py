@@ -26,7 +26,7 @@ from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import baseline_rows
-from gsm.models.stack import Stack, block_of
+from gsm.models.stack import Recompute, Stack, block_of
 from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.indexer_training import KL, IndexerTraining
 from gsm.nn.residual import HyperConnection, Residual, Streams
@@ -45,7 +45,7 @@ class Baseline(LanguageModel):
         feed_forward: called with width and hidden width for every block.
         indexer_training: how indexers learn.
         indexer_weight: weight of the indexers' loss, where they have one.
-        recompute: recompute activations of every block in the backward pass.
+        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
 
     Raises:
         ValueError: for decoder roles that do not fit the decoder.
@@ -60,7 +60,7 @@ class Baseline(LanguageModel):
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         indexer_training: IndexerTraining | None = None,
         indexer_weight: float = 1.0,
-        recompute: bool = False,
+        recompute: Recompute = False,
     ):
         super().__init__(geometry.vocabulary, geometry.dim, indexer_weight=indexer_weight)
         self.geometry, self.indexer_training = geometry, indexer_training or KL()

@@ -24,7 +24,7 @@ from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
 from gsm.models.schedule import comparator_rows
-from gsm.models.stack import Stack, block_of
+from gsm.models.stack import Recompute, Stack, block_of
 from gsm.nn.block import SlotMixer
 from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.residual import HyperConnection, Residual, Streams
@@ -42,7 +42,7 @@ class Comparator(Matched):
         heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        recompute: recompute activations of every block in the backward pass.
+        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
 
     Raises:
         ValueError: for layers that name no mixer, mixers that no layer names, or fewer layers than are listed.
@@ -58,7 +58,7 @@ class Comparator(Matched):
         heads: int | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
-        recompute: bool = False,
+        recompute: Recompute = False,
     ):
         names = repeated(layers, mixers, geometry.depth)
         super().__init__(geometry, partial(Comparator, mixers=mixers, layers=layers), heads, query_rank)

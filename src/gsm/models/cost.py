@@ -122,8 +122,8 @@ class Cost:
 
         What indexers project is detached: 2, or 1 where they are frozen. A loss over every slot that they search needs,
         as a teacher, the main attention's logits with these; where selected slots alone teach, they are known already.
-        Where activations are recomputed, all layers run forward once more. Stages count in full even where the writer
-        ignores them.
+        Where activations are recomputed, all layers run forward once more (selectively: no product is made again).
+        Stages count in full even where the writer ignores them.
         """
         forward = self.forward_flops(tokens)
         learned = self.model.indexer_training.learned_slots(tokens)
@@ -259,7 +259,7 @@ class Cost:
     def _again(self, forward: Parts) -> Parts:
         """What the layers compute or move a second time in the backward pass, if activations are recomputed."""
         stack = getattr(self.model, "decoder", None)
-        if not getattr(stack, "recompute", False):
+        if getattr(stack, "recompute", False) is not True:
             return Parts()
         return Parts({part: n for part, n in forward.items() if part.startswith(("encoder/", "decoder/"))})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gsm.mixers.sparse import SparseAttention
 from gsm.models.geometry import Geometry
-from gsm.models.stack import Stack
+from gsm.models.stack import Recompute, Stack
 from gsm.nn.block import Block, Mixer
 from gsm.nn.indexer_training import IndexerTraining
 
@@ -18,7 +18,7 @@ def build_encoder(
     *,
     indexer_training: IndexerTraining,
     reads_bank: bool = True,
-    recompute: bool = False,
+    recompute: Recompute = False,
 ) -> Stack:
     """The encoder of a geometry.
 
@@ -27,7 +27,7 @@ def build_encoder(
         block: wraps an attention into a block.
         indexer_training: how its indexers learn.
         reads_bank: whether the layers attend to the banks that they build.
-        recompute: recompute activations in the backward pass.
+        recompute: recompute activations in the backward pass, or some of them.
     """
     shape = geometry.shape()
     window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gsm.memory.view import View
 from gsm.models.geometry import Geometry
@@ -17,6 +18,18 @@ from gsm.nn.feed_forward import Balance, FeedForward
 from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
+
+Recompute = bool | Literal["selective"]
+# What is dear to compute, and no larger than its inputs: products with weights, attention, searches. Kept are also the
+# kernels that several of these are fused in. Norms, rotations, activations and the mixing of streams move more than
+# they compute, and their results are most of what a block would have to keep.
+KEPT = {
+    *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "topk", "sort")),
+    *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    *(f"gsm_kernels.{name}" for name in ("attend", "attend_few_rows", "grouped_products", "index_top_k")),
+    *(f"gsm_kernels.{name}" for name in ("candidate_pool", "indexer_kl", "score_slots")),
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +62,13 @@ class Stack(nn.Module):
     Args:
         blocks: the layers.
         recompute: run every block a second time in the backward pass instead of keeping its activations (training
-            only).
+            only). ``selective``: keep what is dear to compute (``KEPT``), and run the rest of it a second time.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, recompute: bool = False):
+    def __init__(self, blocks: Sequence[Block], *, recompute: Recompute = False):
         super().__init__()
+        if recompute not in (False, True, "selective"):
+            raise ValueError(f"recompute is {recompute!r}, but has to be true, false or selective")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
 
@@ -85,7 +100,7 @@ class Stack(nn.Module):
         for block, wanted, own in zip(self, rows, owns, strict=True):
             span = span.last(wanted)
             if self.recompute and self.training:
-                out = checkpoint(block, streams, span, own, view, use_reentrant=False)
+                out = checkpoint(block, streams, span, own, view, use_reentrant=False, **self._kept())
             else:
                 out = block(streams, span, own, view)
             outputs.append(out)
@@ -93,6 +108,17 @@ class Stack(nn.Module):
         _, entered, after, views, learned, balances = zip(*outputs, strict=True)
         routed = [balance for balance in balances if balance is not None]
         return StackOutput(streams, span, view, after, list(entered), list(views), list(learned), routed)
+
+    def _kept(self) -> dict[str, Any]:
+        """What a checkpoint is told about this."""
+        if self.recompute != "selective":
+            return {}
+        return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+
+
+def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = str(operation.overloadpacket) in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def block_of(

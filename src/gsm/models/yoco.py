@@ -29,7 +29,7 @@ from gsm.mixers.sliding_window import SlidingWindow
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
-from gsm.models.stack import Stack, block_of
+from gsm.models.stack import Recompute, Stack, block_of
 from gsm.nn.feed_forward import FeedForward, SwiGLU
 from gsm.nn.key_value import KeyValue
 from gsm.nn.norm import RMSNorm
@@ -49,7 +49,7 @@ class YOCO(Matched):
         heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        recompute: recompute activations of every block in the backward pass.
+        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class YOCO(Matched):
         heads: int | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
-        recompute: bool = False,
+        recompute: Recompute = False,
     ):
         same = partial(YOCO, window=window, key_value_heads=key_value_heads)
         super().__init__(geometry, same, heads, query_rank)

@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from gsm.distributed.ranks import rank
 from gsm.runs.check import ConfigError, unknown
 from gsm.runs.compose import check_overrides, from_job, register_resolvers
 from gsm.runs.launcher import check_available
@@ -119,16 +120,28 @@ def again(saved: bool = False) -> str:
     interpreter = sys.executable if interpreter.startswith("..") else interpreter
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if not (saved and word.startswith("resume="))]
-    return shlex.join([interpreter, script, *words])
+    return shlex.join([*_starter(interpreter), script, *words])
+
+
+def _starter(interpreter: str) -> list[str]:
+    """What starts a script: Python, or torchrun with as many processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return [interpreter]
+    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = [f"--nnodes={everywhere // here}", "..."] if everywhere > here else []
+    return ["torchrun", *nodes, f"--nproc-per-node={here}"]
 
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Leaves the process with the message alone where the user can put right what went wrong."""
+    """Leaves the process with the message alone where the user can put right what went wrong.
+
+    Of several ranks, which all meet it, the one that leads says it.
+    """
     try:
         yield
     except (ConfigError, FloatingPointError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(1 if rank() else f"error: {error}") from error
     except OSError as error:
         if error.errno not in REMEDIES:
             raise

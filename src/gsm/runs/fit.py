@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import signal
+import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from gsm.callbacks.files import WholeFiles
@@ -28,14 +30,24 @@ from gsm.callbacks.throughput import callbacks
 from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
 from gsm.data.synthetic import SyntheticData
+from gsm.distributed import ranks
+from gsm.distributed.sharded import Sharded
 from gsm.eval import overlap
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report, weights
 from gsm.runs.check import ConfigError
 from gsm.runs.command_line import again
-from gsm.runs.folder import Start, locked, prepare
-from gsm.runs.load import CheckpointError, instantiate, instantiate_data, instantiate_model, refusals
+from gsm.runs.folder import Start, locked, prepare, sequences_a_step
+from gsm.runs.load import (
+    CheckpointError,
+    instantiate,
+    instantiate_data,
+    instantiate_model,
+    load_model,
+    read_checkpoint,
+    refusals,
+)
 from gsm.task import LanguageModeling
 from gsm_kernels import explain
 
@@ -70,9 +82,10 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
-        SystemExit: a signal has interrupted it, with 128 + the signal's number; the same call then goes on.
+        SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with what to
+            do; the same call then goes on.
     """
-    leads = getattr(rank_zero_only, "rank", 0) == 0
+    leads = ranks.rank() == 0
     with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
         data = functools.cache(functools.partial(open_data, config))
         start = prepare(config, leads, lambda: data().fingerprint())
@@ -120,24 +133,23 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     )
     summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
     trainer = _trainer(config, model, summary)
+    _refuse_divided(trainer, task)
     if start and start.checkpoint:
-        _refuse_other_steps(start, trainer.world_size, data.batch_size * trainer.accumulate_grad_batches)
+        _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):
                 logger.rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
 
 
-def _refuse_other_steps(start: Start, world: int, batches: int) -> None:
-    """Raises CheckpointError where a step would be of another number of sequences: its place in the data would be
-    another. ``batches``: sequences that a rank takes in a step."""
-    if start.world is None or start.world * (start.batches or batches) == world * batches:
-        return
-    raise CheckpointError(
-        f"{start.checkpoint} was trained by {start.world} ranks with {start.batches or batches} sequences each in a "
-        f"step, but here are {world} with {batches}, whose place in the data would be another: make the product the "
-        "same with trainer.devices, data.batch_size or trainer.accumulate_grad_batches, or resume=never"
-    )
+def _refuse_other_steps(start: Start, config: Mapping[str, Any], world: int) -> None:
+    here = sequences_a_step(config, world)
+    if start.sequences not in (None, here):
+        raise CheckpointError(
+            f"{start.checkpoint} was trained in steps of {start.sequences} sequences, but here they have {here}, "
+            f"data.batch_size x trainer.accumulate_grad_batches on {world} ranks, and their place in the data would be "
+            f"another: let them be {start.sequences} together, or resume=never"
+        )
 
 
 def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
@@ -147,9 +159,24 @@ def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) 
     parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     plugins = [*(settings.pop("plugins", None) or []), WholeFiles()]
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
     make = instantiate({**settings, "_partial_": True}, "trainer")
     with refusals("trainer"):
         return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+
+
+def _refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
+    """What cannot be where every rank has only its share of the model."""
+    if not isinstance(trainer.strategy, Sharded):
+        return
+    if not task.optimizer.shardable:
+        raise ConfigError(
+            f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
+            "trainer=ddp, or optimizer=adamw"
+        )
+    if not any(isinstance(callback, Latest) for callback in callbacks(trainer)):
+        raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +192,19 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
     if settings.get("precision") == "auto":
         settings["precision"] = best_precision(settings.get("accelerator"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many
+        here, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        settings |= {"devices": here, "num_nodes": all_ranks // here}
+    if isinstance(settings.get("strategy"), Mapping):
+        settings["strategy"] = _with_backend(settings["strategy"], settings.get("accelerator"))
     return settings
+
+
+def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:
+    """On GPUs, objects and checkpoints travel from host to host (gloo): then no GPU is waited for."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available()
+    chosen = strategy.get("process_group_backend") or ("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    return {**strategy, "process_group_backend": chosen}
 
 
 def best_precision(accelerator: str | None = None) -> str:
@@ -176,6 +215,7 @@ def best_precision(accelerator: str | None = None) -> str:
 
 def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
+    ranks.before_lightning_kills(lambda gone: print(_abandoned(run, gone), file=sys.stderr, flush=True))
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
@@ -184,6 +224,12 @@ def _fit(run: Run, start: Start) -> None:
         if run.trainer.is_global_zero:
             print(_farewell(run), flush=True)
         raise SystemExit(_code(stop)) from stop
+    except RuntimeError as error:
+        gone = ranks.gone(error)
+        if not gone:
+            raise
+        first = min(set(range(run.trainer.world_size)) - set(gone))
+        raise SystemExit(_abandoned(run, gone) if run.trainer.global_rank == first else 1) from error
 
 
 def _code(stop: SystemExit) -> int:
@@ -191,6 +237,19 @@ def _code(stop: SystemExit) -> int:
     if isinstance(stop, Interrupted):
         return 128 + stop.signal
     return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
+
+
+def _abandoned(run: Run, gone: list[int]) -> str:
+    """What the others have to say when ranks have ended without a word: what is left, and what to type to go on."""
+    who = f"rank {', '.join(map(str, gone))} of {run.trainer.world_size} has" if gone else "a rank has"
+    last = next((c.path for c in callbacks(run.trainer) if isinstance(c, Latest)), None)
+    left = "there is no checkpoint yet; to begin anew:"
+    if last and last.is_file():
+        step = read_checkpoint(last, mmap=True)["global_step"]
+        left = f"the last checkpoint is {report.shown(last)}, of step {step}; to go on:"
+    return (
+        f"error: {who} ended (by a signal, for lack of memory, or with an error above); {left}\n  {again(saved=True)}"
+    )
 
 
 def _farewell(run: Run) -> str:
@@ -208,6 +267,8 @@ def _farewell(run: Run) -> str:
 def _conclude(run: Run) -> dict[str, Any]:
     """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
     status = "finished" if run.trainer.global_step >= run.trainer.max_steps else "stopped"
+    if isinstance(run.trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
+        run = replace(run, model=load_model(run.config["callbacks"]["latest"]["path"]))
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
         found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}

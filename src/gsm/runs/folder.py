@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gsm.distributed import shards
 from gsm.files import sweep
 from gsm.runs import weights
 from gsm.runs.check import ConfigError, few, flat
@@ -33,8 +34,8 @@ IDLE = {
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
 BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
-# How the sequences of a step are divided; a run may go on with another division of as many.
-DIVISION = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
+# How a step is divided among processes: free, as long as it is a step of as many sequences.
+DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
 Fingerprint = Callable[
     [], Mapping[str, str | int]
 ]  # of the data, which is made only where there is something to compare
@@ -48,16 +49,14 @@ class Start:
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
-        world: how many ranks the checkpoint was trained with, None if it does not say.
-        batches: sequences that each of them took in a step, accumulated ones counted; None if it does not say.
+        sequences: how many a step had on all ranks together, None if the checkpoint does not say.
     """
 
     checkpoint: Path | None = None
     sentence: str = ""
     step: int = 0
     origin: str | None = None
-    world: int | None = None
-    batches: int | None = None
+    sequences: int | None = None
 
 
 def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
@@ -86,15 +85,17 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
     folder.mkdir(parents=True, exist_ok=True)
     if leads:
         sweep(folder, folder / "checkpoints")
+        shards.sweep(folder / "checkpoints")
     if resume not in ("auto", "never"):
         return _from_path(Path(resume), config, leads, fingerprint)
     last = folder / "checkpoints" / "last.ckpt"
     if resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
     checkpoint = _read_last(last)
-    changes = differences(_config(checkpoint), config, divided=_status(folder) != "finished")
-    changes += _other_weights(checkpoint, config)
-    if _status(folder) == "finished":
+    is_finished = _status(folder) == "finished"
+    divided = not is_finished and _same_step(checkpoint, config)
+    changes = differences(_config(checkpoint), config, divided=divided) + _other_weights(checkpoint, config)
+    if is_finished:
         return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
     changes = changes or _other_data(checkpoint, fingerprint)
     if changes:
@@ -136,23 +137,14 @@ def differences(
     Args:
         old, new: composed configurations.
         by_path: compare only what a checkpoint cannot do without.
-        divided: the sequences of a step, if these are as many, may be divided otherwise among ranks and batches.
+        divided: leave out how a step is divided among processes.
     """
     first, second = flat(old), flat(new)
-    if divided and _a_step(first) == _a_step(second) is not None:
-        first, second = ({k: v for k, v in one.items() if k not in DIVISION} for one in (first, second))
     return [
         f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
         for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-        if first.get(key) != second.get(key) and _matters(key, by_path)
+        if first.get(key) != second.get(key) and _matters(key, by_path, divided)
     ]
-
-
-def _a_step(flat: Mapping[str, Any]) -> int | None:
-    """Sequences of a step; None where the configuration leaves the number of ranks to the machine."""
-    numbers = [flat.get(key, 1 if key == "trainer.num_nodes" else None) for key in DIVISION]
-    known = [number for number in numbers if type(number) is int and number > 0]
-    return math.prod(known) if len(known) == len(DIVISION) else None
 
 
 @contextlib.contextmanager
@@ -184,8 +176,8 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
     if begun:
         return begun
     checkpoint = read_checkpoint(path, mmap=True)
-    changes = differences(_config(checkpoint), config, by_path=True, divided=True)
-    changes = changes or _other_data(checkpoint, fingerprint)
+    divided = _same_step(checkpoint, config)
+    changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
@@ -208,7 +200,8 @@ def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | Non
         checkpoint = read_checkpoint(last, mmap=True)
     except CheckpointError:  # the one that was asked for is there
         return None
-    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=True):
+    divided = _same_step(checkpoint, config)
+    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=divided):
         return None
     if _other_data(checkpoint, fingerprint):
         return None
@@ -225,9 +218,27 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
     """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
     step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    flat, world = _flat(_config(checkpoint)), checkpoint.get("standing", {}).get("world")
-    batches = _a_step({**flat, "trainer.devices": 1, "trainer.num_nodes": 1})
-    return Start(path, sentence, step, origin, world, batches)
+    world = checkpoint.get("standing", {}).get("world")
+    return Start(path, sentence, step, origin, world and sequences_a_step(_config(checkpoint), world))
+
+
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
+    """How many one step has, on so many ranks."""
+    return config["data"]["batch_size"] * config["trainer"]["accumulate_grad_batches"] * world
+
+
+def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
+    world, devices = checkpoint.get("standing", {}).get("world"), config["trainer"].get("devices")
+    if world is None:
+        return False
+    if "WORLD_SIZE" in os.environ:
+        here = int(os.environ["WORLD_SIZE"])
+    elif isinstance(devices, int) and devices > 0:
+        here = devices * config["trainer"].get("num_nodes", 1)
+    else:
+        return True
+    return sequences_a_step(_config(checkpoint), world) == sequences_a_step(config, here)
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -300,8 +311,10 @@ def _why_over(changes: list[str], step: int) -> str:
     return f": it is finished and its configuration differs in {few(changes)}"
 
 
-def _matters(key: str, by_path: bool) -> bool:
+def _matters(key: str, by_path: bool, divided: bool = False) -> bool:
     head, _, rest = key.partition(".")
+    if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
+        return False
     if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
         return False
     if head == "callbacks":

@@ -13,6 +13,7 @@ import torch
 from hydra.errors import InstantiationException
 
 from gsm.data.tokenizer import Tokenizer
+from gsm.distributed import shards
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError, check, few
 from gsm.runs.compose import compose
@@ -99,7 +100,8 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
 
     Args:
         path: of the file, or the folder of a run.
-        mmap: leave tensors on the disk until they are looked at: for a look at the configuration alone.
+        mmap: leave tensors on the disk until they are looked at, and out where they were written in parts: for a look
+            at the configuration alone.
 
     Raises:
         FileNotFoundError, CheckpointError: as ``load_model`` does.
@@ -117,11 +119,11 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
     config = checkpoint.get("hyper_parameters", {}).get("config") if isinstance(checkpoint, Mapping) else None
-    if not (isinstance(config, Mapping) and "model" in config and "state_dict" in checkpoint):
+    if not (isinstance(config, Mapping) and "model" in config and {"state_dict", shards.FOLDER} & checkpoint.keys()):
         raise CheckpointError(
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
         )
-    return dict(checkpoint)
+    return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
 
 
 def usable(device: str) -> str:

@@ -1,0 +1,25 @@
+#!/bin/bash
+# One run on Slurm, two nodes of eight GPUs: `sbatch docs/slurm.sh model=gsm size=1p5b`, from the root of the repository.
+# The folder of the run has to be on a disk that all nodes share. Given again, the same command goes on.
+#SBATCH --job-name=gsm
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+# A warning goes to every rank five minutes before the time is up, and before a preemption, where the cluster's
+# PreemptParameters have send_user_signal. The run saves and ends with 128 + SIGUSR1; then the job goes back to the queue.
+# SIGTERM, as scancel sends it, saves too, but queues nothing.
+WARNED=138
+
+srun --kill-on-bad-exit=1 .venv/bin/python train.py trainer=fsdp \
+    trainer.devices="$SLURM_NTASKS_PER_NODE" trainer.num_nodes="$SLURM_NNODES" "$@"
+code=$?
+if [ "$code" -eq "$WARNED" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,60 @@
+"""Which of several processes this one is, and which of them are gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
+BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
+PATIENCE = 5.0  # seconds that ranks wait for one another to answer
+OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
+
+
+def rank() -> int:
+    """This process among those that were started together, as whoever has started them says; 0 if there is only one."""
+    return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+
+
+def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
+    """The ranks that do not answer any more, asked by those whose collective has broken with ``error``.
+
+    Empty if the error says nothing of a connection: then it is this rank's own.
+    """
+    if not BROKEN.search(str(error)) or not torch.distributed.is_initialized():
+        return []
+    world, here = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
+        store.set(f"gsm/answers/{here}", "")
+        end = time.monotonic() + patience
+        while absent := [one for one in range(world) if not store.check([f"gsm/answers/{one}"])]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        return absent
+    except RuntimeError:  # nobody is at home where all of them had met: with the leader
+        return [0]
+
+
+def before_lightning_kills(say: Callable[[list[int]], None]) -> None:
+    """Has ``say`` called with the rank that has failed, before Lightning kills all the others that it has started.
+
+    Lightning looks at its processes every few seconds, and kills this one too as soon as another has ended with an
+    error. This one needs a moment to find out by itself, to save what can be saved, and to say what has happened.
+    """
+
+    def wait(record: logging.LogRecord) -> bool:
+        found = re.search(r"rank: (\d+)", record.getMessage())
+        time.sleep(2 * PATIENCE)  # a daemon's thread: the process ends meanwhile if it can
+        say([int(found[1])] if found else [])
+        return False
+
+    logging.getLogger(OBSERVER).addFilter(wait)

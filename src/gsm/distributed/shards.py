@@ -1,0 +1,147 @@
+"""Checkpoints in parts: every rank writes its own share of the tensors, and one small file says where they are.
+
+    last.ckpt                      what an ordinary checkpoint holds, but for weights and the optimiser's state
+    shards/00000120-1f3a9c07/      those, as torch.distributed.checkpoint keeps them: one file of each rank, one index
+
+The small file is written last, as a whole or not at all, so that it never stands for parts that are not there. Nothing
+in the parts depends on how many ranks have written them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+FOLDER = "shards"  # beside the small file; also the key in it
+WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+Tensors = dict[str, Tensor]
+
+
+def take_apart(checkpoint: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors of a checkpoint by name, and the rest of it.
+
+    Args:
+        checkpoint: as Lightning makes it; it has one optimiser, or none.
+        names: of the optimiser's parameters, in its order.
+    """
+    rest = dict(checkpoint)
+    tensors = {f"{WEIGHTS}{name}": value for name, value in rest.pop("state_dict").items()}
+    states = rest.get("optimizer_states") or []
+    for state in states:
+        tensors |= {
+            f"{OPTIMIZER}{names[number]}/{key}": value
+            for number, entry in state["state"].items()
+            for key, value in entry.items()
+        }
+    rest["optimizer_states"] = [{**state, "state": {}} for state in states]
+    return tensors, rest
+
+
+def put_together(rest: Mapping[str, Any], tensors: Tensors, names: Sequence[str]) -> dict[str, Any]:
+    """The opposite."""
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        if key.startswith(OPTIMIZER):
+            name, _, entry = key.removeprefix(OPTIMIZER).rpartition("/")
+            state.setdefault(numbers[name], {})[entry] = value
+    weights = {key.removeprefix(WEIGHTS): value for key, value in tensors.items() if key.startswith(WEIGHTS)}
+    states = [{**one, "state": state} for one in rest["optimizer_states"]]
+    return {**rest, "state_dict": weights, "optimizer_states": states}
+
+
+def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False) -> dict[str, Any]:
+    """The ordinary checkpoint that a small file stands for, on the CPU; another one as it is.
+
+    Args:
+        checkpoint: what the small file holds.
+        path: of that file.
+        weights_alone: leave out the optimiser's state, which is twice as large as the weights.
+
+    Raises:
+        FileNotFoundError: its parts are not beside it.
+    """
+    if FOLDER not in checkpoint:
+        return dict(checkpoint)
+    reader = Reader(folder_of(checkpoint, path))
+    wanted = {key: kind for key, kind in reader.kinds().items() if not weights_alone or key.startswith(WEIGHTS)}
+    tensors = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return put_together(checkpoint, tensors, checkpoint[FOLDER]["names"])
+
+
+def folder_of(checkpoint: Mapping[str, Any], path: Path) -> Path:
+    """Where the parts are. Raises FileNotFoundError if they are not."""
+    folder = path.parent / FOLDER / checkpoint[FOLDER]["folder"]
+    if not (folder / ".metadata").is_file():
+        raise FileNotFoundError(
+            f"{path} stands for parts in {folder}, which are not there: move both together, or make one file of them "
+            "first with python -m gsm.runs.consolidate"
+        )
+    return folder
+
+
+def sweep(checkpoints: Path, keep: str | None = None) -> None:
+    """Removes the parts that no checkpoint in this folder stands for any more, but for those called ``keep``.
+
+    None, where one cannot be read: nobody knows what it stood for.
+    """
+    if not (checkpoints / FOLDER).is_dir():
+        return
+    named = {keep}
+    for path in checkpoints.glob("*.ckpt"):
+        try:
+            checkpoint = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, OSError):
+            return
+        named.add(checkpoint.get(FOLDER, {}).get("folder"))
+    for folder in (checkpoints / FOLDER).iterdir():
+        if folder.name not in named:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads parts without running code from them: their index is a pickle, in which only descriptions are let in."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The index. Raises pickle.UnpicklingError for one that holds anything else."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Index(file).load()
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def kinds(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and dtype of every tensor, by name."""
+        return {
+            name: kind
+            for name, kind in self.read_metadata().state_dict_metadata.items()
+            if isinstance(kind, TensorStorageMetadata)
+        }
+
+
+class _Index(pickle.Unpickler):
+    """Knows the classes that describe tensors in files, and no others."""
+
+    OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    OTHERS = {
+        *(("torch", name) for name in ("Size", "memory_format", "layout", "strided", "contiguous_format")),
+        *(("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class by name. Raises pickle.UnpicklingError."""
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if module in self.OWN and name[:1] in "_TMCSB" and "." not in name or dtype or (module, name) in self.OTHERS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"an index of shards holds {module}.{name}, which is not of a checkpoint")

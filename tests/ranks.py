@@ -1,0 +1,114 @@
+"""Ranks on this machine, each a process of its own that has its imports done already, for tests of several."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+from small import GEOMETRY, SHALLOW, build
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gsm.distributed.sharded import Sharded, undivided
+from gsm.optimizer import AdamW
+from gsm.task import LanguageModeling
+
+STEPS, ROWS, LENGTH = 10, 4, 20
+
+
+def start(processes: Any, world: int, function: Callable[..., None], *arguments: Any) -> list[Any]:
+    """As many processes that call ``function``, started as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(world):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        environment = {name: str(value) for name, value in {**names, **places}.items()}
+        started.append(processes.Process(target=_be, args=(environment, function, arguments)))
+        started[-1].start()
+    return started
+
+
+def together(processes: Any, world: int, function: Callable[..., None], *arguments: Any) -> list[int]:
+    """The same, waited for; their exit codes."""
+    started = start(processes, world, function, *arguments)
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def _be(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= environment
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def batches(world: int = 1, rank: int = 0, steps: int = STEPS, rows: int = ROWS) -> list[dict[str, Tensor]]:
+    """A rank's share of the same steps; the number of targets differs from row to row."""
+    made = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        ids_BT = torch.randint(GEOMETRY.vocabulary, (rows, LENGTH + 1), generator=generator)
+        targets_BT = ids_BT[:, 1:].clone()
+        for row in range(rows):
+            targets_BT[row, : 3 * row] = -100
+        whole = {"tokens": ids_BT[:, :-1], "targets": targets_BT, "documents": torch.zeros_like(targets_BT)}
+        share = rows // world
+        made.append({name: value[rank * share : (rank + 1) * share] for name, value in whole.items()})
+    return made
+
+
+class Gradients(lightning.Callback):
+    """Keeps those of the first step, whole."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: LanguageModeling, *_: Any) -> None:
+        """Looks at them."""
+        if not self.first:
+            kept = {name: p.grad for name, p in pl_module.model.named_parameters() if p.grad is not None}
+            self.first = {name: undivided(gradient).clone() for name, gradient in kept.items()}
+
+
+def task_of(case: str, dtype: torch.dtype = torch.float64) -> LanguageModeling:
+    """The task of a small model."""
+    return LanguageModeling(build(case, geometry=SHALLOW).to(dtype).train(), AdamW(3e-3, 2, 0.1, 0.1))
+
+
+def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback) -> lightning.Trainer:
+    """One that only trains, on as many ranks as there are."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=Sharded() if strategy == "fsdp" else strategy,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        log_every_n_steps=steps,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+
+
+def trained(
+    case: str, strategy: str, folder: Any, steps: int = STEPS, dtype: torch.dtype = torch.float64, save: bool = False
+) -> None:
+    """Trains a small model and leaves its weights, first gradients and last loss in ``<folder>/<strategy>.pt``."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    task, gradients = task_of(case, dtype), Gradients()
+    trainer = trainer_of(strategy, steps, gradients)
+    trainer.fit(task, DataLoader(batches(world, rank, steps), batch_size=None))
+    if save:
+        trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)
+        trainer.strategy.teardown()
+    weights = {name: undivided(value) for name, value in task.model.state_dict().items()}
+    if rank == 0:
+        loss = float(trainer.callback_metrics["train/loss"])
+        torch.save({"weights": weights, "gradients": gradients.first, "loss": loss}, folder / f"{strategy}.pt")

@@ -1,0 +1,186 @@
+"""Several processes that train one model do what one does: with whole models (DDP), and with shares of it (FSDP2)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+import tiny_text
+import torch
+from small import SHALLOW, assert_same, build
+from torch.utils.data import DataLoader
+
+from gsm.callbacks.files import WholeFiles
+from gsm.data.module import TextData
+from gsm.distributed import ranks as roll_call
+from gsm.distributed import shards
+from gsm.distributed.sharded import Sharded
+from gsm.optimizer import AdamW, Muon
+from gsm.runs import fit
+from gsm.runs.check import ConfigError
+
+MOE = "gsm-feed_forward=moe"
+
+
+def alone_and_together(processes: Any, folder: Path, case: str, strategy: str, **options: Any) -> list[dict[str, Any]]:
+    """What one process finds, and what two do."""
+    arguments = (*options.values(),)
+    assert ranks.together(processes, 1, ranks.trained, case, "auto", folder, *arguments) == [0]
+    assert ranks.together(processes, 2, ranks.trained, case, strategy, folder, *arguments) == [0, 0]
+    return [torch.load(folder / f"{name}.pt", weights_only=True) for name in ("auto", strategy)]
+
+
+def assert_same_weights(one: dict[str, Any], two: dict[str, Any], tolerance: float = 1e-9) -> None:
+    assert one["weights"].keys() == two["weights"].keys()
+    for name, value in one["weights"].items():
+        assert_same(two["weights"][name], value, name, tolerance)
+
+
+@pytest.fixture(scope="module")
+def alone(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process finds in two steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert ranks.together(processes, 1, ranks.trained, MOE, "auto", folder, 2) == [0]
+    return torch.load(folder / "auto.pt", weights_only=True)
+
+
+def test_two_processes_with_a_whole_model_each_are_one(processes: Any, tmp_path: Path, alone: dict[str, Any]):
+    """Though one rank has fewer targets than the other, and each has sent other rows to the experts."""
+    assert ranks.together(processes, 2, ranks.trained, MOE, "ddp", tmp_path, 2) == [0, 0]
+    together = torch.load(tmp_path / "ddp.pt", weights_only=True)
+    assert_same_weights(alone, together)
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads(
+    processes: Any, tmp_path: Path, alone: dict[str, Any]
+):
+    assert ranks.together(processes, 2, ranks.trained, MOE, "fsdp", tmp_path, 2, torch.float64, True) == [0, 0]
+    together = torch.load(tmp_path / "fsdp.pt", weights_only=True)
+    assert_same_weights(alone, together)
+    whole = WholeFiles().load_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
+    saved = {name.removeprefix("model."): value for name, value in whole["state_dict"].items()}
+    assert_same_weights(together, {"weights": saved}, 0.0)
+    model = build(MOE, geometry=SHALLOW)
+    optimizer = AdamW(3e-3, 2, 0.1, 0.1).build(model.parameter_groups())
+    optimizer.load_state_dict(whole["optimizer_states"][0])
+    for name, parameter in model.named_parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape, name
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gsm", MOE, "baseline", "baseline-feed_forward=moe", "gated_delta_net"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_they_still_are_after_ten_steps(processes: Any, tmp_path: Path, case: str, strategy: str):
+    assert_same_weights(*alone_and_together(processes, tmp_path, case, strategy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_in_float32_they_begin_with_the_same_gradients_and_arrive_at_the_same_loss(
+    processes: Any, tmp_path: Path, strategy: str
+):
+    one, two = alone_and_together(processes, tmp_path, "gsm", strategy, steps=50, dtype=torch.float32)
+    norm = torch.stack([gradient.norm() for gradient in one["gradients"].values()]).norm()
+    apart = [(two["gradients"][name] - gradient).norm() for name, gradient in one["gradients"].items()]
+    assert torch.stack(apart).norm() < 1e-5 * norm
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_by_the_loads_of_all_ranks(processes: Any, tmp_path: Path):
+    """Each by its own would move the biases apart, and the model with them."""
+    assert ranks.together(processes, 2, balanced, tmp_path) == [0, 0]
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    model = build(MOE, geometry=SHALLOW).train()
+    load_LE = sum(model(batch["tokens"]).load_LE for batch in (*ranks.batches(2, 0, 1), *ranks.batches(2, 1, 1)))
+    assert torch.equal(one["load_LE"], load_LE) and torch.equal(two["load_LE"], load_LE)
+    assert not torch.equal(one["own_LE"], two["own_LE"])
+
+
+def balanced(folder: Path) -> None:
+    """On one of two ranks: a step, and what the model was told of its loads."""
+    rank = int(os.environ["RANK"])
+    task, batch = ranks.task_of(MOE), ranks.batches(2, rank, 1)
+    told: list[torch.Tensor] = []
+    task.model.rebalance = told.append
+    own_LE = build(MOE, geometry=SHALLOW).train()(batch[0]["tokens"]).load_LE
+    ranks.trainer_of("ddp", 1).fit(task, DataLoader(batch, batch_size=None))
+    torch.save({"load_LE": told[0], "own_LE": own_LE}, folder / f"{rank}.pt")
+
+
+def test_ranks_and_workers_read_shares_that_make_up_the_steps_of_one(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    path, cache = str(tiny_text.write(tmp_path / "text")), str(tmp_path / "cache")
+
+    def read(rank: int, world: int, workers: int) -> list[torch.Tensor]:
+        data = TextData(
+            vocabulary=257, context=16, batch_size=8 // world, tokenizer="bytes", path=path, cache_dir=cache,
+            num_workers=workers,
+        )  # fmt: skip
+        data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+            accumulate_grad_batches=1,
+            distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
+            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=None))),
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        )
+        return [batch["tokens"] for batch, _ in zip(data.train_dataloader(), range(6), strict=False)]
+
+    shares = [read(rank, 2, workers=2) for rank in (0, 1)]
+    for number, whole in enumerate(read(0, 1, workers=0)):
+        assert torch.equal(torch.cat([shares[0][number], shares[1][number]]), whole)
+
+
+def test_parts_that_are_missing_are_named(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(FileNotFoundError, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
+        shards.whole({shards.FOLDER: {"folder": "0012-ab", "names": []}}, path)
+    assert shards.whole({"state_dict": {}}, path) == {"state_dict": {}}
+
+
+def test_an_index_of_parts_runs_no_code(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match="an index of shards holds builtins.print"):
+        shards.Reader(tmp_path).read_metadata()
+
+
+def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(tmp_path: Path):
+    for name in ("old", "best", "last", "new"):
+        (tmp_path / shards.FOLDER / name).mkdir(parents=True)
+    for name in ("best", "last"):
+        torch.save({shards.FOLDER: {"folder": name}}, tmp_path / f"{name}.ckpt")
+    shards.sweep(tmp_path, keep="new")
+    assert {path.name for path in (tmp_path / shards.FOLDER).iterdir()} == {"best", "last", "new"}
+    (tmp_path / "last.ckpt").write_bytes(b"broken")
+    shards.sweep(tmp_path)
+    assert (tmp_path / shards.FOLDER / "last").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "callbacks", "said"),
+    [
+        (Muon(1e-3, 2, 0.1, 0.1), ["latest"], "^optimizer Muon needs whole matrices, but trainer=fsdp divides them"),
+        (AdamW(1e-3, 2, 0.1, 0.1), [], "^callbacks.latest is null, but trainer=fsdp concludes"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, callbacks: list[str], said: str):
+    kept = [fit.Latest(tmp_path / "last.ckpt") for _ in callbacks]
+    trainer: Any = SimpleNamespace(strategy=Sharded(), callbacks=kept)
+    task: Any = SimpleNamespace(optimizer=optimizer)
+    with pytest.raises(ConfigError, match=said):
+        fit._refuse_divided(trainer, task)
+
+
+def test_a_type_that_weights_cannot_travel_in_is_named():
+    with pytest.raises(ValueError, match="trainer.strategy.gathered is 'float8', but has to be null, float32 or bf"):
+        Sharded(gathered="float8")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_error_of_ones_own_blames_nobody():
+    assert roll_call.gone(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == []
