@@ -19,22 +19,8 @@ FLOORS = {
     "nn": 2,
     **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
     "models": 4,
-    **dict.fromkeys(
-        [
-            "task",
-            "standing",
-            "means",
-            "watch",
-            "distributed",
-            "optimizer",
-            "data",
-            "callbacks",
-            "eval",
-            "generate",
-            "engine",
-        ],
-        5,
-    ),
+    **dict.fromkeys(["task", "standing", "means", "watch", "distributed", "optimizer", "data", "callbacks"], 5),
+    **dict.fromkeys(["eval", "analysis", "generate", "engine"], 5),
     **dict.fromkeys(["runs", "benchmarks", "compare", "notebook"], 6),
     "gsm": 7,  # the package's front door, which finds build_model and load_model in runs
 }

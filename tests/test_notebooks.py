@@ -11,10 +11,24 @@ from small import GEOMETRY, RATIO, W, build, random_tokens
 
 import gsm
 from gsm.eval.attention import attention_map
-from gsm.notebook import describe
+from gsm.notebook import describe, finished_runs, load, trained
 from gsm.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+QUICK = ("01_one_forward_pass", "05_efficiency")  # the others train models, here of a few steps
+BRIEF = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+BRIEF += ("data.validation_sequences=4",)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which both models of the notebooks lie, though they have learned nothing yet."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GSM_CACHE", str(folder))
+        for arm in ("gsm", "delta_net"):
+            trained(arm, *BRIEF)
+    return folder
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -25,9 +39,20 @@ def test_a_notebook_is_kept_without_output(path: Path):
             assert len(cell.source.splitlines()) <= 12, "what is longer belongs into gsm.notebook"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem in QUICK], ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws(path: Path):
+    run(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in QUICK], ids=lambda path: path.stem)
+def test_a_notebook_about_trained_models_runs_and_draws(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GSM_CACHE", str(cache))
+    run(path)
+
+
+def run(path: Path) -> None:
+    """Executes a notebook in a kernel of its own; every cell that shows something has to leave a picture."""
     for needed in ("ipykernel", "matplotlib"):
         pytest.importorskip(needed)
     client = pytest.importorskip("nbclient")
@@ -36,6 +61,16 @@ def test_a_notebook_runs_and_draws(path: Path):
     for cell in notebook.cells:
         if "show_" in cell.source and cell.cell_type == "code":
             assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+
+
+@pytest.mark.slow
+def test_a_model_in_the_cache_is_not_trained_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GSM_CACHE", str(cache))
+    monkeypatch.setattr("gsm.notebook.train", lambda config: pytest.fail("trained once more"))
+    model, data = trained("gsm")
+    assert not model.training and data.task.pairs == 10
+    assert {run.arm for run in finished_runs(cache / "notebook")} == {"gsm", "delta_net"}
+    assert load(cache / "notebook/gsm/seed0")[1].context == data.context
 
 
 @pytest.mark.parametrize("writer", ["additive", "multi_slot"])

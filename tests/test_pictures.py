@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[dict, list[str], list[int]]:
-    """The weights after two steps, the metrics that were logged but for the overlap, and what pictures held on to."""
+    """The weights after two steps, the metrics but for those of the pictures, and what these held on to."""
     places = {"csv": {"path": str(folder / "metrics.csv")}, "tensorboard": {"save_dir": str(folder)}}
     logger = {name: {**node, **places[name]} for name, node in config["logger"].items()}
     own = {name: None for name in ("best", "latest")} | callbacks
@@ -54,7 +54,7 @@ def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[di
     run.trainer.fit(run.task, datamodule=run.data)
     lines = (folder / "metrics.csv").read_text().splitlines()
     names = [line.split(",")[1] for line in lines]
-    skipped = [name in UNSTEADY or name.startswith("overlap_sample/") for name in names]
+    skipped = [name in UNSTEADY or name.startswith(("overlap_sample/", "state/")) for name in names]
     kept = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
     return run.model.state_dict(), kept, sizes.seen
 

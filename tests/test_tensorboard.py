@@ -150,6 +150,8 @@ def test_charts_put_the_curves_of_all_runs_together(server: Client):
     assert curves(server, "baseline/seed0", stages) == set()
     overlap = tabs["retrieval"]["overlap of stages with the encoder, of a few sequences"]
     assert curves(server, "gsm/seed0", overlap) == {"overlap_sample/stage1", "overlap_sample/stage2"}
+    for run, drawn in (("gsm/seed0", {"state/effective_rank"}), ("baseline/seed0", set())):
+        assert curves(server, run, tabs["state"]["effective rank of the state"]) == drawn
 
 
 def curves(server: Client, run: str, patterns: list[str]) -> set[str]:
@@ -162,5 +164,6 @@ def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     images, shapes = ask(server, "images/tags"), ask(server, "histograms/tags")
     distances = {"retrieval_distance/stage1", "retrieval_distance/stage2"}
     drawn = {run.partition("/")[0]: set(of_run) for run, of_run in images.items() if of_run}
-    assert drawn == {"gsm": {"decoder/attention"}, "no_stages": {"decoder/attention"}}
+    attention = {"decoder/attention", *(f"decoder/{layer}/attention" for layer in (5, 6, 7, 8))}
+    assert drawn == {"gsm": attention, "no_stages": attention}
     assert {run.partition("/")[0]: set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}

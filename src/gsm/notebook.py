@@ -1,21 +1,172 @@
-"""Pictures for notebooks, drawn from taps. Needs matplotlib: ``pip install -e '.[notebook]'``."""
+"""What notebooks are made of: small trained models, finished runs, and pictures. Needs matplotlib:
+``pip install -e '.[notebook]'``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gsm import paths
+from gsm.benchmarks import inference, projection, projection_pictures
+from gsm.callbacks.metrics_file import read_metrics
+from gsm.data.cache import cache_folder, locked
+from gsm.data.synthetic import SyntheticData
 from gsm.eval import plots
 from gsm.eval.attention import attention_map, decoder_attention
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
+from gsm.runs.compose import compose
+from gsm.runs.experiment import Experiment
+from gsm.runs.fit import train
+from gsm.runs.load import instantiate, load_model, read_checkpoint
+from gsm.runs.table import RunSummary, read_runs
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 7.3, 3.0  # inches of a picture as wide as a page
+
+
+def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
+    """A model of ``experiment=notebook`` with its task: found in the cache (``GSM_CACHE``), or trained now, which takes
+    a minute or two and is done once.
+
+    Args:
+        arm: ``gsm`` or ``delta_net``.
+        overrides: of the training, should there be one, as on the command line.
+    """
+    folder = cache_folder() / "notebook" / arm / "seed0"
+    with locked(folder):  # another notebook may be training it
+        if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
+            given = ["experiment=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
+            train(Experiment(compose(given), given).job(arm, 0).config)
+    return load(folder)
+
+
+def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
+    """The model of a run on a synthetic task, ``logs/<name>/<arm>/seed<k>``, in evaluation mode, with its task.
+
+    Raises:
+        ValueError: it was trained on text. FileNotFoundError, CheckpointError: as ``load_model``.
+    """
+    model, config = load_model(folder), read_checkpoint(folder, mmap=True)["hyper_parameters"]["config"]
+    if "task" not in config["data"]:
+        raise ValueError(f"{folder} was trained on text, but this notebook asks for needles: give a run on data=needle")
+    return model, instantiate(config["data"], "data")
+
+
+def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
+    """The finished runs of an experiment, ``logs/<name>``; left out: of the one that ended last, or where there is none
+    at all, of ``trained``."""
+    if folder is None:
+        summaries = sorted((paths.ROOT / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime)
+        folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
+        folder = folders[-1] if folders else None
+    if folder is None:
+        for arm in ("gsm", "delta_net"):
+            trained(arm)
+        folder = cache_folder() / "notebook"
+    return [run for run in read_runs(folder) if run.finished]
+
+
+def show_one(
+    draw: Callable[..., None],
+    *what: Any,
+    width: float = WIDTH,
+    height: float = HEIGHT,
+    grid: bool = True,
+    **options: Any,
+) -> Figure:
+    """One picture of ``gsm.analysis.figures`` or ``gsm.eval.plots``: what is left of their arguments but the axes."""
+    figure, (axes,) = plots.figure(width=width, height=height, grid=grid)
+    draw(axes, *what, **options)
+    return figure
+
+
+def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT, grid: bool = True) -> Figure:
+    """Several pictures side by side; each is a function that draws on the axes that it is given."""
+    figure, panels = plots.figure(len(draws), width=WIDTH / len(draws), height=height, grid=grid)
+    for draw, axes in zip(draws, panels, strict=True):
+        draw(axes)
+    return figure
+
+
+def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
+    """The picture of one of several numbers: to be chosen with a slider where ipywidgets is installed, else that of the
+    first."""
+    try:
+        import ipywidgets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return draw(choices[0])
+    return ipywidgets.interactive(draw, value=ipywidgets.SelectionSlider(options=list(choices), value=choices[0]))
+
+
+def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
+    """Learning curves: a line an arm, the mean over its seeds, in a band of their standard deviation."""
+    arms: dict[str, list[dict[Any, float]]] = {}
+    for run in runs:
+        found = read_metrics(run.folder / "metrics.csv").get(metric)
+        arms.setdefault(run.arm, []).extend([dict(found)] if found else [])
+    return show_one(plots.curves, arms, "optimizer step", plots.label(metric))
+
+
+def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
+    """Numbers of the summaries: a panel each, a row an arm, a dot a seed."""
+    by_arm = {run.arm: [other for other in runs if other.arm == run.arm] for run in runs}
+    figure, panels = plots.figure(len(columns), width=WIDTH / len(columns), height=1.1 + 0.35 * len(by_arm))
+    for axes, column in zip(panels, columns, strict=True):
+        values = {arm: [x for run in of_arm if (x := run.value(column)) is not None] for arm, of_arm in by_arm.items()}
+        plots.seeds(axes, values, plots.label(column))
+        axes.locator_params(axis="x", nbins=3)
+    for axes in panels[1:]:
+        axes.tick_params(labelleft=False)  # the arms are those of the first panel
+    return figure
+
+
+def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: int = 4096) -> Any:
+    """What prefill, a decoded token and the cache cost, computed from the cost model: a picture of three panels.
+
+    Args:
+        models: variants of the group ``model``.
+        size: of all of them.
+        lengths: in tokens.
+        chunk: tokens that a prefill reads at a time.
+    """
+    costs = {name: projection.known_cost(name, size) for name in models}
+    rows = [
+        {"model": name, **projection.projected(cost, tokens, chunk)}
+        for name, cost in costs.items()
+        for tokens in lengths
+    ]
+    return picture(projection_pictures.projection(rows))
+
+
+def measurements() -> list[Path]:
+    """Files of ``benchmark=inference`` in ``benchmarks/results``, the latest first."""
+    files = sorted((paths.ROOT / "benchmarks/results").glob("*.json"), key=lambda file: -file.stat().st_mtime)
+    return [file for file in files if '"kind"' in (text := file.read_text(encoding="utf-8")) and '"decode"' in text]
+
+
+def measured(file: Path) -> list[Any]:
+    """Pictures of what was measured, with what the cost model says where there are enough points."""
+    with tempfile.TemporaryDirectory() as folder:
+        inference.run(results=str(shutil.copy(file, folder)))
+        return [picture(path.read_bytes()) for path in sorted(Path(folder).glob("*.png"))]
+
+
+def picture(content: bytes) -> Any:
+    """A PNG as a notebook shows it."""
+    from IPython.display import Image
+
+    return Image(content, width=800)
 
 
 def describe(seen: Seen) -> str:

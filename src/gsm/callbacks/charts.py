@@ -18,6 +18,10 @@ LAYOUT = {
         "overlap of stages with the encoder, of a few sequences": [r"overlap_sample/stage\d+$"],
         "length of what was retrieved, up to each stage": [r"train/retrieved_norm/stage\d+$"],
     },
+    "state": {
+        "length of z": ["state/norm$"],
+        "effective rank of the state": ["state/effective_rank$"],
+    },
     "speed": {
         "tokens per second": ["train/tokens_per_second$"],
         "peak memory in GiB": ["train/peak_memory_gib$"],

@@ -20,12 +20,13 @@ from torch import Tensor
 from gsm.distributed.sharded import Sharded
 from gsm.eval import overlap
 from gsm.eval.attention import decoder_attention
+from gsm.eval.state import state_facts
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.standing import random_states, restore_random_states
 from gsm.task import LanguageModeling
 
-TAPS = (*overlap.TAPS, "state/gate", "decoder/*/weights")
+TAPS = (*overlap.TAPS, "state/gate", "state/z", "state/entries", "decoder/*/weights")
 PIXELS = 8  # of a cell of a heat map, along each side
 # Dark to light through hues that colour-blind readers tell apart: eight points of matplotlib's viridis.
 COLOURS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
@@ -37,10 +38,12 @@ class Pictures(lightning.Callback):
 
     * ``overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.eval.overlap``), of these few
       sequences; ``overlap/mean`` of the finished run, which its summary has too, is of more;
+    * ``state/norm`` and ``state/effective_rank``: scalars (``gsm.eval.state``);
     * ``retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
     * ``state/gate``: histogram of a writer's gate;
     * ``decoder/attention``: an image, one line a layer from the first at the top, and a column for each entry of the
-      state, from the oldest to the row's own, and then the sink; the mean over rows and heads, on a square-root scale.
+      state, from the oldest to the row's own, and then the sink; the mean over rows and heads, on a square-root scale;
+    * ``decoder/<l>/attention``: an image of one layer, one line a row of the first sequence, likewise.
 
     Weights, random numbers and the mode of the model stay as they were.
 
@@ -101,7 +104,8 @@ class Pictures(lightning.Callback):
         for writer in writers:
             for name, value_N in histograms(model, seen):
                 writer.add_histogram(name, value_N, step)
-            writer.add_image("decoder/attention", heat_map(decoder_attention(model, seen)), step)
+            for name, value_YX in images(model, seen):
+                writer.add_image(name, heat_map(value_YX), step)
 
     @torch.no_grad()
     def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Seen:
@@ -120,11 +124,10 @@ class Pictures(lightning.Callback):
 
 
 def scalars(model: GSM, seen: Seen) -> dict[str, float]:
-    """The overlap of stages that select for themselves; nothing where no row sees more than K entries."""
-    if not overlap.selects_for_itself(model):
-        return {}
-    found = overlap.overlaps_seen(model, seen)
-    return {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in found.items() if len(one_N)}
+    """Facts of the state; of stages that select for themselves also the overlap, if a row sees more than K entries."""
+    found = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
+    shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in found.items() if len(one_N)}
+    return {**state_facts(model, seen), **shared}
 
 
 def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
@@ -134,6 +137,13 @@ def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:
         yield "state/gate", seen["state/gate"].float().flatten()
+
+
+def images(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
+    """Names and values [lines, columns] of the decoder's attention over the state: all layers, then each by itself."""
+    yield "decoder/attention", decoder_attention(model, seen)
+    for layer in range(model.geometry.encoder_layers + 1, model.geometry.depth + 1):
+        yield f"decoder/{layer}/attention", seen[f"decoder/{layer}/weights"][0].float().mean(dim=1)
 
 
 def heat_map(value_YX: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The target is the value, at the position of the key that asks; nothing else is t
 
     Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
                              needles in filler     | gap, filler only    | questions and answers
+    Needle, wait = 3         the same, and at the end                      K1 . . . V2 K3 . . . V7
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
                              all pairs         | questions and answers at distances that follow a power law
 
@@ -39,6 +40,11 @@ class Task(Protocol):
     @property
     def answers(self) -> int:
         """Targets in a sequence."""
+        ...
+
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest sequence that ``draw`` can make."""
         ...
 
     def check(self, length: int) -> None:
@@ -84,6 +90,11 @@ class Alphabet:
         """Targets in a sequence."""
         return self.pairs
 
+    @property
+    def least(self) -> int:
+        """Tokens of all pairs, and of as many questions with their answers."""
+        return 4 * self.pairs
+
     def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Different keys and any values, int64 [pairs] each."""
         key_P = random.permutation(self.keys)[: self.pairs]
@@ -93,13 +104,19 @@ class Alphabet:
         return self.keys + self.values + random.integers(self.fillers, size=length)
 
     def _ask(
-        self, random: np.random.Generator, token_T: np.ndarray, at_P: np.ndarray, key_P: np.ndarray, value_P: np.ndarray
+        self,
+        random: np.random.Generator,
+        token_T: np.ndarray,
+        at_P: np.ndarray,
+        key_P: np.ndarray,
+        value_P: np.ndarray,
+        wait: int = 0,
     ) -> Drawn:
-        """Writes the questions and their answers, in random order, at the given places; sets the targets."""
-        order_P = random.permutation(self.pairs)
-        token_T[at_P], token_T[at_P + 1] = key_P[order_P], value_P[order_P]
+        """Writes the questions, in random order, at the given places, and their answers; sets the targets."""
+        order_P, due_P = random.permutation(self.pairs), at_P + wait
+        token_T[at_P], token_T[due_P + 1] = key_P[order_P], value_P[order_P]
         target_T = np.full_like(token_T, IGNORED)
-        target_T[at_P] = value_P[order_P]
+        target_T[due_P] = value_P[order_P]
         return Drawn(token_T, target_T)
 
 
@@ -110,18 +127,27 @@ class Needle(Alphabet):
     Attributes:
         gap: more than so many positions lie between any needle and any question. In a sequence that is to grow, half of
             it, if that is less, or what is left when the needles stand one behind the other.
+        wait: tokens of filler between the key of a question and its answer, which is due at the last of them. What a
+            row has found at the key then has to be handed on: beyond the windows of the encoder, by the state.
     """
 
     gap: int
+    wait: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gap < 0:
-            raise ValueError(f"gap must be 0 or more, got {self.gap}")
+        for name in ("gap", "wait"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    @property
+    def least(self) -> int:
+        """Tokens of all needles, and of as many questions with what is waited and their answers."""
+        return (4 + self.wait) * self.pairs
 
     def check(self, length: int) -> None:
         """Raises ValueError if a sequence cannot hold needles, questions and the whole gap."""
-        least = 4 * self.pairs + self.gap
+        least = self.least + self.gap
         if length < least:
             raise ValueError(
                 f"context {length} is too short for {self.pairs} needles, as many questions and a gap of {self.gap}: "
@@ -130,16 +156,17 @@ class Needle(Alphabet):
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
-        gap = growing(self.gap, length, whole)
-        room = max(length - 2 * self.pairs - gap, 2 * self.pairs)  # what needles may stand in
-        if length < 4 * self.pairs:
+        gap, each = growing(self.gap, length, whole), 2 + self.wait
+        room = max(length - each * self.pairs - gap, 2 * self.pairs)  # what needles may stand in
+        if length < self.least:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
         at_P = spare_P + 2 * np.arange(self.pairs)
         token_T[at_P], token_T[at_P + 1] = key_P, value_P
-        return self._ask(random, token_T, length - 2 * self.pairs + 2 * np.arange(self.pairs), key_P, value_P)
+        asked_P = length - each * self.pairs + each * np.arange(self.pairs)
+        return self._ask(random, token_T, asked_P, key_P, value_P, self.wait)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,9 +100,9 @@ class SyntheticData(Placed):
                 f"to at least {task.vocabulary}"
             )
         task.check(context)
-        if shortest is not None and not 4 * task.answers <= shortest <= context:
+        if shortest is not None and not task.least <= shortest <= context:
             raise ValueError(
-                f"shortest {shortest} must lie between {4 * task.answers}, which the task takes, and context {context}"
+                f"shortest {shortest} must lie between {task.least}, which the task takes, and context {context}"
             )
         if not 0 <= grow_from <= grow_until <= 1:
             raise ValueError(f"grow_from {grow_from} and grow_until {grow_until} must ascend between 0 and 1")

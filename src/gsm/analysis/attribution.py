@@ -1,0 +1,200 @@
+"""Where an entry of the state comes from, in three ways that know nothing of one another, and how far they agree.
+
+    rollout        attention weights multiplied through the layers               gsm.analysis.rollout
+    gradient       how z moves with the embedding of a position: || dz / dx ||, and || dz / dx x || (input x gradient)
+    intervention   how far z moves when the token there is another one
+
+The gradient sees no selection: which slots a layer reads is not differentiable. The intervention sees everything that
+a token does; it is what the other two are measured by.
+
+T positions, R rows that are looked at, D model width, P random directions, N sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.analysis.interventions import without_slots
+from gsm.analysis.rollout import TAPS, state_routes
+from gsm.models.gsm import GSM
+from gsm.observe import record
+from gsm.shapes import promoted
+
+AT_ONCE = 16384  # tokens of all sequences read at a time
+
+
+def gradient_attribution(
+    model: GSM, token_T: Tensor, rows: Sequence[int], *, directions: int = 4, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """How z of some rows moves with the embeddings: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
+
+    The Jacobian is seen through random directions v of the output: the mean of || v dz/dx ||^2 over v is its squared
+    norm. One backward serves all rows and directions.
+
+    Args:
+        model: any GSM.
+        token_T: int64, one document.
+        rows: positions whose z is asked about.
+        directions: P; the error of a norm falls with their square root.
+        seed: of the directions.
+    """
+    row_N = torch.as_tensor(rows).repeat_interleave(directions).to(token_T.device)
+    found = []
+    for some_N in row_N.split(max(1, AT_ONCE // len(token_T))):
+        with model.evaluating(), torch.enable_grad(), record("embedding", "state/z", detach=False) as seen:
+            model.forward(token_T.expand(len(some_N), -1))
+        z_ND = seen["state/z"][torch.arange(len(some_N)), some_N]
+        found.append((seen["embedding"], z_ND))
+    generator = torch.Generator().manual_seed(seed)
+    moved, along = [], []
+    for x_NTD, z_ND in found:
+        direction_ND = torch.randn(z_ND.shape, generator=generator, dtype=z_ND.dtype).to(z_ND.device)
+        (slope_NTD,) = torch.autograd.grad((z_ND * direction_ND).sum(), x_NTD)
+        moved.append(slope_NTD.square().sum(dim=-1))
+        along.append((slope_NTD * x_NTD.detach()).sum(dim=-1).square())
+    means = (torch.cat(parts).unflatten(0, (-1, directions)).mean(dim=1).sqrt() for parts in (moved, along))
+    gradient_RT, input_gradient_RT = means
+    return gradient_RT, input_gradient_RT
+
+
+@torch.no_grad()
+def replacement_attribution(
+    model: GSM, token_T: Tensor, rows: Sequence[int], sources: Sequence[int], substitute_SN: Tensor
+) -> Tensor:
+    """How far z of some rows moves when a token is replaced: the mean length of the difference, float [R, N].
+
+    Args:
+        model: any GSM.
+        token_T: int64, one document.
+        rows: positions whose z is asked about.
+        sources: positions whose token is replaced, one at a time.
+        substitute_SN: int64, what it is replaced by, S times in turn.
+    """
+    z_RD = z_of(model, token_T[None], rows)[0]
+    moved_SNR = []
+    for substitute_N in substitute_SN.to(token_T.device):
+        token_NT = token_T.repeat(len(sources), 1)
+        token_NT[torch.arange(len(sources)), torch.as_tensor(sources)] = substitute_N
+        parts = token_NT.split(max(1, AT_ONCE // len(token_T)))
+        moved_SNR.append(torch.cat([(z_of(model, part, rows) - z_RD).norm(dim=-1) for part in parts]))
+    return torch.stack(moved_SNR).mean(dim=0).T
+
+
+@torch.no_grad()
+def emptied_slots_attribution(model: GSM, token_T: Tensor, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
+    """How far z of some rows moves when a slot of all banks is emptied, float [R, N]: ``without_slots``, one a time."""
+    z_RD, total = z_of(model, token_T[None], rows)[0], len(token_T) // model.geometry.encoder_ratio
+    gone_NF = torch.zeros(len(slots), total, dtype=torch.bool, device=token_T.device)
+    gone_NF[torch.arange(len(slots)), torch.as_tensor(slots)] = True
+    moved = []
+    for some_NF in gone_NF.split(max(1, AT_ONCE // len(token_T))):
+        with without_slots(model, some_NF):
+            moved.append((z_of(model, token_T.expand(len(some_NF), -1), rows) - z_RD).norm(dim=-1))
+    return torch.cat(moved).T
+
+
+def z_of(model: GSM, token_BT: Tensor, rows: Sequence[int]) -> Tensor:
+    """z at some positions, [B, R, D], of sequences that are one document each."""
+    with model.evaluating(), record("state/z") as seen:
+        model.forward(token_BT)
+    return promoted(seen["state/z"][:, list(rows)])
+
+
+def spearman(one_N: Tensor, other_N: Tensor) -> float:
+    """The rank correlation of two lists, -1 to 1; equal values share the mean of their ranks. NaN if all of a list are
+    equal."""
+    ranks_2N = torch.stack([_ranks(one_N), _ranks(other_N)])
+    return float(torch.corrcoef(ranks_2N)[0, 1])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Rank correlations with how far z moves when a token is replaced, of every row over the sources before it.
+
+    Attributes:
+        rows: the positions whose z was asked about.
+        sources: the positions that were replaced.
+        rollout_R, gradient_R, input_gradient_R: float64, of each way to attribute.
+        attributed: by way, ``replaced`` too, what it says: float [R, N].
+    """
+
+    rows: tuple[int, ...]
+    sources: tuple[int, ...]
+    rollout_R: Tensor
+    gradient_R: Tensor
+    input_gradient_R: Tensor
+    attributed: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        names = ("rollout", "gradient", "input_gradient")
+        values = {name: getattr(self, f"{name}_R") for name in names}
+        return "\n".join(
+            f"{name.replace('_', ' x '):<17}{value_R.nanmean():6.3f}  (from {value_R.min():.3f} to {value_R.max():.3f})"
+            for name, value_R in values.items()
+        )
+
+
+def agreement(
+    model: GSM,
+    token_T: Tensor,
+    rows: Sequence[int],
+    sources: Sequence[int] | None = None,
+    *,
+    alphabet: Sequence[int] | None = None,
+    substitutes: int = 2,
+    directions: int = 4,
+    seed: int = 0,
+) -> Agreement:
+    """Holds rollout and gradients against replaced tokens.
+
+    Args:
+        model: any GSM.
+        token_T: int64, one document.
+        rows: positions whose z is asked about.
+        sources: positions to replace; None: all up to the last row. Those behind a row do not count for it.
+        alphabet: tokens to replace by, any but the token itself; None: all of the vocabulary.
+        substitutes: how many of them for each source.
+        directions, seed: as of ``gradient_attribution``; the substitutes are drawn from the seed too.
+    """
+    sources = range(max(rows) + 1) if sources is None else sources
+    known = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
+    generator = torch.Generator().manual_seed(seed)
+    substitute_SN = torch.stack([_others(known, token_T[list(sources)], generator) for _ in range(substitutes)])
+    moved_RN = replacement_attribution(model, token_T, rows, sources, substitute_SN)
+    gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions, seed=seed)
+    with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
+        model.forward(token_T[None])
+    said = {"rollout": state_routes(model, seen).total_TT[list(rows)], "gradient": gradient_RT, "input": input_RT}
+    said = {name: value_RT[:, list(sources)] for name, value_RT in said.items()}
+    ranked = {name: _row_by_row(value_RN, moved_RN, rows, sources) for name, value_RN in said.items()}
+    return Agreement(
+        tuple(rows),
+        tuple(sources),
+        ranked["rollout"],
+        ranked["gradient"],
+        ranked["input"],
+        {**said, "replaced": moved_RN},
+    )
+
+
+def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
+    before = [[place for place, source in enumerate(sources) if source <= row] for row in rows]
+    pairs = zip(one_RN, other_RN, before, strict=True)
+    return torch.tensor([spearman(one_N[kept], other_N[kept]) for one_N, other_N, kept in pairs], dtype=torch.float64)
+
+
+def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
+    """For every token one of the known ones, not itself."""
+    drawn_N = known[torch.randint(len(known), token_N.shape, generator=generator)]
+    place_N = torch.randint(len(known), token_N.shape, generator=generator)
+    return torch.where(drawn_N == token_N.cpu(), known[place_N], drawn_N)
+
+
+def _ranks(value_N: Tensor) -> Tensor:
+    _, which_N, count_U = value_N.unique(return_inverse=True, return_counts=True)
+    last_U = count_U.cumsum(dim=0)
+    return (last_U - (count_U - 1) / 2)[which_N].double()

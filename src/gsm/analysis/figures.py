@@ -1,0 +1,147 @@
+"""Figures of what ``gsm.analysis`` finds: each draws on axes that it is given (``gsm.eval.plots.figure``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gsm.analysis.attribution import Agreement
+from gsm.analysis.needles import NeedleMap, NeedleTest
+from gsm.analysis.probes import Probe
+from gsm.analysis.retrieval import by_distance, names_of, sinks
+from gsm.analysis.rollout import Routes
+from gsm.eval import plots
+from gsm.models.gsm import GSM
+from gsm.observe import Seen
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMALL = 8  # points of the smallest letters
+
+
+def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> None:
+    """Where one row's entry of the state comes from: a bar for each source position, a colour for each way.
+
+    Positions in ``told`` (a needle's) get a mark below the axis.
+    """
+    below_T = torch.zeros_like(routes.share_STT[0, row])
+    for name, style, share_TT in zip(routes.names, plots.styles(routes.names).values(), routes.share_STT, strict=True):
+        share_T = share_TT[row]
+        label = f"{name} ({float(share_T.sum()):.0%})"
+        axes.bar(
+            range(row + 1), share_T[: row + 1], bottom=below_T[: row + 1], width=1.0, color=style.colour, label=label
+        )
+        below_T = below_T + share_T
+    if told:
+        at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": "#000000", "markersize": 6}
+        axes.plot(list(told), [-0.02] * len(told), "^", label="the needle", zorder=3, **at)
+    axes.set_xlim(-2, row + 2)
+    _name(axes, "source position (tokens)", f"share of the entry at {row}")
+    axes.legend(frameon=False, fontsize=SMALL)
+
+
+def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
+    """One way to attribute against how far z moves when a token is replaced: a dot a pair of row and source; both on
+    logarithmic scales, with what is 0 left out."""
+    style = plots.styles(found.attributed)[way]
+    said_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
+    kept_N = (said_N > 0) & (moved_N > 0)
+    axes.loglog(said_N[kept_N], moved_N[kept_N], ".", color=style.colour, markersize=4, alpha=0.6)
+    mean = float(
+        {"rollout": found.rollout_R, "gradient": found.gradient_R, "input": found.input_gradient_R}[way].mean()
+    )
+    axes.set_title(f"rank correlation {mean:.2f}", fontsize=9)
+    _name(axes, {"input": "input x gradient"}.get(way, way), "movement of z (its units)")
+
+
+def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
+    """Accuracy of probes by distance, evenly spaced: a line for each thing that is read; dotted lines are of shuffled
+    labels, the grey one is chance."""
+    ticks = sorted({distance for curve in found.values() for distance in curve})
+    for (name, curve), style in zip(found.items(), plots.styles(found).values(), strict=True):
+        distances, numbers = list(curve), list(curve.values())
+        how: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 4, "linewidth": 1.4}
+        label = f"{name} ({numbers[0].features:,} numbers)"
+        places = [ticks.index(distance) for distance in distances]
+        axes.plot(places, [one.accuracy for one in numbers], label=label, **how)
+        axes.plot(places, [one.shuffled for one in numbers], ":", color=style.colour, linewidth=1)
+    chance = [one.chance for curve in found.values() for one in curve.values()]
+    axes.axhline(sum(chance) / len(chance), color="#888888", linewidth=1, label="chance")
+    axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
+    axes.set_ylim(-0.02, 1.02)
+    _name(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
+    axes.legend(frameon=False, fontsize=SMALL)
+
+
+def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
+    """A needle map: a row for each length, a column for each depth, the fraction answered in each cell."""
+    axes.imshow(found.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+    for (row, column), value in _cells(found.accuracy_LD):
+        if value == value:  # else no needle lies there
+            colour = "white" if value < 0.6 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=SMALL)
+    middles = [(low + high) / 2 for low, high in zip(found.edges, found.edges[1:], strict=False)]
+    axes.set_xticks(range(len(middles)), [f"{middle:.0%}" for middle in middles])
+    axes.set_yticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
+    axes.set_title(title, fontsize=9)
+    _name(axes, "depth of the needle (of the length)", "length (tokens)")
+
+
+def tests(axes: Axes, found: Mapping[str, NeedleTest]) -> None:
+    """Intervention tests side by side: the fraction answered with everything, without what attribution names, and
+    without as many others."""
+    for number, (part, label) in enumerate(
+        (
+            ("whole", "nothing removed"),
+            ("without_named", "what attribution names"),
+            ("without_others", "as many others"),
+        )
+    ):
+        values = [getattr(test, part).accuracy for test in found.values()]
+        places = [place + 0.27 * (number - 1) for place in range(len(found))]
+        axes.bar(places, values, width=0.25, color=plots.COLOURS[(6, 1, 0)[number]], label=label)
+        for place, value in zip(places, values, strict=True):
+            axes.text(place, value + 0.01, f"{value:.2f}", ha="center", va="bottom", fontsize=SMALL)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set_ylim(0, 1.35)
+    _name(axes, "removed", "questions answered (fraction)")
+    axes.legend(frameon=False, fontsize=SMALL, ncols=3, loc="upper center")
+
+
+def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:
+    """Where the weight of some attentions falls, by distance in doubling steps up to ``most`` tokens."""
+    edges = torch.tensor([0, *(1 << power for power in range((most - 1).bit_length()))])
+    labels = ["0", "1", *(f"{low:,}-{2 * low - 1:,}" for low in edges[2:].tolist())]
+    for name, style in plots.styles(names).items():
+        weight_D = by_distance(model, seen, name, edges)
+        axes.plot(range(len(labels)), weight_D, style.marker + style.line, color=style.colour, markersize=4, label=name)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, None)
+    _name(axes, "distance (tokens)", "attention (fraction)")
+    axes.legend(frameon=False, fontsize=SMALL)
+
+
+def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
+    """How much each attention leaves to its sink: a bar for the mean over heads, a dot for each head."""
+    found = sinks(model, seen)
+    colours = {"encoder": plots.COLOURS[0], "stage": plots.COLOURS[1], "decoder": plots.COLOURS[2]}
+    for place, (name, weight_H) in enumerate(found.items()):
+        axes.bar(place, float(weight_H.mean()), color=colours[name.partition("/")[0]], width=0.7, alpha=0.75)
+        axes.plot([place] * len(weight_H), weight_H.tolist(), ".", color="#000000", markersize=4)
+    axes.set_xticks(range(len(found)), names_of(model), rotation=40, ha="right")
+    axes.set_ylim(0, 1)
+    _name(axes, "", "weight of the sink (fraction)")
+
+
+def _cells(value_YX: Tensor) -> list[tuple[tuple[int, int], float]]:
+    rows, columns = value_YX.shape
+    return [((row, column), float(value_YX[row, column])) for row in range(rows) for column in range(columns)]
+
+
+def _name(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)

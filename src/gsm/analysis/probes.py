@@ -1,0 +1,165 @@
+"""What a linear map can still read of the past from what a model keeps: ridge regression in closed form, on held-out
+sequences, beside the same with shuffled labels.
+
+A probe tells what is there, not what the model makes use of: for that, take it away (``gsm.analysis.interventions``).
+
+B sequences, T positions, R rows, N samples, F features, Y classes, M entries of the state, C their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
+from gsm.observe import Seen, record
+from gsm.shapes import promoted
+from gsm_kernels import rotate
+
+TAPS = ("state/entries", "state/z", "decoder/*/state")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How well one probe does on samples that it was not fitted to.
+
+    Attributes:
+        accuracy: fraction of labels found.
+        shuffled: the same of a probe that was fitted to the labels in another order: what is left is chance, and how
+            far it reaches by luck.
+        chance: the fraction that always saying the commonest label of the training samples would find.
+        fitted, tested: samples of each kind.
+        features: numbers that it reads.
+    """
+
+    accuracy: float
+    shuffled: float
+    chance: float
+    fitted: int
+    tested: int
+    features: int
+
+
+def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge: float = 0.1, seed: int = 0) -> Probe:
+    """Fits a linear map from features to labels, one-hot, and tests it.
+
+    Args:
+        feature_NF: float; each is brought to mean 0 and variance 1 by the samples that are fitted.
+        label_N: int64, in [0, Y).
+        held_out: this fraction of the samples, the last ones, is for testing; so samples of one sequence belong
+            together.
+        ridge: weight of the squared map, in units of the mean squared feature summed over the samples.
+        seed: of the shuffled labels.
+
+    Raises:
+        ValueError: fewer than two samples for either.
+    """
+    fitted = len(label_N) - round(held_out * len(label_N))
+    if min(fitted, len(label_N) - fitted) < 2:
+        raise ValueError(
+            f"{len(label_N)} samples of which held_out {held_out} are for testing leave fewer than 2 for one of the two"
+        )
+    feature_NF = promoted(feature_NF)
+    mean_F, spread_F = feature_NF[:fitted].mean(dim=0), feature_NF[:fitted].std(dim=0)
+    feature_NF = (feature_NF - mean_F) / spread_F.where(spread_F > 0, 1)
+    near_NF, far_NF, test_N = feature_NF[:fitted], feature_NF[fitted:], label_N[fitted:]
+    shuffle_N = torch.randperm(fitted, generator=torch.Generator().manual_seed(seed)).to(label_N.device)
+    orders = [label_N[:fitted], label_N[:fitted][shuffle_N]]
+    target_NX = torch.cat([_one_hot(order_N, int(label_N.max()) + 1, near_NF.dtype) for order_N in orders], dim=1)
+    said = (far_NF @ ridge_map(near_NF, target_NX, ridge * fitted)).chunk(2, dim=1)
+    right, lucky = (float((said_NY.argmax(dim=1) == test_N).float().mean()) for said_NY in said)
+    common = int(torch.bincount(label_N[:fitted]).argmax())
+    return Probe(right, lucky, float((test_N == common).float().mean()), fitted, len(test_N), feature_NF.shape[1])
+
+
+def ridge_map(feature_NF: Tensor, target_NY: Tensor, weight: float) -> Tensor:
+    """The map X [F, Y] with the least ||features X - targets||^2 + weight ||X||^2; targets lose their mean first.
+
+    Solved for features or for samples, whichever are fewer.
+    """
+    samples, features = feature_NF.shape
+    target_NY = target_NY - target_NY.mean(dim=0)
+    few = feature_NF.T @ feature_NF if features <= samples else feature_NF @ feature_NF.T
+    few.diagonal().add_(weight)
+    if features <= samples:
+        return torch.linalg.solve(few, feature_NF.T @ target_NY)
+    return feature_NF.T @ torch.linalg.solve(few, target_NY)
+
+
+def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: int = 4096) -> dict[str, Tensor]:
+    """What a model keeps behind some positions, as features, [B, R, F] each.
+
+    * GSM: ``z`` of the row; ``entry``, what the row itself has written, before its rotation; ``state``, all M entries
+      that it sees, zeros where there are fewer.
+    * recurrent layers: ``state``, the matrices of all layers.
+
+    Sequences are read in chunks with a memory, so that they may be long.
+
+    Args:
+        model: GSM, or a model all or some of whose layers are recurrent.
+        token_BT: int64, one document each.
+        rows: positions, ascending.
+        chunk: tokens read at a time.
+
+    Raises:
+        ValueError: the model keeps neither, or rows do not ascend.
+    """
+    if list(rows) != sorted(set(rows)):
+        raise ValueError(f"rows {list(rows)} must ascend without repetition")
+    memory, read, found = model.start(len(token_BT)), 0, []
+    for row in rows:
+        with model.evaluating(), record(*TAPS) as seen:
+            memory = model.prefill(token_BT[:, read : row + 1], memory, chunk).memory
+        assert memory is not None  # one was given
+        found.append(_features(model, seen, row))
+        read = row + 1
+    return {name: torch.stack([one[name] for one in found], dim=1) for name in found[0]}
+
+
+def by_distance(
+    model: LanguageModel, token_BT: Tensor, rows: Sequence[int], distances: Sequence[int], **options: float
+) -> dict[str, dict[int, Probe]]:
+    """Probes for the token so many positions before a row, by what is read (``states``) and by distance.
+
+    Args:
+        model, rows: as of ``states``.
+        token_BT: int64, drawn at random, or what is near tells something of what is far.
+        distances: in tokens, 0 for the row's own; at most the first row. Sequences are the samples, so that none is
+            both fitted and tested; there are B x R of them.
+        options: of ``probe``.
+
+    Raises:
+        ValueError: as ``states``, or a distance is beyond the first row.
+    """
+    if max(distances) > min(rows):
+        raise ValueError(f"distance {max(distances)} reaches back beyond the sequence from row {min(rows)}")
+    found = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
+    label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
+    return {
+        name: {distance: probe(value_NF, label[distance], **options) for distance in distances}  # pyright: ignore[reportArgumentType]
+        for name, value_NF in found.items()
+    }
+
+
+def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:
+    if not isinstance(model, GSM):
+        layers = [value_BHCC.flatten(1) for name, value_BHCC in seen.items() if name.endswith("/state")]
+        if not layers:
+            raise ValueError(f"{type(model).__name__} keeps no state of a fixed size that could be probed")
+        return {"state": torch.cat(layers, dim=1)}
+    each, count = model.writer.slots, min(row + 1, model.writer.positions)
+    entry_BEC = seen["state/entries"][:, -count * each :]
+    position_1E = torch.arange(row + 1 - count, row + 1).repeat_interleave(each)[None].to(entry_BEC.device)
+    turned = (x.expand(len(entry_BEC), -1, -1) for x in model.writer.rope(position_1E, entry_BEC.dtype))
+    latent_BEC = rotate(entry_BEC, *turned, inverse=True)
+    missing = model.writer.positions * each - latent_BEC.shape[1]
+    state_BMC = torch.nn.functional.pad(latent_BEC, (0, 0, missing, 0))
+    return {"z": seen["state/z"][:, -1], "entry": latent_BEC[:, -each:].flatten(1), "state": state_BMC.flatten(1)}
+
+
+def _one_hot(label_N: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.one_hot(label_N, classes).to(dtype)

@@ -1,0 +1,123 @@
+"""Which source positions reach each entry of the state, and by which way: attention weights multiplied through the
+layers (rollout: Abnar and Zuidema, 2020), with GSM's banks, stages and writer.
+
+    A_0 = 1,    A_l = (A_(l-1) + near_l A_(l-1) + far_l A_(b-1)) / its sum            encoder layer l, bank of layer b
+    stage s on layer l:    near_s A_(l-1) + far_s A_(b-1), divided by its sum
+    state:                 sum over ways of share x map,  share of a way = how long the part of z is that comes by it
+
+A layer adds what it reads to its stream, so both count, what it reads as much as its weights sum to: the rest goes to
+the sink. Weights are fair shares here, since entries are keys and values at once and leave a norm, all about equally
+long. Left out, as in every rollout: what feed-forwards do, how long a layer's update is beside its stream, how several
+residual streams are mixed, and that queries decide what is read. ``gsm.analysis.attribution`` holds it against
+gradients and interventions.
+
+S ways: the encoder, then each stage. T positions, R rows, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.eval.attention import attention_map, attention_parts
+from gsm.models.gsm import GSM
+from gsm.observe import Seen
+
+TAPS = ("position", "encoder/*/weights", "*/top_k", "stage/*", "state/e", "decoder/*/weights")
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the state of one sequence comes from.
+
+    Attributes:
+        names: of the ways: ``encoder``, ``stage/1``, ...
+        share_STT: float, how much of the entry of a row (second dimension) comes by a way from a position (third);
+            over ways and positions it sums to 1.
+    """
+
+    names: tuple[str, ...]
+    share_STT: Tensor
+
+    @property
+    def total_TT(self) -> Tensor:
+        """By all ways together; rows sum to 1."""
+        return self.share_STT.sum(dim=0)
+
+    @property
+    def way_ST(self) -> Tensor:
+        """How much of each row's entry came by each way; columns sum to 1."""
+        return self.share_STT.sum(dim=-1)
+
+
+def state_routes(model: GSM, seen: Seen, sequence: int = 0) -> Routes:
+    """Rollout from the source positions to every entry of the state.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory that asked for all rows, of one document a sequence (``TAPS``).
+        sequence: which of the batch.
+
+    Raises:
+        ValueError: the call has pruned rows, so that maps of layers cannot be multiplied.
+    """
+    layers_LTT = encoder_rollout(model, seen, sequence)
+    maps, names = [layers_LTT[-1]], ["encoder"]
+    for stage, layer in enumerate(model.aggregation.layers, 1):
+        read_TT = _read(model, seen, f"stage/{stage}", sequence, layers_LTT, layer)
+        names.append(f"stage/{stage}")
+        maps.append(read_TT / read_TT.sum(dim=-1, keepdim=True).clamp(min=1e-12))
+    share_ST = parts_of_state(model, seen, sequence)
+    return Routes(tuple(names), share_ST[..., None] * torch.stack(maps))
+
+
+def encoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+    """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
+    length, first = seen["position"].shape[1], seen["encoder/1/weights"]
+    if first.shape[1] != length or seen["state/e"].shape[1] != length:
+        raise ValueError(f"rollout needs a call that asks for all {length} rows: leave rows and memory out")
+    maps_LTT = [torch.eye(length, dtype=first.dtype, device=first.device)]
+    for layer in range(1, model.geometry.encoder_layers + 1):
+        read_TT = _read(model, seen, f"encoder/{layer}", sequence, maps_LTT, layer)
+        mixed_TT = maps_LTT[-1] + read_TT
+        maps_LTT.append(mixed_TT / mixed_TT.sum(dim=-1, keepdim=True))
+    return torch.stack(maps_LTT)
+
+
+def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+    """How long the part of z is that comes by each way, as shares, float [S, T]: what z loses in length, as the writer
+    makes it, when only that way brings nothing."""
+    parts = [seen["state/e"], *(seen[f"stage/{stage}/increment"] for stage, _ in enumerate(model.aggregation, 1))]
+    parts = [part_BTD[sequence, None] for part_BTD in parts]
+    with torch.no_grad():
+        whole_1TD = _fused(model, parts)
+        without = [parts[:way] + [torch.zeros_like(part)] + parts[way + 1 :] for way, part in enumerate(parts)]
+        length_ST = torch.cat([(whole_1TD - _fused(model, less)).norm(dim=-1) for less in without])
+    return length_ST / length_ST.sum(dim=0).clamp(min=1e-12)
+
+
+def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+    """How much of what leaves the decoder at each row comes from each position's z, float [R, T]; rows sum to 1.
+
+    A row starts from its own z and adds what its layers read of the state: E_l = (E_(l-1) + map_l) / its sum.
+    """
+    geometry = model.geometry
+    rows, length = seen[f"decoder/{geometry.depth}/weights"].shape[1], seen["position"].shape[1]
+    mixed_RT = torch.eye(length, dtype=seen["state/e"].dtype, device=seen["position"].device)[-rows:]
+    for layer in range(geometry.encoder_layers + 1, geometry.depth + 1):
+        mixed_RT = mixed_RT + attention_map(model, seen, f"decoder/{layer}", sequence)
+        mixed_RT = mixed_RT / mixed_RT.sum(dim=-1, keepdim=True)
+    return mixed_RT
+
+
+def _read(model: GSM, seen: Seen, name: str, sequence: int, maps: Tensor | list[Tensor], layer: int) -> Tensor:
+    """What an attention on encoder layer ``layer`` takes from the sources, [T, T]; rows sum to 1 less the sink."""
+    near_TT, far_TT = attention_parts(model, seen, name, sequence)
+    owner = max((bank for bank in model.geometry.bank_layers if bank <= layer), default=layer)
+    return near_TT @ maps[layer - 1] + far_TT @ maps[owner - 1]
+
+
+def _fused(model: GSM, parts: list[Tensor]) -> Tensor:
+    return model.writer.fuse(parts[0], tuple(parts[1:]))

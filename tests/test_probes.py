@@ -1,0 +1,125 @@
+"""Probes find what is there, and nothing where nothing is; and what else is looked at in a state."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, variant
+
+import gsm
+from gsm.analysis import drawing, probes, retrieval
+from gsm.eval.state import effective_rank, latents, state_facts
+from gsm.paths import ROOT
+
+CLASSES = 5
+
+
+def samples(count: int, features: int, hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features, and labels that are hidden in them, or are not."""
+    feature_NF, label_N = torch.randn(count, features), torch.randint(CLASSES, (count,))
+    direction_YF = torch.randn(CLASSES, features)
+    return feature_NF + (4 * direction_YF[label_N] if hidden else 0), label_N
+
+
+@pytest.mark.parametrize("features", [10, 600])
+def test_a_probe_finds_what_is_hidden_and_only_that(features: int):
+    found = probes.probe(*samples(400, features, hidden=True))
+    assert found.accuracy > 0.95 and (found.fitted, found.tested, found.features) == (300, 100, features)
+    nothing = probes.probe(*samples(400, features, hidden=False))
+    for lucky in (nothing.accuracy, found.shuffled, nothing.shuffled, found.chance):
+        assert lucky < 0.4, "chance is 0.2: with more features than samples, what was fitted is no evidence"
+
+
+def test_a_map_is_the_same_whether_solved_for_features_or_for_samples():
+    feature_NF, target_NY = torch.randn(12, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    one = probes.ridge_map(feature_NF, target_NY, 0.3)
+    other = probes.ridge_map(torch.nn.functional.pad(feature_NF, (0, 1)), target_NY, 0.3)[:-1]
+    assert_same(one, other, "the map of 12 features, and of 13 of which one is empty")
+    error_NY = feature_NF @ one - (target_NY - target_NY.mean(0))
+    assert_same(feature_NF.T @ error_NY + 0.3 * one, torch.zeros_like(one), "the gradient of what it minimises")
+
+
+@pytest.mark.parametrize("case", ["gsm-writer=additive", "gsm-writer=multi_slot", "gsm-writer=delta", "delta_net"])
+def test_states_do_not_depend_on_how_the_text_was_cut(case: str):
+    model, token_BT = build(case), random_tokens(3, 40)
+    whole, cut = probes.states(model, token_BT, [39]), probes.states(model, token_BT, [4, 9, 39], chunk=7)
+    for name, value_BRF in whole.items():
+        assert_same(value_BRF[:, 0], cut[name][:, -1], name, tolerance=1e-8)
+    if case != "delta_net":
+        assert torch.equal(whole["state"][..., -whole["entry"].shape[-1] :], whole["entry"]), "the newest comes last"
+        empty = (model.writer.positions - 5) * model.writer.slots * GEOMETRY.entry_dim
+        at_4 = cut["state"][:, 0] != 0
+        assert not at_4[:, : max(0, empty)].any() and at_4[:, max(0, empty) :].all(), "five positions, or all it has"
+    else:
+        assert set(whole) == {"state"}
+
+
+def test_a_state_holds_its_own_token_and_no_token_from_beyond_all_that_carries():
+    windows = {"geometry": SHALLOW, "retriever": variant("retriever", "window_only")}
+    model = build("gsm-encoder_reading=window_only", **windows)
+    token_BT = torch.randint(4, (80, 40), generator=torch.Generator().manual_seed(1))
+    found = probes.by_distance(model, token_BT, range(34, 40), [0, 1, 30])
+    assert found["z"][0].accuracy > 0.95 and found["entry"][0].accuracy > 0.8
+    assert found["state"][1].accuracy > 0.8
+    for one in (by_distance[30] for by_distance in found.values()):
+        assert one.accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
+    with pytest.raises(ValueError, match="distance 35 reaches back beyond"):
+        probes.by_distance(model, token_BT, [34], [35])
+
+
+def test_a_model_without_a_state_is_named():
+    with pytest.raises(ValueError, match="keeps no state of a fixed size"):
+        probes.states(build("transformer"), random_tokens(1, 4), [3])
+
+
+def test_what_falls_at_all_distances_and_on_the_sink_is_one():
+    model = build("gsm-writer=multi_slot")
+    with torch.no_grad(), gsm.record("position", "*/weights", "*/top_k") as seen:
+        model(random_tokens(2, 30))
+    for name in retrieval.names_of(model):
+        far_D = retrieval.by_distance(model, seen, name, torch.tensor([0, 1, 2, 4, 8, 16]))
+        sink_H = retrieval.sinks(model, seen)[name]
+        assert_same(far_D.sum() + sink_H.mean(), torch.ones((), dtype=torch.float64), name)
+        window = model.writer.positions if name.startswith("decoder") else GEOMETRY.window
+        reads_bank = f"{name}/top_k" in seen
+        assert (far_D[-1] > 0) == reads_bank, f"{name} sees {window} entries, and a bank: {reads_bank}"
+
+
+def test_effective_rank_counts_directions():
+    assert effective_rank(torch.eye(5)[:3]) == pytest.approx(3)
+    assert effective_rank(torch.ones(7, 4)) == pytest.approx(1, abs=1e-3)
+    assert 1 < effective_rank(torch.diag(torch.tensor([1.0, 0.1]))) < 2
+    assert effective_rank(torch.zeros(3, 2)) == 0
+
+
+@torch.no_grad()
+def test_latents_are_the_entries_before_their_rotation_and_facts_leave_padding_out():
+    model, token_BT = build("gsm-writer=multi_slot"), random_tokens(2, 20)
+    documents = torch.tensor([[0] * 20, [-1] * 17 + [0] * 3])
+    with gsm.record() as seen:
+        model(token_BT, documents=documents)
+    x_BTD = model.writer.norm(seen["state/z"])
+    want = torch.stack([entry.latent(x_BTD) for entry in (model.writer.entry, *model.writer.further)], 2).flatten(1, 2)
+    real_BE = (documents >= 0).repeat_interleave(model.writer.slots, dim=1)
+    assert_same(latents(model, seen)[real_BE], want[real_BE], "latents")
+    facts, last = state_facts(model, seen), model.writer.positions * model.writer.slots
+    assert facts["state/norm"] == pytest.approx(float(seen["state/z"][documents >= 0].norm(dim=-1).mean()))
+    ranks = [effective_rank(want[0, -last:]), effective_rank(want[1, -3 * model.writer.slots :])]
+    assert facts["state/effective_rank"] == pytest.approx(sum(ranks) / 2)
+
+
+@pytest.mark.parametrize("stages", [None, []])
+def test_the_drawing_has_all_layers_and_stages(stages: list[int] | None):
+    root = ElementTree.fromstring(drawing.draw(GEOMETRY, stages=stages))
+    boxes = [one.get("class") for one in root.iter("{http://www.w3.org/2000/svg}rect") if "box" in one.get("class", "")]
+    assert boxes.count("encoder box") == 4 and boxes.count("decoder box") == 4 and boxes.count("state box") == 1
+    assert boxes.count("stage box") == (3 if stages is None else 1), "the stages, and the writer"
+    words = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"the last {M} entries" in words
+
+
+def test_the_drawing_in_the_documentation_is_of_today(tmp_path):
+    drawing.main([str(tmp_path / "drawn.svg")])
+    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/architecture.svg").read_text()
