@@ -184,6 +184,21 @@ def test_curves_are_means_over_the_seeds_by_step_or_by_the_tokens_until_then(exp
     assert drawn[2].axes[0].get_xlabel() == "tokens trained on"
 
 
+def test_runs_that_were_tested_at_several_lengths_get_a_panel_for_each_task(tmp_path: Path, drawn: list[Any]):
+    for arm, long in (("direct", 0.25), ("steps", 1.0)):
+        for seed in (0, 1):
+            tested = {"parity": {"8": 1.0, "32": 1.0 - seed / 2}, "S5": {"8": 1.0, "32": long}}
+            write_run(tmp_path / "logs/tracking", arm, seed, 0.5, by_length=tested)
+    compare(str(tmp_path / "logs/tracking"), columns="by_length.S5.32")
+    parity, s5 = drawn[2].axes
+    assert (parity.get_title(), s5.get_title(), parity.get_legend()) == ("parity", "S5", None)
+    lines = {line.get_label(): list(line.get_ydata()) for line in s5.get_lines()}
+    assert lines == {"direct": [1.0, 0.25], "steps": [1.0, 1.0]}
+    assert [list(line.get_ydata()) for line in parity.get_lines()] == [[1.0, 0.75]] * 2, "means over seeds"
+    assert [label.get_text() for label in s5.get_xticklabels()] == ["8", "32"]
+    assert "comparison_lengths.png" in (tmp_path / "logs/tracking/comparison.md").read_text()
+
+
 def test_final_values_and_pairs_are_those_of_the_summaries(experiment: Path, drawn: list[Any]):
     pytest.importorskip("matplotlib")
     write_run(experiment, "paper", 3, 0.6, cache_bytes=1024)

@@ -14,8 +14,8 @@ import tiny_text
 from short_runs import TINY
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval import loglikelihood
-from gsm.runs import command_line, downstream
+from gsm.eval import loglikelihood, ruler
+from gsm.runs import command_line, commands, downstream
 from gsm.runs.compose import compose
 from gsm.runs.fit import train
 from gsm.runs.load import load_model
@@ -81,11 +81,37 @@ def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsy
     both = [100 * runs["gsm", seed] for seed in (0, 1)]
     assert f"{statistics.fmean(both):.2f} +- {statistics.stdev(both):.2f}" in printed
     table, differences = found["tables"]
-    assert table[0] == ["task (%)", "baseline", "gsm", "separate", "shared"] and table[-1][-2:] == ["64.92", "64.77"]
+    rows = {row[0]: row[1:] for row in table}
+    assert rows["task (%)"] == ["baseline", "gsm", "separate", "shared"]
+    assert rows["Standard Avg."][-2:] == ["64.92", "64.77"] and rows["RULER Avg."] == ["-", "-", "96.67", "94.33"]
+    assert "RULER: nothing for baseline/seed0, gsm/seed0, gsm/seed1; ruler=true asks" in " ".join(printed.split())
     assert differences[0] == ["minus baseline, with 95 % interval", "gsm"]
     blimp = dict(map(tuple, differences[1:]))["blimp"]
     assert blimp.startswith(f"{both[0] - 100 * runs['baseline', 0]:+.2f} ["), "the seed that both arms have"
     assert found["runs"][0]["tasks"]["piqa"]["settings"]["context"] == 32
+
+
+def test_ruler_is_asked_beside_the_tasks_once_and_stands_in_the_same_table(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = "tasks=niah_single_1 lengths=240,300 template=short words=2 new_tokens=2 examples=2".split()
+    words = ["tasks=ablation", "ruler=true", *(f"ruler.{word}" for word in asked), f"output={tmp_path}"]
+    given = [f"checkpoint={place / 'logs/gsm/seed1'}", f"data={place / 'data'}", *words]
+    command, arguments = commands.choose(given)
+    command_line.call(command.evaluate, command.name, arguments)
+    answered = json.loads((place / "logs/gsm/seed1/ruler.json").read_text())["averages"]
+    found = json.loads((tmp_path / "tasks.json").read_text())
+    rows = {row[0]: row[1] for row in found["tables"][0]}
+    assert rows["RULER Avg."] == f"{answered['average']:.2f}"
+    assert rows["RULER longest"] == f"{answered['by_length']['300']:.2f}"
+    assert downstream.metrics(found)["ruler_average"] == answered["average"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ruler, "complete", lambda *_: pytest.fail("this is answered already"))
+        command_line.call(command.evaluate, command.name, arguments)
+    with pytest.raises(SystemExit, match="unknown argument 'lenths'; did you mean lengths"):
+        ask(place, "gsm/seed1", "tasks=ablation", "ruler=lenths=5")
+    with pytest.raises(SystemExit, match="only tasks=ablation has it in its table: leave it out"):
+        ask(place, "gsm/seed1", "tasks=piqa", "ruler=true")
 
 
 def test_it_goes_on_where_it_was_and_says_when_it_cannot(

@@ -41,6 +41,13 @@ def spelled(batch: dict[str, torch.Tensor], row: int) -> tuple[str, list[int]]:
     return BYTES.decode(batch["tokens"][row, : first + 1].tolist()), target_T[target_T >= 0].tolist()
 
 
+def test_both_forms_of_an_answer_come_by_turns_for_each_task_after_the_same_prompts():
+    both, direct, cot = (data(answers=answers).train_set for answers in ("both", "direct", "cot"))
+    for number, own in enumerate([direct] * 3 + [cot] * 3 + [direct] * 3):  # of three tasks
+        prompt, answer = both.ids(number, 440)
+        assert (prompt == direct.ids(number, 440)[0]).all() and (answer == own.ids(number, 440)[1]).all()
+
+
 def test_only_the_answer_and_its_end_are_learned():
     batch = trained(data())[0]
     for row in range(3):
@@ -137,7 +144,7 @@ def test_the_fingerprint_tells_whatever_changes_the_examples():
         ({"new_tokens": 30, "answers": "cot"}, "answers 'cot' take .* set data.new_tokens to at least"),
         ({"lengths": [360, 200]}, "length 200 is too short for niah_single_1"),
         ({"lengths": [700]}, r"lengths \[700\] go beyond context 640"),
-        ({"answers": "long"}, "answers 'long' is unknown; the known ones are direct, cot"),
+        ({"answers": "long"}, "answers 'long' is unknown; the known ones are direct, cot, both"),
         ({"tasks": ["niah"]}, r"tasks \['niah'\] must be some of niah_single_1"),
         ({"examples": 0}, "data.examples at least 1"),
     ],

@@ -18,7 +18,7 @@ from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import Needles, write_samples
 from gsm.data.tokenizer import Tokenizer
 from gsm.eval.ruler import complete, evaluate
-from gsm.eval.ruler_score import averages, deviations, final_answer, score, several, shown, table
+from gsm.eval.ruler_score import averages, deviations, final_answer, score, shown, table
 from gsm.paths import ROOT
 from gsm.runs import ruler as script
 from gsm.runs.check import ConfigError
@@ -218,9 +218,6 @@ def test_tables_show_lengths_means_and_what_is_not_as_in_the_benchmark():
     assert re.search(r"\| task +\| +400 \| +1K \| +Avg\. \|", text) and "without 'Final answer:': 0.0 %" in text
     assert re.search(r"\| mean +\| 100\.00 \| 100\.00 \| 100\.00 \|", text)
     assert "haystack: python's language reference; template: short" in text
-    both = several([result, result], ["one", "two"])
-    assert re.search(r"\| one +\| 100\.00 \| 100\.00 \| 100\.00 \|", both)
-    assert re.search(r"\| niah_multikey_1 \| 100\.00 \| 100\.00 \|", both)
     assert (shown(65536), shown(300)) == ("64K", "300")
 
 

@@ -2,11 +2,12 @@
 
     direct   <prompt> 8262683 END
     cot      <prompt> told here: <needle> It is about <key>, as asked. Final answer: 8262683 END
+    both     the one or the other by turns: to teach retrieval itself, before a model is adapted to either
 
-Both have the same prompts, to the letter: only what follows differs, and nothing but that is trained on. The chain of
-thought retrieves the needle, verifies its key and answers; what it says is ours, since the paper gives its last words
-alone. Example number i is a function of (seed, i, length); a pass takes all examples in order, and the lengths follow
-one another step by step, so that the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, 4K, ...
+Both forms have the same prompts, to the letter: only what follows differs, and nothing but that is trained on. The
+chain of thought retrieves the needle, verifies its key and answers; what it says is ours, since the paper gives its
+last words alone. Example number i is a function of (seed, i, length); a pass takes all examples in order, and the
+lengths follow one another step by step, so that the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, ...
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ RESPONSES = {
     "direct": " {value}",
     "cot": " told here: {needle} It is about {key}, as asked. " + MARK + " {value}",
 }
+BOTH = "both"
 HELD_OUT = 2**32 - 1  # stands for the seed in validation
 
 
@@ -43,7 +45,7 @@ class Examples:
 
     Args:
         tasks: where the samples come from; example i belongs to the one at i modulo their number.
-        answers: "direct" or "cot".
+        answers: "direct", "cot", or "both", by turns for each task.
         seed: of all of them.
         length: T of the batch that begins with a number.
         count: how many different ones there are; then they come again.
@@ -88,7 +90,9 @@ class Examples:
         """Ids of the prompt, and of the answer with its end, int32."""
         sample = self.sample(index, length)
         made, tokenizer = self.tasks[0], self.tasks[0].tokenizer
-        answer = [*tokenizer.encode(response(sample, self.answers)), tokenizer.end_of_text]
+        turn = list(RESPONSES)[index // len(self.tasks) % len(RESPONSES)]
+        said = response(sample, turn if self.answers == BOTH else self.answers)
+        answer = [*tokenizer.encode(said), tokenizer.end_of_text]
         if len(answer) > made.new_tokens:
             raise ValueError(
                 f"answers {self.answers!r} take {len(answer)} tokens with their end, and new_tokens keeps "
@@ -113,7 +117,7 @@ class RulerData(Placed):
         tasks: names of `gsm.data.ruler.TASKS`.
         lengths: T, one after another; None: a sixteenth, an eighth, a quarter and a half of `context`, which stays
             reserved for evaluation.
-        answers: "direct", or "cot" for a short chain of thought.
+        answers: "direct", "cot" for a short chain of thought, or "both" by turns.
         examples: how many different ones.
         template, haystack, keys, words, text_field, digits, new_tokens, increment: see `Ingredients.choose`.
         seed: of the training examples.
@@ -235,8 +239,9 @@ class RulerData(Placed):
         for name in ("batch_size", "examples", "validation_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is too small; give data.{name} at least 1")
-        if self.answers not in RESPONSES:
-            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {', '.join(RESPONSES)}")
+        if self.answers not in (*RESPONSES, BOTH):
+            known = ", ".join((*RESPONSES, BOTH))
+            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {known}")
         if not self.tasks or set(self.tasks) - set(TASKS):
             raise ValueError(f"tasks {self.tasks} must be some of {', '.join(TASKS)}")
         if max(self.lengths) > self.context:

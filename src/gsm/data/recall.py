@@ -38,13 +38,12 @@ class Task(Protocol):
         ...
 
     @property
-    def answers(self) -> int:
-        """Targets in a sequence."""
+    def least(self) -> int:
+        """Tokens of the shortest sequence that it can be stretched from."""
         ...
 
-    @property
-    def least(self) -> int:
-        """Tokens of the shortest sequence that ``draw`` can make."""
+    def answered(self, length: int) -> int:
+        """Targets in a sequence of so many tokens."""
         ...
 
     def check(self, length: int) -> None:
@@ -85,8 +84,7 @@ class Alphabet:
         """Number of ids."""
         return self.keys + self.values + self.fillers
 
-    @property
-    def answers(self) -> int:
+    def answered(self, length: int) -> int:
         """Targets in a sequence."""
         return self.pairs
 

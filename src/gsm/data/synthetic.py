@@ -59,7 +59,7 @@ class SyntheticData(Placed):
     Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
 
     Args:
-        task: see `gsm.data.recall`.
+        task: see `gsm.data.recall` and `gsm.data.state_tracking`.
         vocabulary: how many ids the model has.
         context: T, at validation and at the end of training.
         batch_size: B on each device.
@@ -147,7 +147,7 @@ class SyntheticData(Placed):
     def headline(self) -> dict[str, str]:
         """What the header of a run says of its data."""
         grown = f", from {self.shortest} tokens to {self.context}" if self.shortest else ""
-        asked = self.validation_sequences * self.task.answers
+        asked = self.validation_sequences * self.task.answered(self.context)
         return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {asked:,} held-out questions"}
 
     def description(self, splits: Sequence[str] = ()) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class SyntheticData(Placed):
             "task": type(self.task).__name__,
             **{name: value for name, value in vars(self.task).items()},
             "context": self.context,
-            "validation_answers": self.validation_sequences * self.task.answers,
+            "validation_answers": self.validation_sequences * self.task.answered(self.context),
         }
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gsm.eval import ruler_table
 from gsm.eval.bootstrap import paired
 from gsm.eval.show import group
 from gsm.eval.task_files import Task
 
 FILE = Path(__file__).parent / "paper.yaml"
 HUB = "hub"  # in the settings of results, where documents are not local files
-Result = Mapping[str, Any]  # of one checkpoint: `arm`, `seed`, `mixture`, and `tasks`, each with `scores` and `samples`
+# Of one checkpoint: `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its result or None.
+Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,25 @@ class Published:
         average: their unweighted means over the tasks.
         rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
             in the order of the columns (none where the paper gives averages alone).
+        ruler: where the table has RULER too, its ``average`` and that of the ``longest`` length, by column.
     """
 
     table: str
     columns: list[str]
     average: list[float]
     rows: dict[str, dict[str, Any]]
+    ruler: dict[str, list[float]] = field(default_factory=dict)
 
 
 def published(name: str) -> Published | None:
     """A table of the paper by its name, or None."""
     tables = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return Published(**tables[name]) if name in tables else None
+    return Published(**tables[name]) if "rows" in tables.get(name, {}) else None
+
+
+def published_ruler() -> dict[str, Any]:
+    """The paper's tables of RULER: `columns`, and in their order `by_length`, `average` and `by_task`."""
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))["ruler"]
 
 
 def metric(task: str, result: Result, table: Published | None) -> str:
@@ -51,11 +60,14 @@ def metric(task: str, result: Result, table: Published | None) -> str:
 
 
 def values(results: Sequence[Result], table: Published | None) -> list[dict[str, float]]:
-    """Of each result the score of every task and their unweighted mean (``average``), in percent."""
+    """Of each result the score of every task and their unweighted mean (``average``), in percent; where the table has
+    RULER, and the result too, also ``ruler_average`` and ``ruler_longest``."""
     found = []
     for result in results:
         each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
-        found.append({**each, "average": statistics.fmean(each.values())})
+        further = ruler_table.numbers(result.get("ruler")) if table and table.ruler else {}
+        ruler = {f"ruler_{name}": value for name, value in further.items()}
+        found.append({**each, "average": statistics.fmean(each.values()), **ruler})
     return found
 
 
@@ -74,8 +86,11 @@ def grid(tasks: Sequence[Task], cells: Mapping[str, Mapping[str, Any]], table: P
         dagger = "+" if table and len({table.rows[task.name][kind] for kind in ("dense", "mixture")}) > 1 else ""
         rows.append([task.title + dagger, *(_cell(cells[arm][task.name]) for arm in cells)])
         rows[-1] += [f"{number:.2f}" for number in numbers] or ["-"] * len(theirs)
-    rows.append(["Avg.", *(_cell(cells[arm]["average"]) for arm in cells)])
+    rows.append([_mean_title(table), *(_cell(cells[arm]["average"]) for arm in cells)])
     rows[-1] += [f"{number:.2f}" for number in table.average] if table else []
+    for name, numbers in table.ruler.items() if table else ():
+        ours = [_cell(cells[arm][f"ruler_{name}"]) for arm in cells]
+        rows.append([ruler_table.TITLES[name], *ours, *(f"{number:.2f}" for number in numbers)])
     return rows
 
 
@@ -91,7 +106,10 @@ def differences(results: Sequence[Result], table: Published | None) -> list[list
     for task in [*results[0]["tasks"], None]:
         wanted = list(results[0]["tasks"]) if task is None else [task]
         cells = [_difference(first, arms[name], wanted, table) for name in names[1:]]
-        rows.append(["Avg." if task is None else task, *cells])
+        rows.append([_mean_title(table) if task is None else task, *cells])
+    for name in table.ruler if table else ():
+        cells = [_ruler_difference(first, arms[other], name == "longest") for other in names[1:]]
+        rows.append([ruler_table.TITLES[name], *cells])
     return [rows] if len(names) > 1 else []
 
 
@@ -115,7 +133,22 @@ def notes(results: Sequence[Result], tasks: Sequence[Task], table: Published | N
         said.append(f"Limited: {', '.join(f'{title} {count:,}' for title, count in few.items())} samples.")
     for name, count, total in _cut(results, tasks):
         said.append(f"{name}: {count:,} of {total:,} contexts were cut on the left to what the model reads.")
+    if table and table.ruler:
+        names = [f"{arm}/seed{result['seed']}" for arm, result in by_arm(results)]
+        said += ruler_table.notes([result["ruler"] for result in results], names)
     return said
+
+
+def _mean_title(table: Published | None) -> str:
+    """What the mean over tasks is called: beside RULER's, as the paper does."""
+    return "Standard Avg." if table and table.ruler else "Avg."
+
+
+def _ruler_difference(first: Mapping[Any, Result], second: Mapping[Any, Result], longest: bool) -> str:
+    """RULER over the seeds for which both arms have a result."""
+    one, other = ({seed: each["ruler"] for seed, each in arm.items() if each["ruler"]} for arm in (first, second))
+    last = str(ruler_table.longest(next(iter(one.values())))) if one else ""
+    return ruler_table.by_seed(one, other, lambda task, length: length == last or not longest)
 
 
 def _cell(cell: Any) -> str:

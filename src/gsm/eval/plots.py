@@ -143,6 +143,34 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
     axes.legend(frameon=False, fontsize=8)
 
 
+def lengths(
+    panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, y: str
+) -> None:
+    """One panel per task, in it one line per arm over the lengths it was tested with, as in ``curves``; one legend.
+
+    Args:
+        panels: to draw on, as many as tasks.
+        tasks: by name, by arm, for each seed its values by length.
+        x, y: labels of the axes, with units.
+    """
+    from matplotlib.ticker import NullFormatter
+
+    for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
+        curves(axes, arms, x, y if axes is panels[0] else "")
+        for line in axes.get_lines():
+            line.set_marker(styles(arms)[str(line.get_label())].marker)
+            line.set_markersize(4)
+        ticks = sorted({length for seeds in arms.values() for seed in seeds for length in seed})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(task, fontsize=9)
+        legend = axes.get_legend()
+        if legend and axes is not panels[-1]:
+            legend.remove()
+    panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
     """One row per arm: each seed's value as a dot, and their mean as a bar; arms without a value keep an empty row."""
     chosen = styles(arms)

@@ -65,18 +65,6 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([title, *markdown(["task", *map(shown, map(int, lengths)), "Avg."], rows), *notes])
 
 
-def several(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Models by lengths, then models by tasks: the paper's two tables. All have the same tasks and lengths."""
-    first = results[0]["averages"]
-    lengths = [shown(int(length)) for length in first["by_length"]]
-    means = [result["averages"] for result in results]
-    by_length = [[name, *m["by_length"].values(), m["average"]] for name, m in zip(names, means, strict=True)]
-    by_task = [[task, *(m["by_task"][task] for m in means)] for task in first["by_task"]]
-    return "\n".join(
-        [*markdown(["run", *lengths, "Avg."], by_length), "", *markdown(["task", *names], by_task)],
-    )
-
-
 def deviations(settings: Mapping[str, Any]) -> list[str]:
     """What was chosen otherwise than in the benchmark, as `name: value`."""
     named = [

@@ -51,6 +51,15 @@ def overlap(facts: Mapping[str, Any] | None) -> list[str]:
     return lines
 
 
+def by_length(facts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Groups by lengths, in percent: how often the last state of a word is known."""
+    lengths = sorted({length for found in facts.values() for length in found}, key=int)
+    lines = [f"  {'last state known, %':<20}" + "".join(f"{length + ' letters':>14}" for length in lengths)]
+    for name, found in facts.items():
+        lines.append(f"  {name:<20}" + "".join(f"{value(100 * found[length], 1):>14}" for length in lengths))
+    return lines
+
+
 def several(results: Sequence[Mapping[str, Any]]) -> str:
     """Arms: mean over their runs, and standard deviation between them; then the loss by position."""
     arms = group(results)

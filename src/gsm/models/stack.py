@@ -22,8 +22,8 @@ from gsm_kernels import IndexerLoss
 Recompute = bool | Literal["selective"]
 # What is dear to compute, and no larger than its inputs: products with weights, attention, searches. Kept are also the
 # kernels that several of these are fused in. Norms, rotations, activations and the mixing of streams move more than
-# they compute, and their results are most of what a block would have to keep. Batched products are left out: with weights
-# there is one small one a layer, and the others are inside of plain forms, which write over their results.
+# they compute, and their results are most of what a block would have to keep. Batched products are left out: of those
+# with weights there is a small one in a layer, and plain forms write over the results of the others.
 KEPT = {
     *(f"aten.{name}" for name in ("mm", "addmm", "_grouped_mm", "topk", "sort")),
     *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),

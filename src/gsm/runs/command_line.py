@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,12 +81,24 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
         return
     words = [word for word in given if several and not NAMED.match(word)]
     with errors_as_sentences():
-        named = {name: parameter for name, parameter in taken.items() if name not in several}
-        function(*words, **_read([word for word in given if word not in words], named, script))
+        function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
 
 
-def _read(given: Sequence[str], taken: Mapping[str, inspect.Parameter], script: str) -> dict[str, Any]:
-    """Arguments by name, each of the type that the parameter has."""
+def read_arguments(
+    given: Sequence[str], function: Callable[..., object], script: str, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """``name=value`` words as the arguments that a function takes, each of the type that its parameter has.
+
+    Args:
+        given: the words.
+        function: what takes them.
+        script: what errors call it.
+        without: parameters that are not given as words.
+
+    Raises ConfigError for what the function does not take, or has to be given.
+    """
+    taken = inspect.signature(function, eval_str=True).parameters
+    taken = {name: parameter for name, parameter in taken.items() if name not in without}
     values: dict[str, Any] = {}
     for argument in given:
         name, equals, text = argument.partition("=")

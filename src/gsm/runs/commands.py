@@ -48,10 +48,13 @@ LENGTHS = Command("evaluate.py", "gsm.runs.lengths", "lengths.json")
 
 def choose(words: Sequence[str]) -> tuple[Command, list[str]]:
     """The command that `name=value` words ask for, and its own arguments."""
-    if any(word == "ruler=true" or word.startswith("ruler.") for word in words):
-        return RULER, [word.removeprefix("ruler.") for word in words if word != "ruler=true"]
-    if any(word.startswith("tasks=") for word in words):
-        return TASKS, list(words)
+    of_ruler = [word.removeprefix("ruler.") for word in words if word.startswith("ruler.")]
+    rest = [word for word in words if not word.startswith("ruler.")]
+    if any(word.startswith("tasks=") for word in words):  # which has a table with RULER in it
+        alone = [word for word in rest if not (of_ruler and word == "ruler=true")]
+        return TASKS, [*alone, *([f"ruler={' '.join(of_ruler)}"] if of_ruler else [])]
+    if of_ruler or "ruler=true" in words:
+        return RULER, [*(word for word in rest if word != "ruler=true"), *of_ruler]
     return LENGTHS if any(word.startswith("lengths=") for word in words) else TEXT, list(words)
 
 

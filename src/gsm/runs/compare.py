@@ -201,6 +201,11 @@ def _pictures(
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
         yield "values", plots.png(figure)
+    by_length = _by_length(by_arm)
+    if by_length:
+        figure, panels = plots.figure(columns=len(by_length), height=3.2)
+        plots.lengths(panels, by_length, "length of the word (letters)", "last state known (fraction)")
+        yield "lengths", plots.png(figure)
     if x:
         figure, (axes,) = plots.figure(height=3.2, width=5.2)
         plots.against(axes, {arm: _points(runs, x, y) for arm, runs in by_arm.items()}, plots.label(x), plots.label(y))
@@ -222,6 +227,17 @@ def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) 
             curve = {across[step]: value for step, value in found.items() if step in across}
             curves[arm] += [curve] if curve else []
     return curves, chosen
+
+
+def _by_length(by_arm: Mapping[str, Sequence[RunSummary]]) -> dict[str, dict[str, list[dict[int, float]]]]:
+    """By task and arm, of every run that was tested with several lengths, what it answered of each."""
+    found: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for arm, runs in by_arm.items():
+        for run in runs:
+            for task, values in (run.summary.get("by_length") or {}).items():
+                seed = {int(length): value for length, value in values.items()}
+                found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    return found
 
 
 def _curve(run: RunSummary) -> Path:

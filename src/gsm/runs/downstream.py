@@ -12,11 +12,13 @@ from typing import Any
 
 from gsm.callbacks.summary import versions
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval import downstream, downstream_table, task_files
+from gsm.eval import downstream, downstream_table, ruler_table, task_files
 from gsm.eval.loglikelihood import Progress
 from gsm.eval.task_files import Sample, Task
 from gsm.files import replacing, write_json
+from gsm.runs import ruler as asking
 from gsm.runs.check import ConfigError
+from gsm.runs.command_line import read_arguments
 from gsm.runs.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.runs.report import shown
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
@@ -34,6 +36,7 @@ def evaluate(
     context: int = 0,
     batch_size: int = ROWS,
     harness: bool = False,
+    ruler: str = "",
     device: str = "auto",
     output: str = "",
 ) -> list[dict[str, Any]]:
@@ -41,18 +44,21 @@ def evaluate(
 
     Every task leaves a file with the scores of all samples in tasks/ below the folder of its run; the same command goes
     on where it was interrupted. With several runs: mean and spread over the seeds of every arm, and how the arms differ
-    from the first on the same questions.
+    from the first on the same questions. Of tasks=ablation RULER is a part: what lies in the ruler.json of a run, if
+    that is of the same checkpoint.
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
-        tasks: paper (its Table 1), ablation (the standard tasks of its retrieval ablation), or some of them:
-            tasks=piqa,sciq, also yaml files of your own
+        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of them: tasks=piqa,sciq, also yaml files
+            of your own
         data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each
         limit: documents of a task at most, spread evenly over its file (with harness=true and no data: the first, of
             each subtask); such results lie in tasks_limit<n>/; 0: all
         context: tokens that a model reads at most, what is longer is cut on the left; 0: as in training, up to 4096
         batch_size: answers scored at a time
         harness: let lm-evaluation-harness do it (extra eval), without data with the documents of the hub
+        ruler: true: for tasks=ablation, ask RULER too, as ruler=true does alone, and of what is not there yet; its own
+            arguments as ruler.examples=20 ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the folder for the table (tasks.md, tasks.json); left out: the folder of the run, or above several
 
@@ -69,14 +75,28 @@ def evaluate(
         table = downstream_table.published(tasks)
         chosen = [task_files.load(name) for name in (table.rows if table else tasks.strip("[]").split(","))]
         texts = _texts(chosen, data, limit)
+    asked = ruler_words(ruler, table)
     options = {"limit": limit, "context": context, "rows": batch_size, "harness": harness, "device": device}
     results = []
     for number, file in enumerate(found, 1):
         note = f"{number} of {len(found)}: " if len(found) > 1 else ""
         results.append(measure(file, texts, Path(data) if data else None, note=note, **options))
+    if asked is not None:
+        asking.evaluate(checkpoint, device=device, **asked)
+    results = [{**result, "ruler": asking.known(file)} for result, file in zip(results, found, strict=True)]
     place = Path(output) if output else (home(found[0]) if len(found) == 1 else Path(checkpoint))
     _conclude(results, chosen, table, place)
     return results
+
+
+def ruler_words(ruler: str, table: downstream_table.Published | None) -> dict[str, Any] | None:
+    """The arguments that RULER is asked with, checked; None: it is not asked. Raises ConfigError."""
+    if ruler in ("", "false"):
+        return None
+    if not (table and table.ruler):
+        raise ConfigError("ruler=true stands beside tasks, but only tasks=ablation has it in its table: leave it out")
+    words = [] if ruler == "true" else ruler.split()
+    return read_arguments(words, asking.evaluate, "evaluate.py ruler=true", {"checkpoint", "device", "output"})
 
 
 def measure(
@@ -197,7 +217,8 @@ def _conclude(
         RunSummary(arm, int(result["seed"] or 0), Path(result["checkpoint"]), {"status": "finished", **values})
         for (arm, result), values in named
     ]
-    cells = {row.arm: row.cells for row in summarise(runs, [*results[0]["tasks"], "average"]).rows}
+    columns = [*results[0]["tasks"], "average", *(f"ruler_{name}" for name in (table.ruler if table else ()))]
+    cells = {row.arm: row.cells for row in summarise(runs, columns).rows}
     grids = [downstream_table.grid(tasks, cells, table), *downstream_table.differences(results, table)]
     notes = downstream_table.notes(results, tasks, table)
     print("\n\n".join(["", *map(grid_text, grids), "\n".join(textwrap.fill(note, WIDTH) for note in notes)]))
@@ -205,6 +226,7 @@ def _conclude(
         {**result, "tasks": {name: _kept(found) for name, found in result["tasks"].items()}, "values": values}
         for result, values in zip(results, scores, strict=True)
     ]
+    kept = [{**result, "ruler": ruler_table.numbers(result["ruler"])} for result in kept]
     try:
         write_json(place / "tasks.json", {"runs": kept, "tables": grids, "notes": notes})
         with replacing(place / "tasks.md") as opened:

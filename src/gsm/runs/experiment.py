@@ -23,7 +23,7 @@ from hydra.types import RunMode
 
 from gsm.callbacks.progress import clock
 from gsm.files import write_json
-from gsm.runs import launcher, phases, report
+from gsm.runs import launcher, phases, report, ruler
 from gsm.runs.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
 from gsm.runs.check import ConfigError
 from gsm.runs.children import Child, tail, work_off
@@ -331,6 +331,8 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     lines = ["", table.text(), ""]
     for sentence in [FOOTNOTE, *notes, *written]:
         lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
+    asked = ruler.known_below([run.folder for run in table.runs])
+    lines += ["", *ruler.side_by_side(asked, experiment.folder)] if asked else []
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)

@@ -29,10 +29,11 @@ from gsm.callbacks.tensorboard import TensorBoard
 from gsm.callbacks.throughput import callbacks
 from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
+from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
 from gsm.distributed import ranks
 from gsm.distributed.sharded import Sharded
-from gsm.eval import overlap
+from gsm.eval import overlap, tracking
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report, weights
@@ -272,6 +273,7 @@ def _conclude(run: Run) -> dict[str, Any]:
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
         found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
+        found["by_length"] = _by_length(run)
         facts = run.summary.add(run.trainer, status=status, **found)
         _log_overlap(run, facts["overlap"])
         sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
@@ -316,6 +318,14 @@ def _overlap(run: Run) -> dict[str, Any] | None:
         return None
     sequences = functools.partial(run.data.of_length, most=OVERLAP_SEQUENCES)
     return overlap.by_length(run.model, sequences, run.data.context)
+
+
+def _by_length(run: Run) -> dict[str, Any] | None:
+    """How often a model that keeps track of states knows the last one, by group and length; None for other data."""
+    data = run.data
+    if not (isinstance(data, SyntheticData) and isinstance(data.task, StateTracking)):
+        return None
+    return tracking.by_length(run.model, data.task, data.context, data.validation_sequences)
 
 
 def _log_overlap(run: Run, found: Mapping[str, Any] | None) -> None:

@@ -51,6 +51,8 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
     lines += [*_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
         lines += [*show.overlap(facts["overlap"]), ""]
+    if facts["by_length"]:
+        lines += [*show.by_length(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     lines += [

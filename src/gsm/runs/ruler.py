@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gsm.data.adaptation import trained_lengths
+from gsm.data.adaptation import BOTH, trained_lengths
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS
-from gsm.eval import ruler, ruler_score
-from gsm.files import write_json
+from gsm.eval import plots, ruler, ruler_score, ruler_table
+from gsm.eval.downstream_table import published_ruler
+from gsm.files import replacing, write_json
 from gsm.runs.check import ConfigError
 from gsm.runs.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
+from gsm.runs.table import grid_markdown, grid_text
 
 ADAPTED = "gsm.data.adaptation.RulerData"
 
@@ -42,7 +45,8 @@ def evaluate(
     """Asks trained models RULER's needle tasks and prints accuracies; the names below are given as ruler.examples=20.
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless told
-    otherwise. Given again, the same command goes on where it was interrupted.
+    otherwise. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
+    tables, by arm, with the differences between arms on the same questions, and a picture: ruler.md and ruler.png.
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, or a folder above several runs; as checkpoint=...
@@ -77,11 +81,11 @@ def evaluate(
     asked = {"examples": examples, "files": files or None, "batch_size": batch_size, "chunk": chunk, "seed": seed}
     results = []
     for file in found:
-        path = Path(output) if output else home(file) / "ruler.json"
+        path = Path(output) if output else _place(file)
         results.append(measure(file, path, given, _numbers(lengths), _list(tasks), asked, device))
         print(f"{_name(results[-1])}\n{ruler_score.table(results[-1])}\nWritten to {path}\n", flush=True)
     if len(results) > 1:
-        _together(results, Path(checkpoint) / "ruler.json")
+        print("\n".join(side_by_side(results, Path(checkpoint))))
     return results
 
 
@@ -107,6 +111,8 @@ def measure(
     named = ("answers", "template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
     chosen = {**{name: own[name] for name in named if own.get(name) is not None}, **given}
     answers = chosen.pop("answers", "direct")
+    if answers == BOTH:
+        raise ConfigError(f"{file} was trained with answers both; say ruler.answers=direct or ruler.answers=cot")
     precision = precision_of(config, device)
     run = {name: str(config.get(name)) for name in ("name", "arm", "seed")}
     identity = {
@@ -131,6 +137,38 @@ def measure(
         )
 
 
+def known(file: Path) -> dict[str, Any] | None:
+    """What was found of a checkpoint before; None where there is nothing, or only of other weights."""
+    place = _place(file)
+    found = _read(place) if place.is_file() else None
+    if found is None or found["settings"]["changed"] != file.stat().st_mtime_ns:
+        return None
+    return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
+
+
+def known_below(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The same of the checkpoints of these runs, those that have something."""
+    files = [file for folder in folders if any(folder.rglob("last.ckpt")) for file in checkpoints(str(folder))]
+    return [found for file in files if (found := known(file)) is not None]
+
+
+def _place(file: Path) -> Path:
+    """The ruler.json of a checkpoint: beside it, or in a phase of the same run that has measured it."""
+    own = home(file) / "ruler.json"
+    phases = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
+    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["changed"] == file.stat().st_mtime_ns]
+    return own if own.is_file() or not of_it else of_it[0]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A finished result; None for what is damaged, not finished, or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if {"averages", "asked", "cells"} <= set(found) and "changed" in found["settings"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _own_lengths(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]:
     """The lengths of a run's adaptation and the one that it reserved; of any other run, those of the paper that fit."""
     context = config["data"]["context"]
@@ -151,13 +189,60 @@ def metrics(written: Mapping[str, Any]) -> dict[str, float]:
     return {"average": means["average"], **means["by_length"], **means["by_task"]}
 
 
-def _together(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Several runs side by side, where they were asked the same."""
+def side_by_side(results: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Several runs in the paper's tables, by arm: lines to print, and ruler.json, ruler.md, ruler.png in a folder.
+
+    Raises OSError where these cannot be written.
+    """
+    write_json(folder / "ruler.json", {"runs": results})
     names = [_name(result) for result in results]
-    if len({tuple(result["asked"]) for result in results}) == 1:
-        print(ruler_score.several(results, names))
-    write_json(path, {"runs": results})
-    print(f"Written to {path}")
+    notes = ruler_table.notes(results, names)
+    if not ruler_table.alike(results):
+        return [*notes, f"Written to {folder / 'ruler.json'}"]
+    arms = _by_arm(results)
+    grids = ruler_table.tables(arms, published_ruler())
+    contents = {"ruler.md": "\n\n".join([*map(grid_markdown, grids), *notes, ""]).encode(), **_picture(arms)}
+    for name, content in contents.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    return [*"\n\n".join(map(grid_text, grids)).splitlines(), "", *notes, _written(folder, contents)]
+
+
+def _written(folder: Path, contents: Mapping[str, bytes]) -> str:
+    without = "" if "ruler.png" in contents else f"; {plots.REMEDY}"
+    return f"Written to {folder}: ruler.json, {', '.join(contents)}{without}"
+
+
+def _by_arm(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By arm and seed; arms with their experiment's name in front where there are several of these."""
+    runs = [result["settings"]["run"] for result in results]
+    several = len({run["name"] for run in runs}) > 1
+    arms: dict[str, dict[str, dict[str, Any]]] = {}
+    for run, result in zip(runs, results, strict=True):
+        arms.setdefault(f"{run['name']}/{run['arm']}" if several else run["arm"], {})[run["seed"]] = result
+    return arms
+
+
+def _picture(arms: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, bytes]:
+    """Accuracy by length, of the tasks together and of each; none where matplotlib is missing."""
+    first = next(iter(next(iter(arms.values())).values()))
+    drawn: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for task in (None, *first["averages"]["by_task"]):
+        drawn[task or "all tasks"] = {arm: [_lengths(one, task) for one in of.values()] for arm, of in arms.items()}
+    try:
+        figure, panels = plots.figure(columns=len(drawn), height=3.2)
+    except ImportError:
+        return {}
+    plots.lengths(panels, drawn, "length (tokens)", "answered (%)")
+    return {"ruler.png": plots.png(figure)}
+
+
+def _lengths(result: Mapping[str, Any], task: str | None) -> dict[int, float]:
+    """Accuracy by length, of one task or of all."""
+    means = result["averages"]["by_length"]
+    if task is None:
+        return {int(length): value for length, value in means.items()}
+    return {int(length): result["cells"][f"{task}/{length}"]["accuracy"] for length in means}
 
 
 def _name(result: Mapping[str, Any]) -> str:

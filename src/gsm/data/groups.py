@@ -1,0 +1,73 @@
+"""Small groups as tables, for state tracking: addition modulo m, and all permutations of n things. E elements."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+
+NAME = re.compile(r"([ZS])(\d+)")
+PARITY = "Z2"
+LARGEST = {"Z": 1000, "S": 6}  # S6 has 720 elements already
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group; element 0 is the identity.
+
+    Attributes:
+        name: Z7, S5, ...
+        product_EE: int64, at [a, b] what comes of a when b follows.
+        few: a small set of elements from which all others come, and the identity, so that the length of a word tells
+            nothing: one step of an addition; swaps of neighbours in a permutation.
+    """
+
+    name: str
+    product_EE: np.ndarray
+    few: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.product_EE)
+
+    def states(self, word_N: np.ndarray) -> np.ndarray:
+        """Where a word leads from the identity, element by element: int64 [N]."""
+        state, found_N = 0, np.empty(len(word_N), np.int64)
+        for place, element in enumerate(word_N):
+            state = found_N[place] = self.product_EE[state, element]
+        return found_N
+
+
+@cache
+def group(name: str) -> Group:
+    """A group by its name: ``Z<m>``, addition modulo m, of which Z2 is also called ``parity``; ``S<n>``, the
+    permutations of n things, solvable up to S4.
+
+    Raises ValueError for another name, or a group that is trivial or too large for a table.
+    """
+    found = NAME.fullmatch(PARITY if name == "parity" else name)
+    kind, number = (found[1], int(found[2])) if found else ("", 0)
+    if not 2 <= number <= LARGEST.get(kind, 0):
+        raise ValueError(
+            f"unknown group {name!r}; take parity, Z<m> (addition modulo m, 2 to {LARGEST['Z']}), or S<n> "
+            f"(permutations of n things, 2 to {LARGEST['S']}), such as Z7 or S5"
+        )
+    return _cyclic(name, number) if kind == "Z" else _symmetric(name, number)
+
+
+def _cyclic(name: str, modulus: int) -> Group:
+    element_E = np.arange(modulus)
+    return Group(name, (element_E[:, None] + element_E) % modulus, (0, 1))
+
+
+def _symmetric(name: str, things: int) -> Group:
+    """Permutations in lexicographic order; p after which q follows takes i to q[p[i]]."""
+    order_EN = np.array(list(permutations(range(things))))
+    weight_N = things ** np.arange(things)[::-1]  # as digits, permutations are numbers in the same order
+    composed_EEN = order_EN[np.arange(len(order_EN))[None, :, None], order_EN[:, None, :]]
+    product_EE = np.searchsorted(order_EN @ weight_N, composed_EEN @ weight_N)
+    swaps = [[*range(i), i + 1, i, *range(i + 2, things)] for i in range(things - 1)]
+    few = np.searchsorted(order_EN @ weight_N, np.array([list(range(things)), *swaps]) @ weight_N)
+    return Group(name, product_EE, tuple(few.tolist()))
