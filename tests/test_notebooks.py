@@ -15,7 +15,7 @@ from gsm.notebook import describe, finished_runs, load, trained
 from gsm.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = ("01_one_forward_pass", "05_efficiency")  # the others train models, here of a few steps
+QUICK = ("01_one_forward_pass",)  # the others train models, here of a few steps, or compute for a while
 BRIEF = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 BRIEF += ("data.validation_sequences=4",)
 
