@@ -88,8 +88,10 @@ def test_only_earlier_tokens_move_an_entry_and_only_slots_that_somebody_reads():
     slots = range(T // RATIO)
     with torch.no_grad(), gsm.record("*/top_k") as seen:
         model(token_T[None])
-    moved_F = emptied_slots_attribution(model, token_T, [T - 1], slots)[0]
-    assert_same(moved_F[(T - 1 + 1) // RATIO :], torch.zeros(0, dtype=torch.float64), "slots that are not finished")
+    early_F, moved_F = emptied_slots_attribution(model, token_T, [10, T - 1], slots)
+    unfinished_F = early_F[(10 + 1) // RATIO :]
+    assert len(unfinished_F) == 10
+    assert_same(unfinished_F, torch.zeros_like(unfinished_F), "slots that are not finished")
     for slot in set(seen["stage/1/top_k"][0, -1].tolist()) & set(seen["stage/2/top_k"][0, -1].tolist()):
         assert moved_F[slot] > 1e-6, "a slot that both stages read"
 
@@ -100,6 +102,12 @@ def test_a_rank_correlation_is_that_of_the_textbook():
     ranks = torch.tensor([[1, 2.5, 2.5, 4], [1, 4, 2, 3]])
     tied = spearman(torch.tensor([0.0, 5, 5, 7]), torch.tensor([1.0, 9, 2, 3]))
     assert tied == pytest.approx(float(torch.corrcoef(ranks)[0, 1]))
+
+
+def test_a_token_is_never_replaced_by_itself():
+    """Of two tokens, a quarter of the second draws had brought the first one back, which moves nothing."""
+    found = agreement(build("gsm-residual=plain"), random_tokens(1, 12)[0] % 2, [11], alphabet=[0, 1], substitutes=1)
+    assert (found.attributed["replaced"] > 0).all()
 
 
 def test_rollout_and_gradients_agree_with_what_replaced_tokens_do():

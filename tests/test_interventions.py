@@ -150,3 +150,5 @@ def test_a_needle_test_takes_away_different_things_of_equal_number(what: str):
     scores = [one.log_probability_N for one in (found.whole, found.without_named, found.without_others)]
     assert_same(scores[0], answers(model, asked.token_BT, asked.target_BT).log_probability_N, "the answers as they are")
     assert ((scores[1] - scores[0]).abs() > 1e-9).all()
+    with pytest.raises(ValueError, match="count 50: an answer sees [0-9]+ only"):
+        needle_test(model, asked, what, count=50)

@@ -142,12 +142,12 @@ def test_the_tables_say_that_they_are_computed_and_are_made_from_the_file_alone(
 
 @counted
 def test_what_does_not_fit_says_over_how_many_gpus_it_would():
-    tight = replace(ASSUMED, hbm=5 + memory(SMALL, ASSUMED)["total"] / GIB / 2)
-    row = plan._length(SMALL, tight)
-    rest = row["memory"]["total"] - row["memory"]["activations"] - row["memory"]["layer or logits at work"]
-    room = (tight.hbm - tight.reserve) * GIB - rest
-    assert not row["fits"] and (row["divided_over"] is None) == (room <= 0)
-    assert row["divided_over"] is None or row["divided_over"] >= 2
+    parts = memory(SMALL, ASSUMED)
+    divided = parts["activations"] + parts["layer or logits at work"]
+    rest = parts["total"] - divided
+    for share, gpus in ((1.01, 1), (0.4, 3), (0, None)):
+        row = plan._length(SMALL, replace(ASSUMED, hbm=ASSUMED.reserve + (rest + share * divided) / GIB))
+        assert (row["fits"], row["divided_over"]) == (share > 1, gpus)
 
 
 def test_what_cannot_be_planned_is_refused():

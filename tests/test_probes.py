@@ -32,6 +32,17 @@ def test_a_probe_finds_what_is_hidden_and_only_that(features: int):
         assert lucky < 0.4, "chance is 0.2: with more features than samples, what was fitted is no evidence"
 
 
+def test_of_labels_that_are_not_equally_common_a_probe_that_finds_nothing_says_the_commonest():
+    feature_NF, _ = samples(400, 10, hidden=False)
+    found = probes.probe(feature_NF, (torch.arange(400) % 10 - 6).clamp(min=0))
+    assert found.chance == pytest.approx(0.7) and found.accuracy > 0.65 and found.shuffled > 0.65
+
+
+def test_all_rows_of_a_sequence_are_fitted_or_all_are_tested():
+    found = probes.by_distance(build("gsm"), random_tokens(10, 8), [5, 6, 7], [0])["z"][0]
+    assert (found.fitted, found.tested) == (8 * 3, 2 * 3)
+
+
 def test_a_map_is_the_same_whether_solved_for_features_or_for_samples():
     feature_NF, target_NY = torch.randn(12, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     one = probes.ridge_map(feature_NF, target_NY, 0.3)

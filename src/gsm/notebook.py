@@ -37,7 +37,7 @@ WIDTH, HEIGHT = 7.3, 3.0  # inches of a picture as wide as a page
 
 def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
     """A model of ``experiment=notebook`` with its task: found in the cache (``GSM_CACHE``), or trained now, which takes
-    a minute or two and is done once.
+    a few minutes and is done once.
 
     Args:
         arm: ``gsm`` or ``delta_net``.

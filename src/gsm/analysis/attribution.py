@@ -25,6 +25,7 @@ from gsm.observe import record
 from gsm.shapes import promoted
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
+WAYS = ("rollout", "gradient", "input_gradient")  # to attribute, of which replaced tokens are the measure
 
 
 def gradient_attribution(
@@ -33,7 +34,7 @@ def gradient_attribution(
     """How z of some rows moves with the embeddings: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
 
     The Jacobian is seen through random directions v of the output: the mean of || v dz/dx ||^2 over v is its squared
-    norm. One backward serves all rows and directions.
+    norm. One backward serves as many rows and directions as are read at a time.
 
     Args:
         model: any GSM.
@@ -43,17 +44,14 @@ def gradient_attribution(
         seed: of the directions.
     """
     row_N = torch.as_tensor(rows).repeat_interleave(directions).to(token_T.device)
-    found = []
+    generator = torch.Generator().manual_seed(seed)
+    moved, along = [], []
     for some_N in row_N.split(max(1, AT_ONCE // len(token_T))):
         with model.evaluating(), torch.enable_grad(), record("embedding", "state/z", detach=False) as seen:
             model.forward(token_T.expand(len(some_N), -1))
-        z_ND = seen["state/z"][torch.arange(len(some_N)), some_N]
-        found.append((seen["embedding"], z_ND))
-    generator = torch.Generator().manual_seed(seed)
-    moved, along = [], []
-    for x_NTD, z_ND in found:
-        direction_ND = torch.randn(z_ND.shape, generator=generator, dtype=z_ND.dtype).to(z_ND.device)
-        (slope_NTD,) = torch.autograd.grad((z_ND * direction_ND).sum(), x_NTD)
+            x_NTD, z_ND = seen["embedding"], seen["state/z"][torch.arange(len(some_N)), some_N]
+            direction_ND = torch.randn(z_ND.shape, generator=generator, dtype=z_ND.dtype).to(z_ND.device)
+            (slope_NTD,) = torch.autograd.grad((z_ND * direction_ND).sum(), x_NTD)
         moved.append(slope_NTD.square().sum(dim=-1))
         along.append((slope_NTD * x_NTD.detach()).sum(dim=-1).square())
     means = (torch.cat(parts).unflatten(0, (-1, directions)).mean(dim=1).sqrt() for parts in (moved, along))
@@ -119,7 +117,7 @@ class Agreement:
         rows: the positions whose z was asked about.
         sources: the positions that were replaced.
         rollout_R, gradient_R, input_gradient_R: float64, of each way to attribute.
-        attributed: by way, ``replaced`` too, what it says: float [R, N].
+        attributed: what each of ``WAYS`` says, and ``replaced``: float [R, N].
     """
 
     rows: tuple[int, ...]
@@ -130,8 +128,7 @@ class Agreement:
     attributed: dict[str, Tensor]
 
     def __str__(self) -> str:
-        names = ("rollout", "gradient", "input_gradient")
-        values = {name: getattr(self, f"{name}_R") for name in names}
+        values = {name: getattr(self, f"{name}_R") for name in WAYS}
         return "\n".join(
             f"{name.replace('_', ' x '):<17}{value_R.nanmean():6.3f}  (from {value_R.min():.3f} to {value_R.max():.3f})"
             for name, value_R in values.items()
@@ -168,17 +165,10 @@ def agreement(
     gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions, seed=seed)
     with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
         model.forward(token_T[None])
-    said = {"rollout": state_routes(model, seen).total_TT[list(rows)], "gradient": gradient_RT, "input": input_RT}
-    said = {name: value_RT[:, list(sources)] for name, value_RT in said.items()}
-    ranked = {name: _row_by_row(value_RN, moved_RN, rows, sources) for name, value_RN in said.items()}
-    return Agreement(
-        tuple(rows),
-        tuple(sources),
-        ranked["rollout"],
-        ranked["gradient"],
-        ranked["input"],
-        {**said, "replaced": moved_RN},
-    )
+    values = (state_routes(model, seen).total_TT[list(rows)], gradient_RT, input_RT)
+    said = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
+    one_R, two_R, three_R = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in said.values())
+    return Agreement(tuple(rows), tuple(sources), one_R, two_R, three_R, {**said, "replaced": moved_RN})
 
 
 def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
@@ -189,9 +179,8 @@ def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: 
 
 def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
     """For every token one of the known ones, not itself."""
-    drawn_N = known[torch.randint(len(known), token_N.shape, generator=generator)]
-    place_N = torch.randint(len(known), token_N.shape, generator=generator)
-    return torch.where(drawn_N == token_N.cpu(), known[place_N], drawn_N)
+    other_NV = (known != token_N.cpu()[:, None]).float()
+    return known[torch.multinomial(other_NV, 1, generator=generator)[:, 0]]
 
 
 def _ranks(value_N: Tensor) -> Tensor:

@@ -51,11 +51,8 @@ def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
     said_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
     kept_N = (said_N > 0) & (moved_N > 0)
     axes.loglog(said_N[kept_N], moved_N[kept_N], ".", color=style.colour, markersize=4, alpha=0.6)
-    mean = float(
-        {"rollout": found.rollout_R, "gradient": found.gradient_R, "input": found.input_gradient_R}[way].mean()
-    )
-    axes.set_title(f"rank correlation {mean:.2f}", fontsize=9)
-    _name(axes, {"input": "input x gradient"}.get(way, way), "movement of z (its units)")
+    axes.set_title(f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}", fontsize=9)
+    _name(axes, way.replace("_", " x "), "movement of z (its units)")
 
 
 def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:

@@ -146,6 +146,9 @@ def needle_test(
         count: how many.
         start: of ``entries``, as in ``without_entries``.
         seed: of the others, drawn among what is seen there and attribution does not name.
+
+    Raises:
+        ValueError: an answer sees less than twice as many.
     """
     named = name(model, asked, "slots" if what == "slots" else "entries", count=count, start=start, seed=seed)
     apart = asked.apart()
@@ -207,8 +210,10 @@ def _slots(model: GSM, seen: Seen, asked: Asked, here: list[int]) -> Tensor:
 
 def _chosen(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """The highest scores' places, and as many others at random of those that are not below 0."""
-    named_K = score_T.topk(count).indices
     others = score_T >= 0
+    if int(others.sum()) < 2 * count:
+        raise ValueError(f"count {count}: an answer sees {int(others.sum())} only, so give at most half as many")
+    named_K = score_T.topk(count).indices
     others[named_K] = False
     left_N = others.nonzero()[:, 0]
     return named_K, left_N[torch.randperm(len(left_N), generator=generator)[:count]]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gsm.eval.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.shapes import promoted
-from gsm_kernels import rotate
 
 TAPS = ("state/entries", "state/z", "decoder/*/state")
 
@@ -45,7 +45,7 @@ class Probe:
 
 
 def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge: float = 0.1, seed: int = 0) -> Probe:
-    """Fits a linear map from features to labels, one-hot, and tests it.
+    """Fits a linear map with an intercept from features to labels, one-hot, and tests it.
 
     Args:
         feature_NF: float; each is brought to mean 0 and variance 1 by the samples that are fitted.
@@ -70,8 +70,9 @@ def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge:
     shuffle_N = torch.randperm(fitted, generator=torch.Generator().manual_seed(seed)).to(label_N.device)
     orders = [label_N[:fitted], label_N[:fitted][shuffle_N]]
     target_NX = torch.cat([_one_hot(order_N, int(label_N.max()) + 1, near_NF.dtype) for order_N in orders], dim=1)
-    said = (far_NF @ ridge_map(near_NF, target_NX, ridge * fitted)).chunk(2, dim=1)
-    right, lucky = (float((said_NY.argmax(dim=1) == test_N).float().mean()) for said_NY in said)
+    # Features have mean 0, so that the intercept is the mean of the targets: how common each label is.
+    said_NX = far_NF @ ridge_map(near_NF, target_NX, ridge * fitted) + target_NX.mean(dim=0)
+    right, lucky = (float((said_NY.argmax(dim=1) == test_N).float().mean()) for said_NY in said_NX.chunk(2, dim=1))
     common = int(torch.bincount(label_N[:fitted]).argmax())
     return Probe(right, lucky, float((test_N == common).float().mean()), fitted, len(test_N), feature_NF.shape[1])
 
@@ -121,26 +122,33 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
 
 
 def by_distance(
-    model: LanguageModel, token_BT: Tensor, rows: Sequence[int], distances: Sequence[int], **options: float
+    model: LanguageModel,
+    token_BT: Tensor,
+    rows: Sequence[int],
+    distances: Sequence[int],
+    *,
+    held_out: float = 0.25,
+    ridge: float = 0.1,
 ) -> dict[str, dict[int, Probe]]:
     """Probes for the token so many positions before a row, by what is read (``states``) and by distance.
 
     Args:
         model, rows: as of ``states``.
         token_BT: int64, drawn at random, or what is near tells something of what is far.
-        distances: in tokens, 0 for the row's own; at most the first row. Sequences are the samples, so that none is
-            both fitted and tested; there are B x R of them.
-        options: of ``probe``.
+        distances: in tokens, 0 for the row's own; at most the first row.
+        held_out: this fraction of the sequences is for testing, all rows of each: B x R samples in all.
+        ridge: as of ``probe``.
 
     Raises:
         ValueError: as ``states``, or a distance is beyond the first row.
     """
     if max(distances) > min(rows):
         raise ValueError(f"distance {max(distances)} reaches back beyond the sequence from row {min(rows)}")
+    share = max(1, round(held_out * len(token_BT))) / len(token_BT)
     found = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
     return {
-        name: {distance: probe(value_NF, label[distance], **options) for distance in distances}  # pyright: ignore[reportArgumentType]
+        name: {distance: probe(value_NF, label[distance], held_out=share, ridge=ridge) for distance in distances}
         for name, value_NF in found.items()
     }
 
@@ -153,9 +161,8 @@ def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:
         return {"state": torch.cat(layers, dim=1)}
     each, count = model.writer.slots, min(row + 1, model.writer.positions)
     entry_BEC = seen["state/entries"][:, -count * each :]
-    position_1E = torch.arange(row + 1 - count, row + 1).repeat_interleave(each)[None].to(entry_BEC.device)
-    turned = (x.expand(len(entry_BEC), -1, -1) for x in model.writer.rope(position_1E, entry_BEC.dtype))
-    latent_BEC = rotate(entry_BEC, *turned, inverse=True)
+    position_T = torch.arange(row + 1 - count, row + 1, device=entry_BEC.device)
+    latent_BEC = unrotated(model, entry_BEC, position_T.expand(len(entry_BEC), -1))
     missing = model.writer.positions * each - latent_BEC.shape[1]
     state_BMC = torch.nn.functional.pad(latent_BEC, (0, 0, missing, 0))
     return {"z": seen["state/z"][:, -1], "entry": latent_BEC[:, -each:].flatten(1), "state": state_BMC.flatten(1)}

@@ -22,9 +22,14 @@ def latents(model: GSM, seen: Seen) -> Tensor:
         model: the model that was recorded.
         seen: one call without a memory (``position``, ``state/entries``).
     """
-    entry_BEC, each = seen["state/entries"], model.writer.slots
-    position_BT = last(seen["position"], entry_BEC.shape[1] // each).clamp(min=0)
-    cos_BEP, sin_BEP = (x.repeat_interleave(each, dim=1) for x in model.writer.rope(position_BT, entry_BEC.dtype))
+    entry_BEC = seen["state/entries"]
+    return unrotated(model, entry_BEC, last(seen["position"], entry_BEC.shape[1] // model.writer.slots))
+
+
+def unrotated(model: GSM, entry_BEC: Tensor, position_BT: Tensor) -> Tensor:
+    """Entries that were written at these document-local positions, before their rotation; of padding anything."""
+    angles = model.writer.rope(position_BT.clamp(min=0), entry_BEC.dtype)
+    cos_BEP, sin_BEP = (x.repeat_interleave(model.writer.slots, dim=1) for x in angles)
     return rotate(entry_BEC, cos_BEP, sin_BEP, inverse=True)
 
 
