@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import lightning
 import torch
@@ -13,7 +16,9 @@ from small import GEOMETRY, SHALLOW, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from gsm.distributed import sharded
 from gsm.distributed.sharded import Sharded, undivided
+from gsm.files import replacing
 from gsm.optimizer import AdamW
 from gsm.task import LanguageModeling
 
@@ -97,6 +102,14 @@ def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback) -> lig
     )
 
 
+@contextmanager
+def slowly(path: Any) -> Iterator[BinaryIO]:
+    """A file that takes its time to be written."""
+    with replacing(path) as file:
+        time.sleep(0.5)
+        yield file
+
+
 def trained(
     case: str, strategy: str, folder: Any, steps: int = STEPS, dtype: torch.dtype = torch.float64, save: bool = False
 ) -> None:
@@ -106,9 +119,15 @@ def trained(
     trainer = trainer_of(strategy, steps, gradients)
     trainer.fit(task, DataLoader(batches(world, rank, steps), batch_size=None))
     if save:
-        trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)
-        trainer.strategy.teardown()
+        with patch.object(sharded, "replacing", slowly):
+            trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)
+            trainer.strategy.teardown()
+        assert (folder / "saved.ckpt").is_file(), "a rank that ends now would have the one that writes it killed"
     weights = {name: undivided(value) for name, value in task.model.state_dict().items()}
     if rank == 0:
-        loss = float(trainer.callback_metrics["train/loss"])
-        torch.save({"weights": weights, "gradients": gradients.first, "loss": loss}, folder / f"{strategy}.pt")
+        found = {
+            "loss": trainer.callback_metrics["train/loss"],
+            "norm": trainer.callback_metrics["train/gradient_norm"],
+        }
+        found = {name: float(value) for name, value in found.items()}
+        torch.save({"weights": weights, "gradients": gradients.first, **found}, folder / f"{strategy}.pt")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,19 @@ import pytest
 import ranks
 import tiny_text
 import torch
+import torch.distributed.checkpoint as dcp
 from small import SHALLOW, assert_same, build
+from torch.distributed.checkpoint import filesystem
 from torch.utils.data import DataLoader
 
 from gsm.callbacks.files import WholeFiles
+from gsm.callbacks.latest import Latest
 from gsm.data.module import TextData
 from gsm.distributed import ranks as roll_call
 from gsm.distributed import shards
 from gsm.distributed.sharded import Sharded
 from gsm.optimizer import AdamW, Muon
-from gsm.runs import fit
+from gsm.runs import trainers
 from gsm.runs.check import ConfigError
 
 MOE = "gsm-feed_forward=moe"
@@ -33,6 +38,14 @@ def alone_and_together(processes: Any, folder: Path, case: str, strategy: str, *
     assert ranks.together(processes, 1, ranks.trained, case, "auto", folder, *arguments) == [0]
     assert ranks.together(processes, 2, ranks.trained, case, strategy, folder, *arguments) == [0, 0]
     return [torch.load(folder / f"{name}.pt", weights_only=True) for name in ("auto", strategy)]
+
+
+def assert_same_run(one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Weights, loss, and the norm that gradients were clipped by."""
+    assert_same_weights(one, two)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["norm"] == pytest.approx(one["norm"], rel=1e-6)
+    assert one["norm"] > 1.0, "nothing was clipped"
 
 
 def assert_same_weights(one: dict[str, Any], two: dict[str, Any], tolerance: float = 1e-9) -> None:
@@ -53,8 +66,7 @@ def test_two_processes_with_a_whole_model_each_are_one(processes: Any, tmp_path:
     """Though one rank has fewer targets than the other, and each has sent other rows to the experts."""
     assert ranks.together(processes, 2, ranks.trained, MOE, "ddp", tmp_path, 2) == [0, 0]
     together = torch.load(tmp_path / "ddp.pt", weights_only=True)
-    assert_same_weights(alone, together)
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert_same_run(alone, together)
 
 
 def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads(
@@ -62,7 +74,7 @@ def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads
 ):
     assert ranks.together(processes, 2, ranks.trained, MOE, "fsdp", tmp_path, 2, torch.float64, True) == [0, 0]
     together = torch.load(tmp_path / "fsdp.pt", weights_only=True)
-    assert_same_weights(alone, together)
+    assert_same_run(alone, together)
     whole = WholeFiles().load_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
     saved = {name.removeprefix("model."): value for name, value in whole["state_dict"].items()}
     assert_same_weights(together, {"weights": saved}, 0.0)
@@ -145,9 +157,26 @@ def test_parts_that_are_missing_are_named(tmp_path: Path):
 
 
 def test_an_index_of_parts_runs_no_code(tmp_path: Path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(pickle.UnpicklingError, match="an index of shards holds builtins.print"):
-        shards.Reader(tmp_path).read_metadata()
+    for code in (print, filesystem._write_item):  # the second lies beside classes that an index holds
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(code))
+        with pytest.raises(pickle.UnpicklingError, match=f"an index of shards holds {code.__module__}.{code.__name__}"):
+            shards.Reader(tmp_path).read_metadata()
+
+
+def test_parts_that_are_broken_are_an_error_like_any_other(tmp_path: Path):
+    """PyTorch's own is no Exception, and went past everything that says a sentence."""
+    folder = tmp_path / shards.FOLDER / "0012-ab"
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"weights/w": torch.ones(9)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    small = {shards.FOLDER: {"folder": "0012-ab", "names": []}, "optimizer_states": []}
+    assert torch.equal(shards.whole(small, tmp_path / "last.ckpt")["state_dict"]["w"], torch.ones(9))
+    (part,) = folder.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(RuntimeError, match=f"the parts in {folder} cannot be read: "):
+        shards.whole(small, tmp_path / "last.ckpt")
+    part.unlink()
+    with pytest.raises(FileNotFoundError, match=f"the parts in {folder} cannot be read: .*{part.name}"):
+        shards.whole(small, tmp_path / "last.ckpt")
 
 
 def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(tmp_path: Path):
@@ -170,11 +199,11 @@ def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, callbacks: list[str], said: str):
-    kept = [fit.Latest(tmp_path / "last.ckpt") for _ in callbacks]
+    kept = [Latest(tmp_path / "last.ckpt") for _ in callbacks]
     trainer: Any = SimpleNamespace(strategy=Sharded(), callbacks=kept)
     task: Any = SimpleNamespace(optimizer=optimizer)
     with pytest.raises(ConfigError, match=said):
-        fit._refuse_divided(trainer, task)
+        trainers.refuse_divided(trainer, task)
 
 
 def test_a_type_that_weights_cannot_travel_in_is_named():
@@ -184,3 +213,12 @@ def test_a_type_that_weights_cannot_travel_in_is_named():
 
 def test_an_error_of_ones_own_blames_nobody():
     assert roll_call.gone(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == []
+
+
+def test_what_a_run_would_say_of_a_lost_rank_is_not_said_of_the_next_run():
+    """Runs of one process have left it behind, and the first of them would have spoken for all."""
+    observer = logging.getLogger(roll_call.OBSERVER)
+    before = list(observer.filters)
+    with roll_call.before_lightning_kills(lambda gone: None):
+        assert len(observer.filters) == len(before) + 1
+    assert observer.filters == before

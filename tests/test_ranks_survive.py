@@ -90,9 +90,9 @@ def assert_ends_alike(folder: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "alone"), ("alone", "fsdp"), ("ddp", "fsdp")])
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, whole: Path, before: str, after: str):
-    """Weights, place in the data, curves: as if it had been one process all the time."""
-    name, batch = f"{before}-{after}", 7 if before == "ddp" else 13
-    codes, said = run(processes, home, name, before, partial(on_rank, 0, partial(sent, signal.SIGTERM, batch)))
+    """Weights, place in the data, curves: as if it had been one process all the time. Any rank may get the signal."""
+    name, batch, rank = f"{before}-{after}", 7 if before == "ddp" else 13, WAYS[before][0] - 1
+    codes, said = run(processes, home, name, before, partial(on_rank, rank, partial(sent, signal.SIGTERM, batch)))
     assert codes == [143] * WAYS[before][0] and "interrupted at step " in said, said
     codes, said = run(processes, home, name, after)
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said

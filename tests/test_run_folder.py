@@ -22,7 +22,7 @@ from short_runs import TINY
 from gsm.callbacks.interruption import Interrupted
 from gsm.callbacks.latest import Latest
 from gsm.callbacks.metrics_file import MetricsFile
-from gsm.runs import command_line, fit
+from gsm.runs import command_line, fit, trainers
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.folder import Start, differences, finished, prepare
@@ -223,7 +223,7 @@ def test_a_run_that_was_measured_otherwise_is_trained_again_for_a_table(tmp_path
 def test_a_run_ends_after_its_steps_and_nothing_else(tmp_path: Path, name: str):
     """One that max_epochs had ended early was called finished, with a learning rate that had not come down."""
     with pytest.raises(ConfigError, match=f"trainer.{name} is 2, but a run ends after trainer.max_steps"):
-        fit._settings(config(tmp_path, **{f"trainer__{name}": 2}))
+        trainers.settings(config(tmp_path, **{f"trainer__{name}": 2}))
 
 
 def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import lightning
+import torch
 
 from gsm.callbacks.latest import Latest
 from gsm.callbacks.throughput import callbacks
@@ -71,14 +72,21 @@ class Interruption(lightning.Callback):
         self._stop(trainer, pl_module)
 
     def _stop(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Saves and raises if there was a signal on the rank that leads."""
-        number = trainer.strategy.broadcast(self.signal)
+        """Saves and raises if there was a signal on any rank: a machine that is taken away need not be the first."""
+        number = self._of_all(trainer.world_size)
         if number is None:
             return
         for callback in callbacks(trainer):
             if isinstance(callback, Latest):
                 callback.save(trainer, pl_module)
         raise Interrupted(number)
+
+    def _of_all(self, world: int) -> int | None:
+        """The signal of the first rank that had one."""
+        numbers = [self.signal] * world
+        if world > 1:
+            torch.distributed.all_gather_object(numbers, self.signal)
+        return next((number for number in numbers if number is not None), None)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:

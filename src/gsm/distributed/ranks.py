@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -33,9 +34,11 @@ def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
-        store.set(f"gsm/answers/{here}", "")
+        # torchrun keeps one store for all its restarts, and the answers of an earlier one in it.
+        answers = f"gsm/answers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        store.set(f"{answers}/{here}", "")
         end = time.monotonic() + patience
-        while absent := [one for one in range(world) if not store.check([f"gsm/answers/{one}"])]:
+        while absent := [one for one in range(world) if not store.check([f"{answers}/{one}"])]:
             if time.monotonic() > end:
                 break
             time.sleep(0.1)
@@ -44,7 +47,8 @@ def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
         return [0]
 
 
-def before_lightning_kills(say: Callable[[list[int]], None]) -> None:
+@contextlib.contextmanager
+def before_lightning_kills(say: Callable[[list[int]], None]) -> Iterator[None]:
     """Has ``say`` called with the rank that has failed, before Lightning kills all the others that it has started.
 
     Lightning looks at its processes every few seconds, and kills this one too as soon as another has ended with an
@@ -57,4 +61,9 @@ def before_lightning_kills(say: Callable[[list[int]], None]) -> None:
         say([int(found[1])] if found else [])
         return False
 
-    logging.getLogger(OBSERVER).addFilter(wait)
+    observer = logging.getLogger(OBSERVER)
+    observer.addFilter(wait)
+    try:
+        yield
+    finally:
+        observer.removeFilter(wait)

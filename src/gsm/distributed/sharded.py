@@ -67,7 +67,7 @@ class Sharded(ModelParallelStrategy):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
         self._group: Any = None  # of its own: collectives of two threads must not meet in one
-        self._upload: tuple[int, str, Future[Any]] | None = None  # step, folder and future of the last parts
+        self._upload: tuple[tuple[int, Path], str, Future[Any]] | None = None  # the last parts: of what, name, future
         self._names: list[str] = []  # of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
@@ -106,13 +106,14 @@ class Sharded(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Copies this rank's share to the host and writes it in a thread of its own; ``finish`` waits for that.
 
-        A second checkpoint of the same step shares the parts of the first. Raises OSError, of an earlier one too.
+        A second one of the same step, beside it, shares the parts of the first. Raises OSError, of an earlier one too.
         """
         path, step = Path(filepath), checkpoint["global_step"]
+        parts = step, path.parent
         tensors, rest = shards.take_apart(checkpoint, self._names)
-        if self._upload is None or self._upload[0] != step:
+        if self._upload is None or self._upload[0] != parts:
             self.finish()
-            self._upload = step, *self._begin(tensors, path.parent / shards.FOLDER, step)
+            self._upload = parts, *self._begin(tensors, path.parent / shards.FOLDER, step)
         _, name, upload = self._upload
         rest[shards.FOLDER] = {"folder": name, "names": self._names}
         content = io.BytesIO()
@@ -138,7 +139,7 @@ class Sharded(ModelParallelStrategy):
         if shards.FOLDER in checkpoint:
             reader = shards.Reader(shards.folder_of(checkpoint, path))
             tensors = {key: _room(kind, _owner(owners, key, kind.size)) for key, kind in reader.kinds().items()}
-            dcp.load(tensors, storage_reader=reader, process_group=self._host_group())
+            shards.fill(tensors, reader, process_group=self._host_group())
         else:
             tensors, _ = shards.take_apart(checkpoint, self._names)
             tensors = {key: _share(value, _owner(owners, key, value.shape)) for key, value in tensors.items()}
@@ -166,12 +167,18 @@ class Sharded(ModelParallelStrategy):
         return name, upload
 
     def _commit(self, upload: Future[Any], path: Path, content: io.BytesIO, name: str) -> None:
-        """The small file, once the parts of all ranks are there; what it stood for before may go."""
+        """The small file, once the parts of all ranks are there; what it stood for before may go.
+
+        All ranks wait for it: launchers kill the one that writes as soon as another has ended for a signal.
+        """
         upload.result()
-        if self.global_rank == 0:
-            with replacing(path) as file:
-                file.write(content.getbuffer())
-            shards.sweep(path.parent, keep=name)
+        try:
+            if self.global_rank == 0:
+                with replacing(path) as file:
+                    file.write(content.getbuffer())
+                shards.sweep(path.parent, keep=name)
+        finally:
+            torch.distributed.barrier(self._host_group())
 
     def _host_group(self) -> Any:
         if self._group is None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 FOLDER = "shards"  # beside the small file; also the key in it
@@ -68,7 +69,8 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
         weights_alone: leave out the optimiser's state, which is twice as large as the weights.
 
     Raises:
-        FileNotFoundError: its parts are not beside it.
+        FileNotFoundError: its parts are not beside it, or not all of them.
+        RuntimeError: a part is broken.
     """
     if FOLDER not in checkpoint:
         return dict(checkpoint)
@@ -77,8 +79,18 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
     tensors = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in wanted.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        fill(tensors, reader, no_dist=True)
     return put_together(checkpoint, tensors, checkpoint[FOLDER]["names"])
+
+
+def fill(tensors: Tensors, reader: Reader, **options: Any) -> None:
+    """Reads tensors from parts, in place. Raises FileNotFoundError (one is missing), RuntimeError (one is broken)."""
+    try:
+        dcp.load(tensors, storage_reader=reader, **options)
+    except CheckpointException as error:  # which is no Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        kind = FileNotFoundError if any(isinstance(cause, FileNotFoundError) for cause in causes) else RuntimeError
+        raise kind(f"the parts in {reader.path} cannot be read: {causes[0]}") from error
 
 
 def folder_of(checkpoint: Mapping[str, Any], path: Path) -> Path:
@@ -133,15 +145,17 @@ class Reader(dcp.FileSystemReader):
 class _Index(pickle.Unpickler):
     """Knows the classes that describe tensors in files, and no others."""
 
-    OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    OTHERS = {
-        *(("torch", name) for name in ("Size", "memory_format", "layout", "strided", "contiguous_format")),
-        *(("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")),
+    DESCRIPTIONS = ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    KNOWN = {
+        *(("torch.distributed.checkpoint.metadata", name) for name in DESCRIPTIONS),
+        *(("torch.distributed.checkpoint.metadata", f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
+        *(("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")),
+        *(("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")),
     }
 
     def find_class(self, module: str, name: str) -> Any:
         """A class by name. Raises pickle.UnpicklingError."""
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module in self.OWN and name[:1] in "_TMCSB" and "." not in name or dtype or (module, name) in self.OTHERS:
+        if dtype or (module, name) in self.KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"an index of shards holds {module}.{name}, which is not of a checkpoint")

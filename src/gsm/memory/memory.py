@@ -165,18 +165,14 @@ class Memory:
 
     def clone(self) -> Memory:
         """An independent copy: fork a prefix and continue both."""
-        return map_nodes(self, (Tensor, Ledger), lambda x: x.clone() if isinstance(x, Tensor) else replace(x))
+        return map_nodes(self, (Tensor,), torch.clone)
 
     def expand(self, times: int) -> Memory:
         """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2; an independent copy.
         Raises ValueError for times < 1."""
         if times < 1:
             raise ValueError(f"times must be at least 1, got {times}")
-
-        def repeated(x: Tensor | Ledger) -> Tensor | Ledger:
-            return x.repeat_interleave(times, dim=0) if isinstance(x, Tensor) else replace(x)
-
-        return map_nodes(self, (Tensor, Ledger), repeated)
+        return map_nodes(self, (Tensor,), lambda x: x.repeat_interleave(times, dim=0))
 
     def fixed(self, capacity: int) -> Memory:
         """An empty static memory for so many tokens, with the stores of this empty growing one. Raises ValueError for
@@ -208,11 +204,7 @@ class Memory:
     def mark(self) -> Memory:
         """What ``rewind`` needs to come back to this point: a copy of everything but bank slots, to which later calls
         only add. Good as long as nobody has gone back to before it (``rewind``, ``load``): that needs ``clone``."""
-
-        def marked(node: Any) -> Any:
-            return node if isinstance(node, Slab) else node.clone() if isinstance(node, Tensor) else replace(node)
-
-        return map_nodes(self, (Slab, Tensor, Ledger), marked)
+        return map_nodes(self, (Slab, Tensor), lambda node: node.clone() if isinstance(node, Tensor) else node)
 
     def rewind(self, mark: Memory) -> None:
         """Goes back, in place, to an earlier point, or with an empty static memory of any capacity to the beginning.
@@ -274,7 +266,8 @@ def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
 
 
 def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """The same tree with every node of these kinds replaced; what lies below them is left to ``function``."""
+    """The same tree with every node of these kinds replaced; what lies below them is left to ``function``. Dataclasses
+    on the way, a ledger too, are new ones."""
     if isinstance(node, kinds):
         return function(node)
     if is_dataclass(node) and not isinstance(node, type):

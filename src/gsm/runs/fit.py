@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import signal
 import sys
 import warnings
@@ -16,12 +15,9 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from gsm.callbacks.files import WholeFiles
-from gsm.callbacks.hyperparameters import Hyperparameters
-from gsm.callbacks.interruption import Interrupted, Interruption
+from gsm.callbacks.interruption import Interrupted
 from gsm.callbacks.latest import Latest
 from gsm.callbacks.metrics_file import MetricsFile
 from gsm.callbacks.summary import Summary
@@ -36,8 +32,7 @@ from gsm.distributed.sharded import Sharded
 from gsm.eval import overlap, tracking
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
-from gsm.runs import report, weights
-from gsm.runs.check import ConfigError
+from gsm.runs import report, trainers, weights
 from gsm.runs.command_line import again
 from gsm.runs.folder import Start, locked, prepare, sequences_a_step
 from gsm.runs.load import (
@@ -52,7 +47,6 @@ from gsm.runs.load import (
 from gsm.task import LanguageModeling
 from gsm_kernels import explain
 
-OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
 OVERLAP_SEQUENCES = 16  # of each length
 Data = TextData | SyntheticData | RulerData
@@ -133,8 +127,8 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
         compile=config["compile"],
     )
     summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
-    trainer = _trainer(config, model, summary)
-    _refuse_divided(trainer, task)
+    trainer = trainers.build(config, model, summary)
+    trainers.refuse_divided(trainer, task)
     if start and start.checkpoint:
         _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
@@ -153,72 +147,12 @@ def _refuse_other_steps(start: Start, config: Mapping[str, Any], world: int) -> 
         )
 
 
-def _trainer(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
-    """Lightning's Trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
-    settings = _settings(config)
-    parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
-    loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
-    plugins = [*(settings.pop("plugins", None) or []), WholeFiles()]
-    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
-        plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
-    make = instantiate({**settings, "_partial_": True}, "trainer")
-    with refusals("trainer"):
-        return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
-
-
-def _refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
-    """What cannot be where every rank has only its share of the model."""
-    if not isinstance(trainer.strategy, Sharded):
-        return
-    if not task.optimizer.shardable:
-        raise ConfigError(
-            f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
-            "trainer=ddp, or optimizer=adamw"
-        )
-    if not any(isinstance(callback, Latest) for callback in callbacks(trainer)):
-        raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Trainer is made with. Raises ConfigError for an end of the run that is not a number of steps."""
-    settings = dict(config["trainer"])
-    for name in OTHER_ENDS:
-        if settings.get(name) is not None:
-            raise ConfigError(
-                f"trainer.{name} is {settings[name]}, but a run ends after trainer.max_steps, since its learning rate "
-                f"is a function of their number: leave {name} out"
-            )
-    if settings["max_steps"] > 0:
-        settings["log_every_n_steps"] = min(settings.get("log_every_n_steps") or 50, settings["max_steps"])
-    if settings.get("precision") == "auto":
-        settings["precision"] = best_precision(settings.get("accelerator"))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many
-        here, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-        settings |= {"devices": here, "num_nodes": all_ranks // here}
-    if isinstance(settings.get("strategy"), Mapping):
-        settings["strategy"] = _with_backend(settings["strategy"], settings.get("accelerator"))
-    return settings
-
-
-def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:
-    """On GPUs, objects and checkpoints travel from host to host (gloo): then no GPU is waited for."""
-    gpu = accelerator != "cpu" and torch.cuda.is_available()
-    chosen = strategy.get("process_group_backend") or ("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    return {**strategy, "process_group_backend": chosen}
-
-
-def best_precision(accelerator: str | None = None) -> str:
-    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
-    gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16-mixed" if gpu else "32-true"
-
-
 def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
-    ranks.before_lightning_kills(lambda gone: print(_abandoned(run, gone), file=sys.stderr, flush=True))
+    say = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))):
+            run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
             run.trainer.validate(run.task, datamodule=run.data, verbose=False)
     except SystemExit as stop:
@@ -338,9 +272,7 @@ def _log_overlap(run: Run, found: Mapping[str, Any] | None) -> None:
 
 def _ngrams(run: Run) -> dict[str, float | None]:
     """Bits per byte of n-gram models counted on exactly the tokens that this run has consumed."""
-    sequences = (
-        run.trainer.global_step * run.trainer.accumulate_grad_batches * run.trainer.world_size * run.data.batch_size
-    )
+    sequences = run.trainer.global_step * sequences_a_step(run.config, run.trainer.world_size)
     data = run.data
     if not (run.config["ngrams"] and isinstance(data, TextData) and sequences * data.context <= MOST_COUNTED):
         return {f"{name}_bits_per_byte": None for name in NGRAMS}

@@ -123,7 +123,10 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
         raise CheckpointError(
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
         )
-    return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
+    try:
+        return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def usable(device: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gsm.callbacks.progress import clock
-from gsm.runs.fit import best_precision
+from gsm.runs.trainers import best_precision
 
 TRAINED = "trained"  # the phases that train, in the summary of a run in phases
 
