@@ -24,6 +24,7 @@ from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import train
 from gsm.runs.lengths import read_lengths
+from gsm.runs.scoring import read_masks
 
 LONG, SCORED = 37, 9
 
@@ -126,6 +127,23 @@ def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, masks: l
         evaluate(small.build("gsm"), windows(), asked, scored, masks=masks)
 
 
+def test_documents_are_kept_apart_or_not_or_both():
+    """A yaml takes on and off for true and false."""
+    both = {"both": ["off", "on"], "on": ["on"], "true": ["on"], "off": ["off"], "false": ["off"]}
+    assert {text: read_masks(text) for text in both} == both
+    for text, allowed in (("maybe", True), ("both", False)):
+        with pytest.raises(ConfigError, match=f"masks is '{text}', but has to be on, off"):
+            read_masks(text, both=allowed)
+
+
+def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
+    one, other = ({"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b"))
+    with pytest.raises(
+        ConfigError, match=r"b has read other windows than a, by the data's tokenizer \(a there, b here"
+    ):
+        script._conclude([one, other], [4], 1, ["off"], tmp_path / "lengths.json")
+
+
 def test_lengths_are_read_as_a_list_or_a_range():
     assert read_lengths("512,256") == [256, 512]
     assert read_lengths("256:1024") == [256, 512, 768, 1024]
@@ -156,5 +174,9 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     found = script.metrics(single[0])
     assert found["64"] == pytest.approx(math.exp(losses[0]))
     assert {"16", "apart/64", "full", "apart/full", "held_out"} <= set(found)
+    held_out = [one["held_out"] for one in single]
+    assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (3 * 64) <= 1, "as many as the windows have"
+    mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)
+    assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
     with pytest.raises(SystemExit, match="windows is 99 and the longest of the lengths 64, but .* has .* room for"):
         command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder}", "lengths=64", "windows=99"])

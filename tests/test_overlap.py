@@ -101,3 +101,7 @@ def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
     assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
     assert [len(line.split()) for line in show.overlap(facts)[1:]] == [4, 4, 4]
     assert facts["by_length"][0]["queries"] > 0 and model.training is False
+    chosen = by_length(model, lambda length: data.of_length(length, 2), 24, [48, 24])
+    assert chosen == {**facts, "by_length": facts["by_length"][1:]}
+    with pytest.raises(ValueError, match="6"):
+        by_length(model, lambda length: data.of_length(length, 2), 24, [6, 24])

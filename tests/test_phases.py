@@ -151,6 +151,31 @@ def test_a_value_of_one_phase_can_be_given_on_the_command_line(phased: Callable[
     assert made.phases[2].lines == ("context=64", "sequences=2")
 
 
+@pytest.mark.parametrize("asked", ["{ruler: true, ruler.examples: 20}", "{ruler: {examples: 20}}", "{ruler: true}"])
+def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_word(
+    phased: Callable[..., Phased], asked: str
+):
+    made = phased(f"phases={{train: {{}}, ask: {{evaluate: {asked}}}}}", "++phases.ask.evaluate.ruler.examples=5")
+    assert commands.choose(made.phases[1].lines) == (commands.RULER, ["examples=5"])
+
+
+def test_a_run_may_measure_what_it_starts_from(phased: Callable[..., Phased], done: list[str]):
+    phases.run(phased("phases={train: {}}", "arm=one"), [])
+    first = phased("phases={train: {}}", "arm=one").home / "train"
+    steps = "phases={before: {evaluate: {}}, extend: {trainer.max_steps: 1}}"
+    found = phases.run(phased(steps, "arm=two", f"start_from={first}"), [])
+    assert done == ["one/train", "two/before", "two/extend"] and found["before/perplexity"] == 7.4
+
+
+def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):
+    """What lies in its folder is of a phase that it does not have any more."""
+    for arm in ("one", "two"):
+        (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
+        (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
+    write_json(tmp_path / "two/seed0/summary.json", {"trained": ["new"]})
+    assert scoring.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
+
+
 def test_values_come_through_the_command_line_as_they_are():
     read = read_phases({"a": {"name_of": "it's", "x": {"y": [1, "b c", None, True]}, "z": 2.5e-4}})
     assert read[0].lines == (r"name_of='it\'s'", "x.y=[1,'b c',null,True]", "z=0.00025")
@@ -167,6 +192,11 @@ def test_values_come_through_the_command_line_as_they_are():
         ({"a": {"data": "ruler"}}, "phases.a.data is 'ruler', but data is a group: write /data: ruler"),
         ({"a": {"evaluate": {}, "seed": 1}}, "phases.a has evaluate beside other keys"),
         ({"a": {"evaluate": {"lengths": 4}}}, "phases has a alone, which measure: one has to train"),
+        ({"a": {"evaluate": {"contxt": 4}}}, "phases.a.evaluate: unknown argument 'contxt'; did you mean context"),
+        ({"a": {"evaluate": {"ruler.words": "many"}}}, "phases.a.evaluate: words is 'many', but takes int"),
+        ({"a": {"evaluate": {"checkpoint": "x"}}}, "phases.a.evaluate has checkpoint=x, which is the run's to say"),
+        ({"a": {"evaluate": {"ruler": {"output": "x"}}}}, "phases.a.evaluate has output=x, which is the run's to say"),
+        ({"a": {"evaluate": {"ruler": {}}}}, "phases.a has ruler without a value: give it one, or leave it out"),
     ],
 )
 def test_what_cannot_be_a_phase_is_said(wrong: Any, said: str):

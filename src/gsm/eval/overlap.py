@@ -35,25 +35,32 @@ def selects_for_itself(model: LanguageModel) -> bool:
 
 
 def by_length(
-    model: LanguageModel, sequences: Callable[[int], Sequence[Mapping[str, Tensor]]], context: int
+    model: LanguageModel,
+    sequences: Callable[[int], Sequence[Mapping[str, Tensor]]],
+    context: int,
+    lengths: Sequence[int] = (),
 ) -> dict[str, Any] | None:
-    """Overlap by stage at a quarter of the context, at half of it, the whole, and twice as much.
+    """Overlap by stage at each of the lengths; without any, at a quarter of the context, half of it, all and twice it.
 
     Args:
         model: the model; other models than GSM, and stages or encoders that select nothing, have no overlap.
         sequences: makes those of a length: ``tokens`` and ``documents``, int64 [T] each; raises ValueError where there
             are none so long or so short.
         context: the length that the model was trained with, in tokens.
+        lengths: in tokens; that there are sequences of all of them is then insisted on.
 
     Returns:
-        ``mean`` over the stages at ``context``, and ``by_length``: ``length``, ``queries`` that were counted and
-        ``stages``, the means in order, None where no query sees more than K entries. None if there is no overlap.
+        ``mean`` over the stages at ``context`` (None where that is not among the lengths), and ``by_length``:
+        ``length``, ``queries`` that were counted and ``stages``, the means in order, None where no query sees more
+        than K entries. None if there is no overlap.
     """
     rows = []
-    for length in sorted({max(1, context // 4), max(1, context // 2), context, 2 * context}):
+    for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
         try:
             found = sequences(length)
         except ValueError:  # too long for the text that there is, or too short for the task
+            if lengths:
+                raise
             continue
         stages = overlaps(model, found)
         if not stages:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
@@ -20,7 +21,7 @@ from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import OVERLAP_SEQUENCES
 from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, usable
-from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
+from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress, read_masks
 from gsm_kernels import explain
 
 SPLITS = ("validation", "train")
@@ -35,7 +36,9 @@ def evaluate(
     sequences: int = 0,
     batch_size: int = 0,
     position: str = "document",
+    masks: str = "on",
     overlap: bool = False,
+    overlap_lengths: str = "",
     device: str = "auto",
     output: str = "",
 ) -> list[dict[str, Any]]:
@@ -56,7 +59,9 @@ def evaluate(
         sequences: how many, spread evenly over the split; 0: as many as the run validated on
         batch_size: sequences at a time; 0: as in training
         position: place of a token in its document, or in the whole sequence
+        masks: of documents: on (nothing crosses the end of a document, as in training), or off (a sequence is one)
         overlap: also how much of what the stages select the encoder selects too, at four lengths around context
+        overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
 
@@ -64,13 +69,15 @@ def evaluate(
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
     """
     _check(split, position, context=context, sequences=sequences, batch_size=batch_size)
+    (masks,), lengths = read_masks(masks, both=False), _lengths(overlap_lengths)
     device = usable(device)
     found = checkpoints(checkpoint)
     wanted = {"split": split, "context": context, "sequences": sequences, "batch_size": batch_size}
     results = []
     for number, file in enumerate(found, 1):
         note = f"{number} of {len(found)}: " if len(found) > 1 else ""
-        options = {"device": device, "data": data, "path": path, "position": position, "overlap": overlap}
+        options = {"device": device, "data": data, "path": path, "position": position, "masks": masks}
+        options |= {"overlap": overlap or bool(lengths), "overlap_lengths": lengths}
         result = measure(file, note=note, **options, **wanted)  # pyright: ignore[reportArgumentType]
         if not output:
             _write(home(file) / "evaluation.json", result)
@@ -98,7 +105,9 @@ def measure(
     sequences: int = 0,
     batch_size: int = 0,
     position: str = "document",
+    masks: str = "on",
     overlap: bool = False,
+    overlap_lengths: Sequence[int] = (),
     note: str = "",
 ) -> dict[str, Any]:
     """What is known of one checkpoint and what was measured, as plain containers; arguments as in ``evaluate``."""
@@ -106,6 +115,7 @@ def measure(
     config = saved["hyper_parameters"]["config"]
     text = open_data(saved, data, path, split=split, context=context, batch_size=batch_size, sequences=sequences)
     rows, count = _sequences(text, split, sequences)
+    rows = rows if masks == "on" else map(_as_one_document, rows)
     model, start = load_model(file, device), time.perf_counter()
     precision = precision_of(config, device)
     with autocast(precision, device), refusals(str(file)):
@@ -115,12 +125,13 @@ def measure(
             "token_bytes_V": text.bytes_of_tokens(split) if text.tokenizer else None,
         }
         measured = losses.evaluate(model, shown, place=position, **options)  # pyright: ignore[reportArgumentType]
-        found = _overlap(model, text, split, sequences) if overlap else {}
+        found = _overlap(model, text, split, sequences, masks, overlap_lengths) if overlap else {}
     return {
         "checkpoint": str(file),
         **{"experiment": config.get("name"), "arm": str(config.get("arm")), "seed": config.get("seed")},
         "step": saved.get("global_step"),
         "split": split,
+        "masks": masks,
         "context": text.context,
         "text": measured.facts(),
         **found,
@@ -189,10 +200,21 @@ def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
     return {**composed, **kept, **({"path": path} if path else {})}
 
 
-def _overlap(model: LanguageModel, text: Any, split: str, sequences: int) -> dict[str, Any]:
+def _overlap(
+    model: LanguageModel, text: Any, split: str, sequences: int, masks: str, lengths: Sequence[int]
+) -> dict[str, Any]:
     """The overlap of stages and encoder by length, on as many sequences as after training unless told."""
-    make = functools.partial(text.of_length, most=sequences or OVERLAP_SEQUENCES, split=split)
-    return {"overlap": overlaps.by_length(model, make, text.context)}
+
+    def make(length: int) -> list[Mapping[str, Tensor]]:
+        rows = text.of_length(length, most=sequences or OVERLAP_SEQUENCES, split=split)
+        return rows if masks == "on" else [*map(_as_one_document, rows)]
+
+    return {"overlap": overlaps.by_length(model, make, text.context, lengths)}
+
+
+def _as_one_document(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A sequence whose documents are not kept apart; padding stays padding."""
+    return {**row, "documents": row["documents"].clamp(max=0)}
 
 
 def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:
@@ -217,13 +239,22 @@ def _check(split: str, position: str, **numbers: int) -> None:
             raise ConfigError(f"{name} is {number}, but has to be {least} or more; leave it out for what the run had")
 
 
+def _lengths(text: str) -> list[int]:
+    """`4096,65536` as numbers; none for an empty text. Raises ConfigError."""
+    words = [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"overlap_lengths is '{text}', but takes whole numbers of at least 1, such as 4096,65536")
+    return [int(word) for word in words]
+
+
 def _title(result: Mapping[str, Any]) -> str:
     text, data = result["text"], result["data"]
     of = data.get("corpus") or data.get("task") or "its data"
     run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
+    whole = ", each read as one document" if result["masks"] == "off" else ""
     return (
         f"{run}, step {result['step']}: {result['split']} of {of}\n"
-        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets"
+        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{whole}"
     )
 
 

@@ -16,15 +16,16 @@ from gsm.data.packing import validation_indices
 from gsm.eval import lengths as evaluation
 from gsm.eval import plots
 from gsm.eval.bootstrap import paired
-from gsm.eval.lengths import MASKS, concluded, window_losses
+from gsm.eval.lengths import concluded, window_losses
 from gsm.eval.show import group, value
 from gsm.files import replacing, write_json
 from gsm.runs import evaluate as held_out_text
 from gsm.runs import weights
-from gsm.runs.check import ConfigError
+from gsm.runs.check import ConfigError, few
+from gsm.runs.folder import unlike
 from gsm.runs.load import load_model, read_checkpoint, refusals, usable
 from gsm.runs.report import shown
-from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
+from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress, read_masks
 from gsm.runs.table import WIDTH, grid_markdown, grid_text
 
 PAPER = "4096:65536"
@@ -63,7 +64,8 @@ def evaluate(
         windows: how many, spread evenly over the split
         masks: of documents: on (nothing crosses the end of a document, as in training), off (a window is one document),
             or both
-        held_out: also the usual perplexity of the split, in sequences of the shortest length
+        held_out: also the usual perplexity of the split, in sequences of the shortest length, of as many tokens as the
+            windows have (or all that there are)
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
         path: other text: a folder or a file of your own
         split: validation; or train, which the model has seen
@@ -75,11 +77,9 @@ def evaluate(
     Raises:
         ConfigError, FileNotFoundError: a value out of range, too little text, or a file that cannot be used.
     """
-    asked, chosen = read_lengths(lengths), list(MASKS)[::-1] if masks == "both" else [masks]
-    if windows < 1 or masks not in (*MASKS, "both"):
-        raise ConfigError(
-            f"windows is {windows} and masks '{masks}', but they have to be 1 or more, and on, off or both"
-        )
+    asked, chosen = read_lengths(lengths), read_masks(masks)
+    if windows < 1:
+        raise ConfigError(f"windows is {windows}, but has to be 1 or more")
     found, device = checkpoints(checkpoint), usable(device)
     text: dict[str, Any] = {"data": data, "path": path, "split": split}
     options = {"scored": scored or asked[0], "masks": chosen, "chunk": chunk}
@@ -112,9 +112,12 @@ def measure(
         raise ConfigError(f"{file} was trained on questions, which have no length to vary: say data=stdlib or path=")
     precision = precision_of(config, device)
     run = {"experiment": config["name"], "arm": str(config["arm"]), "seed": config["seed"]}
+    read = {
+        name: value for name, value in found.fingerprint().items() if name != "max_tokens" or text["split"] == "train"
+    }
     identity = {
         **run,
-        **{"checkpoint": weights.digest(file), "text": found.fingerprint()["corpus"], "split": text["split"]},
+        **{"checkpoint": weights.digest(file), "text": read, "split": text["split"]},
         **{"precision": precision, "device": device_name(device).partition(",")[0], "versions": versions()},
     }
     with refusals(str(file)), autocast(precision, device):
@@ -124,7 +127,8 @@ def measure(
         result = evaluation.evaluate(model, cut, lengths, path=place, identity=identity, watch=watch, **options)
     result = {"checkpoint": str(file), **run, "step": saved.get("global_step"), **result}
     if held_out:
-        rows = held_out_text.measure(file, device=device, **text, context=lengths[0], note=note)
+        sequences = windows * lengths[-1] // lengths[0]
+        rows = held_out_text.measure(file, device=device, **text, context=lengths[0], sequences=sequences, note=note)
         result["held_out"] = {"context": lengths[0], **{name: rows["text"][name] for name in ("perplexity", "targets")}}
     write_json(place, result)
     return result
@@ -173,7 +177,15 @@ def _windows(text: Any, split: str, count: int, length: int) -> list[Any]:
 def _conclude(
     results: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, masks: Sequence[str], place: Path
 ) -> None:
-    """Prints the tables of all runs, arm by arm, draws them, and writes both."""
+    """Prints the tables of all runs, arm by arm, draws them, and writes both. Raises ConfigError where their windows
+    are not the same."""
+    for one in results:
+        if one["settings"]["text"] != results[0]["settings"]["text"]:
+            changes = few(unlike(results[0]["settings"]["text"], one["settings"]["text"]))
+            raise ConfigError(
+                f"{one['checkpoint']} has read other windows than {results[0]['checkpoint']}, by {changes}, so that "
+                "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
+            )
     arms = {arm: [run["cells"] for run in runs] for arm, runs in group(results).items()}
     means = {arm: concluded(runs, lengths, windows, masks) for arm, runs in arms.items()}
     grids = [_grid(means, mask) for mask in masks] + [
@@ -221,10 +233,12 @@ def _apart(
 
 
 def _held_out(results: Sequence[Mapping[str, Any]], means: Mapping[str, Any]) -> list[list[str]]:
-    """The usual perplexity, mean over the runs of an arm."""
+    """The usual perplexity; of several runs of an arm, exp of the mean loss over them."""
     found = {arm: [run["held_out"] for run in runs if "held_out" in run] for arm, runs in group(results).items()}
     context = next((one["context"] for runs in found.values() for one in runs), None)
-    cells = [statistics.fmean(one["perplexity"] for one in found[arm]) if found[arm] else None for arm in means]
+    cells = [
+        statistics.geometric_mean(one["perplexity"] for one in found[arm]) if found[arm] else None for arm in means
+    ]
     head = f"held out, in sequences of {context:,}" if context else "held out"
     return [[head, *means], ["", *(value(cell, 4) for cell in cells)]]
 

@@ -4,7 +4,7 @@
       train:                                                        # as the experiment has it
       extend: {data.context: 65536, trainer.max_steps: 100}         # what differs from that
       tune: {/data: ruler, data.answers: cot}                       # a group, with a slash as in a defaults list
-      ruler: {evaluate: {ruler: true, ruler.examples: 20}}          # arguments of evaluate.py
+      ruler: {evaluate: {ruler: {examples: 20}}}                    # arguments of evaluate.py
 
 `python train.py experiment=...` of one arm and seed then trains nothing itself: it starts `python train.py phases=null
 folder=<folder>/extend start_from=<folder>/train/checkpoints/last.ckpt ...` and `python evaluate.py checkpoint=...`, one
@@ -36,10 +36,11 @@ from gsm.runs import commands, folder, report, scoring, weights
 from gsm.runs.arms import NAME, NOT_FOR_ARMS, WORDS, key
 from gsm.runs.check import ConfigError, flat
 from gsm.runs.children import Child, work_off
-from gsm.runs.command_line import again
+from gsm.runs.command_line import again, read_arguments
 from gsm.runs.compose import compose
 
 EVALUATE = "evaluate"  # the key of a phase that measures
+SAID = ("checkpoint", "output")  # of evaluate.py's arguments, those that a phase has already
 GIVEN = {"phases", "folder", "start_from", "resume", "force"}  # said anew for each phase
 NOT_FOR_PHASES = {*NOT_FOR_ARMS, *GIVEN}
 LAST = "checkpoints/last.ckpt"
@@ -81,8 +82,9 @@ def _read(name: str, asked: Any) -> Phase:
             f"phases.{name} is {asked!r}, but maps keys to values, or lists overrides such as [data.context=1024]"
         )
     if measures:
-        return Phase(name, tuple(commands.words(flat(asked)) if isinstance(asked, Mapping) else asked), True)
-    lines = [_line(name, k, v) for k, v in flat(asked).items()] if isinstance(asked, Mapping) else asked
+        lines = commands.words(_entries(name, asked)) if isinstance(asked, Mapping) else asked
+        return _measuring(name, lines)
+    lines = [_line(name, k, v) for k, v in _entries(name, asked).items()] if isinstance(asked, Mapping) else asked
     for line in lines:
         try:
             sets = key(line)
@@ -91,6 +93,31 @@ def _read(name: str, asked: Any) -> Phase:
         if sets in NOT_FOR_PHASES:
             raise ConfigError(f"phases.{name} sets {sets}, which is the run's: leave {line} out")
     return Phase(name, tuple(lines))
+
+
+def _measuring(name: str, lines: Sequence[str]) -> Phase:
+    """A phase that measures; what evaluate.py would not take is refused now, not when everything is trained."""
+    chosen, words = commands.choose(lines)
+    for word in words:
+        if word.partition("=")[0] in SAID:
+            raise ConfigError(f"phases.{name}.evaluate has {word}, which is the run's to say: leave it out")
+    try:
+        read_arguments([*words, f"{SAID[0]}=..."], chosen.evaluate, chosen.name)
+    except ConfigError as error:
+        raise ConfigError(f"phases.{name}.evaluate: {error}") from error
+    return Phase(name, tuple(lines), True)
+
+
+def _entries(name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value under the path to it, in the order of the yaml.
+
+    Where `a.b: 1` and `a: {b: 2}` are both there, the second counts: it is what the command line makes of
+    ++phases.<name>.a.b=2.
+    """
+    empty = [key for key, value in asked.items() if isinstance(value, Mapping) and not flat(value)]
+    if empty:
+        raise ConfigError(f"phases.{name} has {empty[0]} without a value: give it one, or leave it out")
+    return flat(asked) | flat({key: value for key, value in asked.items() if "." not in key})
 
 
 def _line(phase: str, name: str, value: Any) -> str:

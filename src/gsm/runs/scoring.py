@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gsm.callbacks.progress import clock
+from gsm.runs.check import ConfigError
 from gsm.runs.trainers import best_precision
 
 TRAINED = "trained"  # the phases that train, in the summary of a run in phases
@@ -42,7 +43,19 @@ def _is_last(file: Path) -> bool:
     except (OSError, ValueError, KeyError):
         return True
     there = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
-    return phase == there[-1]
+    return phase in there[-1:]
+
+
+def read_masks(text: str, *, both: bool = True) -> list[str]:
+    """``on``, ``off``, or, where that is allowed, ``both``; in a yaml the first two are true and false.
+
+    Raises ConfigError for anything else.
+    """
+    known = {"on": ["on"], "true": ["on"], "off": ["off"], "false": ["off"]}
+    known |= {"both": ["off", "on"]} if both else {}
+    if text not in known:
+        raise ConfigError(f"masks is '{text}', but has to be on, off{' or both' if both else ''}: of documents")
+    return known[text]
 
 
 def progress(
