@@ -23,10 +23,12 @@ from gsm.task import LanguageModeling
 
 pytestmark = pytest.mark.slow
 FEW = "trainer.max_steps=12 trainer.val_check_interval=12 callbacks.latest.minutes=10 trainer.accelerator=cpu"
+FEW += " callbacks.pictures=null"  # a rank that has only its share of the model draws none
+EXACT = {"tokens", "loss", "perplexity", "bits_per_byte", "gradient_norm", "learning_rate"}
 ALONE = "trainer=default data.batch_size=4 trainer.accumulate_grad_batches=2"
-WAYS = {  # the same steps, of 8 sequences
+WAYS = {  # the same steps, of two batches of 4 sequences: each of a step's batches counts alike
     "alone": (1, ALONE),
-    "ddp": (2, "trainer=ddp data.batch_size=4 trainer.accumulate_grad_batches=1"),
+    "ddp": (2, "trainer=ddp data.batch_size=2 trainer.accumulate_grad_batches=2"),
     "lightning": (2, "trainer=ddp trainer.devices=2 data.batch_size=4 trainer.accumulate_grad_batches=1"),
     "fsdp": (2, "trainer=fsdp data.batch_size=2 trainer.accumulate_grad_batches=2"),
 }
@@ -85,14 +87,16 @@ def assert_ends_alike(folder: Path, other: Path) -> None:
     for first, second in zip(lines(folder), lines(other), strict=True):
         (*start, value), (*wanted, number) = first.split(","), second.split(",")
         assert start == wanted
-        assert number == "value" or float(value) == pytest.approx(float(number), rel=1e-5), first
+        # What else is noted of a step is a mean of each rank's means, and these count by targets, which it is not over.
+        near = 1e-5 if first.split(",")[1].rpartition("/")[2] in EXACT else 1e-3
+        assert number == "value" or float(value) == pytest.approx(float(number), rel=near), first
 
 
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "alone"), ("alone", "fsdp"), ("ddp", "fsdp")])
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, whole: Path, before: str, after: str):
     """Weights, place in the data, curves: as if it had been one process all the time. Any rank may get the signal."""
-    name, batch, rank = f"{before}-{after}", 7 if before == "ddp" else 13, WAYS[before][0] - 1
-    codes, said = run(processes, home, name, before, partial(on_rank, rank, partial(sent, signal.SIGTERM, batch)))
+    name, rank = f"{before}-{after}", WAYS[before][0] - 1
+    codes, said = run(processes, home, name, before, partial(on_rank, rank, partial(sent, signal.SIGTERM, 13)))
     assert codes == [143] * WAYS[before][0] and "interrupted at step " in said, said
     codes, said = run(processes, home, name, after)
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said

@@ -201,13 +201,10 @@ class LanguageModeling(lightning.LightningModule):
         self._note("learning_rate", torch.tensor(optimizer.param_groups[0]["lr"]))
         return norms
 
-    def on_fit_start(self) -> None:
-        """Tells the loggers of a resumed run, which were rewound, what its last step has logged."""
-        if self._resumed and self._resumed.logged:
-            self._write(dict(self._resumed.logged), self._resumed.step)
-
     def on_train_start(self) -> None:
-        """Goes on where the checkpoint stands: with the same random numbers, and with a validation that is due.
+        """Goes on where the checkpoint stands: with the same random numbers, and with a validation that is due. The
+        loggers, which were rewound, are told what its last step has logged; not earlier, since what is divided among
+        ranks is loaded late.
 
         Of several ranks, all get the random numbers of the one that leads, since it alone writes the checkpoint.
         """
@@ -221,6 +218,8 @@ class LanguageModeling(lightning.LightningModule):
             if self.trainer.is_global_zero:  # they are sums over all ranks
                 self._train[name].total, self._train[name].weight = pair.to(self.device).unbind()
         self._standing = replace(standing, means=self._means())
+        if standing.logged:
+            self._write(dict(standing.logged), standing.step)
         if standing.validation_due:
             self.trainer.validating = True
             self.trainer.fit_loop.epoch_loop.val_loop.run()
