@@ -48,7 +48,7 @@ def take_apart(checkpoint: Mapping[str, Any], names: Sequence[str]) -> tuple[Ten
 
 
 def put_together(rest: Mapping[str, Any], tensors: Tensors, names: Sequence[str]) -> dict[str, Any]:
-    """The opposite."""
+    """The opposite; what it gives stands for no parts any more."""
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -57,6 +57,7 @@ def put_together(rest: Mapping[str, Any], tensors: Tensors, names: Sequence[str]
             state.setdefault(numbers[name], {})[entry] = value
     weights = {key.removeprefix(WEIGHTS): value for key, value in tensors.items() if key.startswith(WEIGHTS)}
     states = [{**one, "state": state} for one in rest["optimizer_states"]]
+    rest = {key: value for key, value in rest.items() if key != FOLDER}
     return {**rest, "state_dict": weights, "optimizer_states": states}
 
 
