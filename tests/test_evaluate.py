@@ -290,10 +290,6 @@ def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tupl
     assert [row["length"] for row in found["by_length"]] == [8, 16, 32, 64]
     (whole,) = script.evaluate(checkpoint.partition("=")[2], overlap_lengths="64,16", masks="off", device="cpu")
     assert [row["length"] for row in whole["overlap"]["by_length"]] == [16, 64]
-    counted = {row["length"]: row["queries"] for row in found["by_length"]}
-    assert all(row["queries"] > counted[row["length"]] for row in whole["overlap"]["by_length"]), (
-        "nothing is out of sight"
-    )
     with pytest.raises(SystemExit, match="overlap_lengths is '4k', but takes whole numbers"):
         command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap_lengths=4k"])
     with pytest.raises(SystemExit, match="overlap is 'perhaps', but takes true or false"):

@@ -137,9 +137,9 @@ def test_a_function_s_defaults_are_those_of_its_yaml(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(config, dict)
     taken = inspect.signature(get_method(str(config.pop("_target_")))).parameters
-    differ = {
-        name: value
-        for name, value in config.items()
-        if "${" not in str(value) and json.loads(json.dumps(taken[str(name)].default)) != value
+    stated = {name: value for name, value in config.items() if "${" not in str(value)}
+    given = {
+        name: taken[str(name)].default for name in stated if taken[str(name)].default is not inspect.Parameter.empty
     }
-    assert not differ
+    assert given, "what a yaml has to say has no default; the rest does"
+    assert json.loads(json.dumps(given)) == {name: stated[name] for name in given}
