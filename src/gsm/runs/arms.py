@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,14 +33,19 @@ def read_arms(arms: Any) -> dict[str, list[str]]:
             )
         if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
             raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
-        for line in overrides:
-            try:
-                sets = key(line)
-            except HydraException as error:
-                raise ConfigError(f"arms.{name}: cannot read '{line}': write key=value or group=option") from error
-            if sets in NOT_FOR_ARMS:
-                raise ConfigError(f"arms.{name} sets {sets}, which is the experiment's: leave {line} out")
+        check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS, "the experiment's")
     return {str(name): list(overrides) for name, overrides in arms.items()}
+
+
+def check_overrides(where: str, lines: Iterable[str], reserved: Set[str], owner: str) -> None:
+    """Raises ConfigError, which names ``where``, for an override that cannot be read or sets what is its owner's."""
+    for line in lines:
+        try:
+            sets = key(line)
+        except HydraException as error:
+            raise ConfigError(f"{where}: cannot read '{line}': write key=value or group=option") from error
+        if sets in reserved:
+            raise ConfigError(f"{where} sets {sets}, which is {owner}: leave {line} out")
 
 
 def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException
 
 from gsm import paths
 from gsm.files import write_json
 from gsm.runs import commands, folder, report, scoring, weights
-from gsm.runs.arms import NAME, NOT_FOR_ARMS, WORDS, key
+from gsm.runs.arms import NAME, NOT_FOR_ARMS, WORDS, check_overrides, key
 from gsm.runs.check import ConfigError, flat
 from gsm.runs.children import Child, work_off
 from gsm.runs.command_line import again, read_arguments
@@ -85,13 +84,7 @@ def _read(name: str, asked: Any) -> Phase:
         lines = commands.words(_entries(name, asked)) if isinstance(asked, Mapping) else asked
         return _measuring(name, lines)
     lines = [_line(name, k, v) for k, v in _entries(name, asked).items()] if isinstance(asked, Mapping) else asked
-    for line in lines:
-        try:
-            sets = key(line)
-        except HydraException as error:
-            raise ConfigError(f"phases.{name}: cannot read '{line}': write key=value or group=option") from error
-        if sets in NOT_FOR_PHASES:
-            raise ConfigError(f"phases.{name} sets {sets}, which is the run's: leave {line} out")
+    check_overrides(f"phases.{name}", lines, NOT_FOR_PHASES, "the run's")
     return Phase(name, tuple(lines))
 
 
