@@ -91,7 +91,7 @@ def test_a_model_that_draws_random_numbers_does_not_draw_others_for_it(config: d
 @pytest.mark.parametrize(("every", "steps"), [(1, [2, 4, 6]), (3, [2, 6]), (100, [2])])
 def test_they_are_drawn_at_validations_once_enough_steps_were_taken(monkeypatch, every: int, steps: list[int]):
     drawn: list[int] = []
-    monkeypatch.setattr(Pictures, "_draw", lambda self, trainer, task: drawn.append(trainer.global_step))
+    monkeypatch.setattr(Pictures, "_draw", lambda self, trainer, task, **_: drawn.append(trainer.global_step))
     pictures, trainer = Pictures(every), lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     for step in (2, 4, 6):
         monkeypatch.setattr(lightning.Trainer, "global_step", step)

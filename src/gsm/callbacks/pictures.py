@@ -75,9 +75,11 @@ class Pictures(lightning.Callback):
         self._batch = {name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents")}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Draws once more what a resumed run has hidden: TensorBoard drops all that its last step has left."""
+        """Draws once more what a resumed run has hidden: TensorBoard drops all that its last step has left. The task
+        itself writes the scalars again, in the order in which they came.
+        """
         if self._drawn == trainer.global_step:
-            self._draw(trainer, pl_module)
+            self._draw(trainer, pl_module, scalars_too=False)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Draws, if enough steps were taken since."""
@@ -94,13 +96,14 @@ class Pictures(lightning.Callback):
         """Goes on from a checkpoint."""
         self._drawn = state_dict["drawn"]
 
-    def _draw(self, trainer: lightning.Trainer, task: LanguageModeling) -> None:
+    def _draw(self, trainer: lightning.Trainer, task: LanguageModeling, *, scalars_too: bool = True) -> None:
         model, step = task.model, trainer.global_step
         writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        task.report(scalars(model, seen))
+        if scalars_too:
+            task.report(scalars(model, seen))
         for writer in writers:
             for name, value_N in histograms(model, seen):
                 writer.add_histogram(name, value_N, step)
