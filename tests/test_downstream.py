@@ -16,9 +16,10 @@ from bag import Bag
 from small import GEOMETRY, MEMORIES, SHALLOW, build
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval import downstream, downstream_table, task_files
+from gsm.eval import downstream, task_files
 from gsm.eval.bootstrap import paired
 from gsm.eval.loglikelihood import encode_pairs, loglikelihoods, plan
+from gsm.eval.published import published
 from gsm.eval.task_files import load, read_task, samples
 
 TASK = "documents: rows\nprompt: 'Q: {{q}}'\nchoices: '[a, b]'\ngold: right\nmetrics: [acc, acc_norm]\n"
@@ -294,7 +295,7 @@ def test_a_damaged_file_of_results_is_begun_anew(tmp_path: Path, damage: str):
 
 @pytest.mark.parametrize("name", ["paper", "ablation"])
 def test_the_papers_averages_are_those_of_its_rows(name: str):
-    table = downstream_table.published(name)
+    table = published(name)
     assert table and set(table.rows) <= set(task_files.known()) and len(table.average) == len(table.columns)
     for column, average in enumerate(table.average):
         values = [row["values"][column] for row in table.rows.values() if row["values"]]

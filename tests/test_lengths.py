@@ -37,6 +37,12 @@ def windows(count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [{"tokens": tokens[n], "targets": targets[n], "documents": documents[n]} for n in range(count)]
 
 
+def test_windows_of_fewer_targets_count_less_where_arms_are_compared():
+    run = {f"on/8/{number}": {"loss": loss, "targets": count} for number, (loss, count) in enumerate([(4, 2), (6, 6)])}
+    losses = lengths.window_losses([run], "on", 8, 2)
+    assert sum(losses) / 2 == pytest.approx((4 + 6) / (2 + 6)) and losses == pytest.approx([1.0, 1.5])
+
+
 @pytest.mark.parametrize("case", ["gsm", "baseline", "transformer", "hybrid"])
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, masks: bool):

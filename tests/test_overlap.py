@@ -101,6 +101,9 @@ def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
     assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
     assert [len(line.split()) for line in show.overlap(facts)[1:]] == [4, 4, 4]
     assert facts["by_length"][0]["queries"] > 0 and model.training is False
+    papers = show.overlap({"mean": 0.4, "by_length": [{"length": 65536, "stages": [0.2, 0.25], "queries": 9}]})
+    assert papers[-2].split() == ["65,536", "tokens", "20.0", "25.0"]
+    assert papers[-1].split() == ["the", "paper,", "0.5B", "GSM", "19.0", "24.7", "36.2"]
     chosen = by_length(model, lambda length: data.of_length(length, 2), 24, [48, 24])
     assert chosen == {**facts, "by_length": facts["by_length"][1:]}
     with pytest.raises(ValueError, match="6"):

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gsm.eval import ruler_table
-from gsm.eval.downstream_table import by_arm, differences, grid, notes, published, published_ruler, values
+from gsm.eval.downstream_table import by_arm, differences, grid, notes, values
+from gsm.eval.published import published, published_ruler
 from gsm.eval.ruler_score import accuracy, averages
 from gsm.eval.task_files import load
 from gsm.runs import ruler as asking
 from gsm.runs.table import Cell
+from gsm.runs.weights import digest
 
 TASKS = ("niah_single_1", "niah_multikey_1")
 SETTINGS = {"answers": "direct", "examples": 4, "seed": 42, "template": "short", "haystack": "h", "keys": "k"}
@@ -27,7 +30,7 @@ def made(right: dict[str, int], arm: str = "a", seed: int = 0, **settings: Any) 
         samples = [{"index": i, "score": float(i < count), "marked": True} for i in range(4)]
         cells[name] = {"task": task, "length": int(length), "accuracy": accuracy(samples), "samples": samples}
     run = {"name": "logs", "arm": arm, "seed": str(seed)}
-    head = {"settings": {**SETTINGS, "run": run, "step": 9, "changed": seed, **settings}, "cells": cells}
+    head = {"settings": {**SETTINGS, "run": run, "step": 9, "weights": seed, **settings}, "cells": cells}
     return {**head, "asked": list(cells), "averages": averages(cells.values()), "unmarked": 0.25}
 
 
@@ -121,15 +124,17 @@ def test_the_retrieval_ablation_has_rulers_rows_beside_the_papers():
 def test_a_result_is_found_beside_its_checkpoint_or_in_the_phase_that_measured_it(tmp_path: Path):
     run = tmp_path / "logs/a/seed0"
     files = {phase: run / phase / "checkpoints/last.ckpt" for phase in ("train", "tune")}
-    for file in files.values():
+    for phase, file in files.items():
         file.parent.mkdir(parents=True)
-        file.write_text("weights")
+        torch.save({"weights of": phase}, file)
     assert asking.known(files["tune"]) is None
     (run / "ruler").mkdir()
-    result = everywhere(4, 2, changed=files["tune"].stat().st_mtime_ns)
+    result = everywhere(4, 2, weights=digest(files["tune"]))
     (run / "ruler/ruler.json").write_text(json.dumps(result))
     assert asking.known(files["tune"]) == result and asking.known(files["train"]) is None
-    (run / "tune/ruler.json").write_text(json.dumps({**result, "settings": {**result["settings"], "changed": 1}}))
+    (run / "tune/ruler.json").write_text(
+        json.dumps({**result, "settings": {**result["settings"], "weights": "others"}})
+    )
     assert asking.known(files["tune"]) is None, "of other weights"
     (run / "tune/ruler.json").write_text("{")
     assert asking.known(files["tune"]) is None, "damaged"

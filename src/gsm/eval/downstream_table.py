@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from gsm.eval import ruler_table
 from gsm.eval.bootstrap import paired
+from gsm.eval.published import Published
 from gsm.eval.show import group
 from gsm.eval.task_files import Task
 
-FILE = Path(__file__).parent / "paper.yaml"
 HUB = "hub"  # in the settings of results, where documents are not local files
 # Of one checkpoint: `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its result or None.
 Result = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Published:
-    """A table of the paper.
-
-    Attributes:
-        table: which one it is.
-        columns: its models.
-        average: their unweighted means over the tasks.
-        rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
-            in the order of the columns (none where the paper gives averages alone).
-        ruler: where the table has RULER too, its ``average`` and that of the ``longest`` length, by column.
-    """
-
-    table: str
-    columns: list[str]
-    average: list[float]
-    rows: dict[str, dict[str, Any]]
-    ruler: dict[str, list[float]] = field(default_factory=dict)
-
-
-def published(name: str) -> Published | None:
-    """A table of the paper by its name, or None."""
-    tables = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return Published(**tables[name]) if "rows" in tables.get(name, {}) else None
-
-
-def published_ruler() -> dict[str, Any]:
-    """The paper's tables of RULER: `columns`, and in their order `by_length`, `average` and `by_task`."""
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))["ruler"]
 
 
 def metric(task: str, result: Result, table: Published | None) -> str:

@@ -143,9 +143,11 @@ def concluded(
 
 
 def window_losses(runs: Sequence[Mapping[str, Any]], mask: str, length: int, windows: int) -> list[float]:
-    """Loss of each window at a length in nats per target, mean over the cells of several runs."""
+    """What each window adds to the loss at a length, mean over the cells of several runs: the mean over windows is the
+    loss in nats per target, a window of few targets counting less."""
     found = [[run[_name(mask, length, number)] for run in runs] for number in range(windows)]
-    return [math.fsum(cell["loss"] for cell in one) / len(one) / one[0]["targets"] for one in found]
+    targets = math.fsum(one[0]["targets"] for one in found) / windows
+    return [math.fsum(cell["loss"] for cell in one) / len(one) / targets for one in found]
 
 
 def _mean(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gsm.eval.published import published_overlap
+
 WIDTH = 78
 ARMS_IN_A_ROW = 4
 MEASURES = ("loss", "perplexity", "bits_per_byte")
@@ -39,7 +41,8 @@ def picture(by_position: Sequence[Mapping[str, Any]], width: int = WIDTH - 47) -
 
 
 def overlap(facts: Mapping[str, Any] | None) -> list[str]:
-    """Lengths by stages, in percent of K: how much of what a stage selects its encoder layer has selected too."""
+    """Lengths by stages, in percent of K: how much of what a stage selects its encoder layer has selected too; below
+    each length that the paper has too, its own row."""
     if facts is None:
         return ["  overlap with the encoder: none, for the stages or the encoder select nothing"]
     rows = facts["by_length"]
@@ -48,6 +51,8 @@ def overlap(facts: Mapping[str, Any] | None) -> list[str]:
     for row in rows:
         cells = [value(None if cell is None else 100 * cell, 1) for cell in row["stages"]]
         lines.append(f"  {row['length']:>10,} tokens" + " " * 13 + "".join(f"{cell:>9}" for cell in cells))
+        if theirs := published_overlap().get(row["length"]):
+            lines.append(f"  {'the paper, 0.5B GSM':>30}" + "".join(f"{cell:>9.1f}" for cell in theirs))
     return lines
 
 

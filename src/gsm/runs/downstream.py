@@ -14,6 +14,7 @@ from gsm.callbacks.summary import versions
 from gsm.data.tokenizer import Tokenizer
 from gsm.eval import downstream, downstream_table, ruler_table, task_files
 from gsm.eval.loglikelihood import Progress
+from gsm.eval.published import Published, published
 from gsm.eval.task_files import Sample, Task
 from gsm.files import replacing, write_json
 from gsm.runs import ruler as asking
@@ -72,7 +73,7 @@ def evaluate(
         raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
     found, device = checkpoints(checkpoint), usable(device)
     with refusals("tasks"):
-        table = downstream_table.published(tasks)
+        table = published(tasks)
         chosen = [task_files.load(name) for name in (table.rows if table else tasks.strip("[]").split(","))]
         texts = _texts(chosen, data, limit)
     asked = ruler_words(ruler, table)
@@ -89,7 +90,7 @@ def evaluate(
     return results
 
 
-def ruler_words(ruler: str, table: downstream_table.Published | None) -> dict[str, Any] | None:
+def ruler_words(ruler: str, table: Published | None) -> dict[str, Any] | None:
     """The arguments that RULER is asked with, checked; None: it is not asked. Raises ConfigError."""
     if ruler in ("", "false"):
         return None
@@ -208,7 +209,7 @@ def _texts(tasks: Sequence[Task], data: str, limit: int) -> list[tuple[Task, lis
 
 
 def _conclude(
-    results: Sequence[Mapping[str, Any]], tasks: Sequence[Task], table: downstream_table.Published | None, place: Path
+    results: Sequence[Mapping[str, Any]], tasks: Sequence[Task], table: Published | None, place: Path
 ) -> None:
     """Prints the table and writes it."""
     scores = downstream_table.values(results, table)

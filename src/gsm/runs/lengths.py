@@ -17,6 +17,7 @@ from gsm.eval import lengths as evaluation
 from gsm.eval import plots
 from gsm.eval.bootstrap import paired
 from gsm.eval.lengths import concluded, window_losses
+from gsm.eval.published import published_perplexity
 from gsm.eval.show import group, value
 from gsm.files import replacing, write_json
 from gsm.runs import evaluate as held_out_text
@@ -28,7 +29,7 @@ from gsm.runs.report import shown
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress, read_masks
 from gsm.runs.table import WIDTH, grid_markdown, grid_text
 
-PAPER = "4096:65536"
+PAPER, PAPERS_LONGEST = "4096:65536", 65536
 TITLES = {"off": "the window as one document", "on": "documents apart"}
 NOTE = (
     "perplexity of the same targets at the end of every window, in brackets the middle 95 % if windows are drawn anew; "
@@ -192,6 +193,7 @@ def _conclude(
         _apart(arms, lengths, windows, mask) for mask in masks if len(arms) > 1
     ]
     grids.append(_held_out(results, means))
+    grids += [_published()] if lengths[-1] == PAPERS_LONGEST else []
     notes = [f"{windows} windows, the last {results[0]['settings']['scored']:,} targets of each; {NOTE}"]
     try:
         pictures = {".png": _drawn(means, masks)}
@@ -241,6 +243,13 @@ def _held_out(results: Sequence[Mapping[str, Any]], means: Mapping[str, Any]) ->
     ]
     head = f"held out, in sequences of {context:,}" if context else "held out"
     return [[head, *means], ["", *(value(cell, 4) for cell in cells)]]
+
+
+def _published() -> list[list[str]]:
+    """What the paper's models have, on its own text and with its own tokenizer."""
+    paper = published_perplexity()
+    rows = [[name, *(f"{number:.4f}" for number in numbers)] for name, numbers in paper["rows"].items()]
+    return [["the paper, FineWeb", *paper["columns"]], *rows]
 
 
 def _drawn(means: Mapping[str, Any], masks: Sequence[str]) -> bytes:

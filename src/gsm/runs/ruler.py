@@ -11,8 +11,9 @@ from gsm.data.adaptation import BOTH, trained_lengths
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS
 from gsm.eval import plots, ruler, ruler_score, ruler_table
-from gsm.eval.downstream_table import published_ruler
+from gsm.eval.published import published_ruler
 from gsm.files import replacing, write_json
+from gsm.runs import weights
 from gsm.runs.check import ConfigError
 from gsm.runs.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress
@@ -118,7 +119,7 @@ def measure(
     identity = {
         "run": run,
         "step": saved.get("global_step"),
-        "changed": file.stat().st_mtime_ns,
+        "weights": weights.digest(file),
         "precision": precision,
     }
     with refusals(str(file)), autocast(precision, device):
@@ -130,7 +131,7 @@ def measure(
             ingredients=Ingredients.choose(**chosen),
             answers=answers,
             path=path,
-            identity={**identity, "device": device_name(device)},
+            identity={**identity, "device": device_name(device).partition(",")[0]},
             watch=progress,
             say=lambda line: print(line, flush=True),
             **asked,
@@ -141,7 +142,7 @@ def known(file: Path) -> dict[str, Any] | None:
     """What was found of a checkpoint before; None where there is nothing, or only of other weights."""
     place = _place(file)
     found = _read(place) if place.is_file() else None
-    if found is None or found["settings"]["changed"] != file.stat().st_mtime_ns:
+    if found is None or found["settings"]["weights"] != weights.digest(file):
         return None
     return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
 
@@ -156,15 +157,17 @@ def _place(file: Path) -> Path:
     """The ruler.json of a checkpoint: beside it, or in a phase of the same run that has measured it."""
     own = home(file) / "ruler.json"
     phases = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
-    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["changed"] == file.stat().st_mtime_ns]
-    return own if own.is_file() or not of_it else of_it[0]
+    if own.is_file() or not phases:
+        return own
+    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["weights"] == weights.digest(file)]
+    return of_it[0] if of_it else own
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A finished result; None for what is damaged, not finished, or something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found if {"averages", "asked", "cells"} <= set(found) and "changed" in found["settings"] else None
+        return found if {"averages", "asked", "cells"} <= set(found) and "weights" in found["settings"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
