@@ -6,10 +6,12 @@ them are drawn anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
@@ -135,6 +137,11 @@ MEMORIES = (
     "baseline-pool",
     *comparators(),
 )
+
+
+def mostly_slow(cases: Iterable[str], *quick: str) -> list[Any]:
+    """All of these as parameters of a test, of which the default command runs those that are quick."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def build(case: str, *, seed: int = 0, **options) -> LanguageModel:

@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from small import GEOMETRY, SHALLOW, M, build, comparators, random_tokens, reads, training_cases
+from small import (
+    GEOMETRY,
+    MEMORIES,
+    SHALLOW,
+    M,
+    build,
+    comparators,
+    mostly_slow,
+    random_tokens,
+    reads,
+    training_cases,
+)
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,6 +51,7 @@ POOL = replace(SHALLOW, candidate_blocks=2)
 
 
 CASES = training_cases()
+TRAINED = [*CASES, "gsm-retriever=separate_indexer, recomputed"]
 
 
 def model_of(case: str, **options) -> LanguageModel:
@@ -170,7 +182,7 @@ def test_they_are_at_every_scale(name: str, size: str, without_cores: None):
         assert counted(model, tokens, rows, 0) == predicted(cost(model).forward_flops(tokens, rows))
 
 
-@pytest.mark.parametrize("case", [*CASES, "gsm-retriever=separate_indexer, recomputed"])
+@pytest.mark.parametrize("case", mostly_slow(TRAINED, *MEMORIES, "baseline"))
 def test_training_makes_every_product_three_times(case: str, without_cores: None):
     named, _, recompute = case.partition(", ")
     model = model_of(named, recompute=bool(recompute))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, mostly_slow, random_tokens
 from tape import tape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +22,8 @@ from gsm.runs import generate
 
 SEPARATE = "gsm-retriever=separate_indexer"
 VARIED = (SEPARATE, "gsm-writer=delta", "baseline-pool", "hybrid-residual=mhc")
+QUICK = ("gsm", SEPARATE, "gsm-writer=delta", "baseline-pool", "transformer", "gated_delta_net")
+SOME_QUICK = mostly_slow(MEMORIES, *QUICK)
 LENGTH = 2 * M + 3  # beyond windows, state and K groups, so that all of them turn over
 EXACT = 1e-12
 
@@ -53,7 +55,7 @@ def read(running: Engine, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 @recorders
-@pytest.mark.parametrize("case", MEMORIES)
+@pytest.mark.parametrize("case", SOME_QUICK)
 @torch.no_grad()
 def test_one_recorded_step_decodes_at_every_length(case, recorder):
     running = engine(case, recorder, capacity=LENGTH, batch=2, chunk=8)
@@ -313,7 +315,7 @@ class OneDevice(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("case", MEMORIES)
+@pytest.mark.parametrize("case", SOME_QUICK)
 @torch.no_grad()
 def test_what_is_captured_neither_asks_the_device_nor_brings_anything_from_the_host(case):
     model = build(case, geometry=SHALLOW).to("meta")

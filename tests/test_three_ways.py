@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from small import LENGTHS, MEMORIES, SHALLOW, K, M, W, assert_same, build, cases, random_tokens
+from small import LENGTHS, MEMORIES, SHALLOW, K, M, W, assert_same, build, cases, mostly_slow, random_tokens
 
 FAR = 6 * W  # tokens: more than all windows and the state of a shallow model carry
 
@@ -43,7 +43,7 @@ def test_any_split_into_chunks_equals_the_full_forward(case):
                 assert_same(out.logits, full[:, done - rows : done], what)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))  # the test above has chunks of one token, of all
 @torch.no_grad()
 def test_decoding_token_by_token_equals_the_full_forward(case):
     """From the first token on, past the window and the state; and from a prompt to farther than all windows carry."""
