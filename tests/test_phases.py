@@ -143,6 +143,11 @@ def test_a_phase_that_chooses_a_group_drops_what_was_said_of_it(phased: Callable
     assert made._configs["train"]["data"]["batch_size"] == 4
 
 
+def test_what_every_phase_says_otherwise_is_known(phased: Callable[..., Phased]):
+    both = "phases={a: {trainer.max_steps: 2}, b: {trainer.max_steps: 1, optimizer.warmup_steps: 1}}"
+    assert phased(both).without_effect() == ["trainer.max_steps=30"]
+
+
 def test_a_value_of_one_phase_can_be_given_on_the_command_line(phased: Callable[..., Phased]):
     made = phased(
         THREE, "++phases.train.trainer.max_steps=7", "++phases.loss.evaluate.sequences=2", "trainer.max_steps=9"

@@ -155,6 +155,11 @@ class Phased:
                 return place
         return None
 
+    def without_effect(self) -> list[str]:
+        """Overrides of the run that every phase which trains says otherwise."""
+        said = [{key(line) for line in phase.lines} for phase in self.phases if not phase.measures]
+        return [line for line in self.overrides if key(line) in set.intersection(*said)]
+
     def finished(self) -> bool:
         """Whether all of them are, and the run's summary says so. Raises as ``gsm.runs.folder.finished`` does."""
         if _summary(self.home).get("status") != "finished":
@@ -232,6 +237,8 @@ def run(phased: Phased, script: Sequence[str]) -> dict[str, Any]:
     with folder.locked(home):
         if config["force"] or config["resume"] == "never":
             folder.prepare({**config, "resume": "never"})
+        for line in phased.without_effect():
+            print(f"{line} changes nothing, since every phase sets that: say ++phases.<name>.{line.lstrip('+')}", flush=True)
         start, places = config.get("start_from"), {}
         for phase in phased.phases:
             if phase.measures and start is None:
