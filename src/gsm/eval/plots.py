@@ -70,9 +70,9 @@ def label(name: str) -> str:
 
 
 def figure(
-    columns: int = 1, width: float = PANEL[0], height: float = PANEL[1], grid: bool = True
+    columns: int = 1, width: float = PANEL[0], height: float = PANEL[1], grid: bool = True, rows: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many panels side by side, each of this size in inches, with grid lines or without.
+    """A figure of so many panels side by side in every row, each of this size in inches, with grid lines or without.
 
     It needs no display and no pyplot; a notebook shows it where it stands at the end of a cell, and only there. Raises
     ImportError, with the way to install matplotlib, where it is missing.
@@ -81,9 +81,9 @@ def figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(REMEDY) from error
-    made = Figure(figsize=(width * columns, height), layout="constrained")
+    made = Figure(figsize=(width * columns, height * rows), layout="constrained")
     made._repr_png_ = partial(png, made, 100)  # pyright: ignore[reportAttributeAccessIssue]  # what IPython asks for
-    panels = list(made.subplots(1, columns, squeeze=False)[0])
+    panels = list(made.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         if grid:
@@ -144,19 +144,25 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
 
 
 def lengths(
-    panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, y: str
+    panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, y: str, top: float
 ) -> None:
     """One panel per task, in it one line per arm over the lengths it was tested with, as in ``curves``; one legend.
 
     Args:
-        panels: to draw on, as many as tasks.
+        panels: to draw on, at least as many as tasks; of a figure of one row or several.
         tasks: by name, by arm, for each seed its values by length.
         x, y: labels of the axes, with units.
+        top: the highest that a value can be; the lowest is 0.
     """
     from matplotlib.ticker import NullFormatter
 
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    panels = panels[: len(tasks)]
     for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
-        curves(axes, arms, x, y if axes is panels[0] else "")
+        place = axes.get_subplotspec()
+        curves(axes, arms, x, y if place is None or place.is_first_col() else "")
+        axes.set_ylim(-0.03 * top, 1.03 * top)
         for line in axes.get_lines():
             line.set_marker(styles(arms)[str(line.get_label())].marker)
             line.set_markersize(4)
@@ -166,9 +172,10 @@ def lengths(
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(task, fontsize=9)
         legend = axes.get_legend()
-        if legend and axes is not panels[-1]:
+        if legend:
             legend.remove()
-    panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    handles, names = panels[-1].get_legend_handles_labels()
+    panels[-1].figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
 
 
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:

@@ -203,8 +203,9 @@ def _pictures(
         yield "values", plots.png(figure)
     by_length = _by_length(by_arm)
     if by_length:
-        figure, panels = plots.figure(columns=len(by_length), height=3.2)
-        plots.lengths(panels, by_length, "length of the word (letters)", "last state known (fraction)")
+        columns = min(2, len(by_length))
+        figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(by_length) // columns))
+        plots.lengths(panels, by_length, "length of the word (letters)", "last state known (fraction)", top=1)
         yield "lengths", plots.png(figure)
     if x:
         figure, (axes,) = plots.figure(height=3.2, width=5.2)

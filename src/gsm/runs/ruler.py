@@ -233,10 +233,10 @@ def _picture(arms: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, byte
     for task in (None, *first["averages"]["by_task"]):
         drawn[task or "all tasks"] = {arm: [_lengths(one, task) for one in of.values()] for arm, of in arms.items()}
     try:
-        figure, panels = plots.figure(columns=len(drawn), height=3.2)
+        figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(drawn) // 2))
     except ImportError:
         return {}
-    plots.lengths(panels, drawn, "length (tokens)", "answered (%)")
+    plots.lengths(panels, drawn, "length (tokens)", "answered (%)", top=100)
     return {"ruler.png": plots.png(figure)}
 
 
