@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 from unittest.mock import patch
@@ -82,17 +82,18 @@ class Gradients(lightning.Callback):
             self.first = {name: undivided(gradient).clone() for name, gradient in kept.items()}
 
 
-def task_of(case: str, dtype: torch.dtype = torch.float64) -> LanguageModeling:
-    """The task of a small model."""
-    return LanguageModeling(build(case, geometry=SHALLOW).to(dtype).train(), AdamW(3e-3, 2, 0.1, 0.1))
+def task_of(case: str, dtype: torch.dtype = torch.float64, **options: Any) -> LanguageModeling:
+    """The task of a small model, which is built with these options."""
+    model = build(case, geometry=SHALLOW, **options).to(dtype).train()
+    return LanguageModeling(model, AdamW(3e-3, 2, 0.1, 0.1), measures_accuracy=True)
 
 
-def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback) -> lightning.Trainer:
-    """One that only trains, on as many ranks as there are."""
+def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback, **given: Any) -> lightning.Trainer:
+    """One that only trains, on as many ranks as there are; what is given is for ``Sharded``."""
     return lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=Sharded() if strategy == "fsdp" else strategy,
+        strategy=Sharded(**given) if strategy == "fsdp" else strategy,
         max_steps=steps,
         gradient_clip_val=1.0,
         log_every_n_steps=steps,
@@ -111,12 +112,19 @@ def slowly(path: Any) -> Iterator[BinaryIO]:
 
 
 def trained(
-    case: str, strategy: str, folder: Any, steps: int = STEPS, dtype: torch.dtype = torch.float64, save: bool = False
+    case: str,
+    strategy: str,
+    folder: Any,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float64,
+    save: bool = False,
+    given: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Trains a small model and leaves its weights, first gradients and last loss in ``<folder>/<strategy>.pt``."""
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    task, gradients = task_of(case, dtype), Gradients()
-    trainer = trainer_of(strategy, steps, gradients)
+    task, gradients = task_of(case, dtype, **options), Gradients()
+    trainer = trainer_of(strategy, steps, gradients, **(given or {}))
     trainer.fit(task, DataLoader(batches(world, rank, steps), batch_size=None))
     if save:
         with patch.object(sharded, "replacing", slowly):

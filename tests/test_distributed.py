@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -26,8 +27,10 @@ from gsm.distributed import ranks as roll_call
 from gsm.distributed import shards
 from gsm.distributed.sharded import Sharded
 from gsm.optimizer import AdamW, Muon
+from gsm.runs import folder as run_folder
 from gsm.runs import trainers
 from gsm.runs.check import ConfigError
+from gsm.runs.load import CheckpointError, read_checkpoint
 
 MOE = "gsm-feed_forward=moe"
 
@@ -84,6 +87,51 @@ def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads
     for name, parameter in model.named_parameters():
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape, name
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute": True},
+    "partly recomputed": {"recompute": "selective"},
+    "gathered once": {"given": {"reshard_after_forward": False}},
+    "in bfloat16": {"given": {"gathered": "bfloat16", "reduced": "bfloat16"}},
+    "averaged in float32": {"given": {"gathered": "bfloat16", "reduced": "float32"}},
+}
+
+
+def each_way(folder: Path) -> None:
+    """On a rank: two steps in all these ways; then a validation, with and without shares."""
+    for name, options in OTHERWISE.items():
+        (folder / name).mkdir(exist_ok=True)
+        ranks.trained(MOE, "fsdp", folder / name, 2, **options)
+    for strategy in ("ddp", "fsdp"):
+        trainer, batches = ranks.trainer_of(strategy, 1), ranks.batches(2, int(os.environ["RANK"]), 2)
+        trainer.validate(ranks.task_of(MOE), DataLoader(batches, batch_size=None), verbose=False)
+        if trainer.is_global_zero:
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            (folder / f"{strategy}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_shares_may_be_recomputed_or_travel_in_bfloat16_and_all_ranks_count_what_is_right(
+    processes: Any, tmp_path: Path, alone: dict[str, Any]
+):
+    assert ranks.together(processes, 2, each_way, tmp_path) == [0, 0]
+    found = {name: torch.load(tmp_path / name / "fsdp.pt", weights_only=True) for name in OTHERWISE}
+    for name in ("recomputed", "partly recomputed", "gathered once"):
+        assert_same_run(alone, found[name])
+    for name in ("in bfloat16", "averaged in float32"):
+        assert found[name]["loss"] == pytest.approx(alone["loss"], rel=0.01) and found[name]["loss"] != alone["loss"]
+        apart = [found[name]["gradients"][key] - value for key, value in alone["gradients"].items()]
+        norm = torch.stack([value.norm() for value in alone["gradients"].values()]).norm()
+        assert torch.stack([value.norm() for value in apart]).norm() < 0.05 * norm
+    model, right, counted = build(MOE, geometry=SHALLOW).eval(), 0, 0
+    for batch in ranks.batches(steps=2):
+        best_BT = model(batch["tokens"], documents=batch["documents"]).logits.argmax(-1)
+        right += int((best_BT == batch["targets"]).sum())
+        counted += int((batch["targets"] >= 0).sum())
+    for strategy in ("ddp", "fsdp"):
+        accuracy = json.loads((tmp_path / f"{strategy}.json").read_text())["val/accuracy"]
+        assert accuracy == pytest.approx(right / counted, rel=1e-6) and right > 0
 
 
 @pytest.mark.slow
@@ -151,7 +199,7 @@ def test_ranks_and_workers_read_shares_that_make_up_the_steps_of_one(tmp_path: P
 
 def test_parts_that_are_missing_are_named(tmp_path: Path):
     path = tmp_path / "last.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
+    with pytest.raises(shards.Broken, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
         shards.whole({shards.FOLDER: {"folder": "0012-ab", "names": []}}, path)
     assert shards.whole({"state_dict": {}}, path) == {"state_dict": {}}
 
@@ -159,24 +207,52 @@ def test_parts_that_are_missing_are_named(tmp_path: Path):
 def test_an_index_of_parts_runs_no_code(tmp_path: Path):
     for code in (print, filesystem._write_item):  # the second lies beside classes that an index holds
         (tmp_path / ".metadata").write_bytes(pickle.dumps(code))
-        with pytest.raises(pickle.UnpicklingError, match=f"an index of shards holds {code.__module__}.{code.__name__}"):
+        with pytest.raises(shards.Broken, match=f"an index of shards holds {code.__module__}.{code.__name__}"):
             shards.Reader(tmp_path).read_metadata()
 
 
-def test_parts_that_are_broken_are_an_error_like_any_other(tmp_path: Path):
-    """PyTorch's own is no Exception, and went past everything that says a sentence."""
-    folder = tmp_path / shards.FOLDER / "0012-ab"
+def in_parts(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of a model in parts, and its only part."""
+    path, parts = folder / "last.ckpt", folder / shards.FOLDER / "0012-ab"
     with warnings.catch_warnings(action="ignore"):
-        dcp.save({"weights/w": torch.ones(9)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    small = {shards.FOLDER: {"folder": "0012-ab", "names": []}, "optimizer_states": []}
-    assert torch.equal(shards.whole(small, tmp_path / "last.ckpt")["state_dict"]["w"], torch.ones(9))
-    (part,) = folder.glob("*.distcp")
+        dcp.save({"weights/w": torch.ones(999)}, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
+    entry = {"folder": parts.name, "names": []}
+    config = {"hyper_parameters": {"config": {"model": {}}}}
+    torch.save({shards.FOLDER: entry, "optimizer_states": [], "global_step": 12, **config}, path)
+    (part,) = parts.glob("*.distcp")
+    return path, part
+
+
+def test_parts_that_are_missing_or_cut_off_are_named_before_anything_is_read(tmp_path: Path):
+    """PyTorch's own error is no Exception and went past everything that says a sentence, and names no file."""
+    path, part = in_parts(tmp_path)
+    small = read_checkpoint(path, mmap=True)
+    assert torch.equal(shards.whole(small, path)["state_dict"]["w"], torch.ones(999))
     part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(RuntimeError, match=f"the parts in {folder} cannot be read: "):
-        shards.whole(small, tmp_path / "last.ckpt")
+    for mmap in (True, False):
+        with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is cut off, after 100 of [0-9]* bytes$"):
+            read_checkpoint(path, mmap=mmap)
     part.unlink()
-    with pytest.raises(FileNotFoundError, match=f"the parts in {folder} cannot be read: .*{part.name}"):
-        shards.whole(small, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is missing$"):
+        read_checkpoint(path, mmap=True)
+    (part.parent / ".metadata").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match=r"\.metadata, the index of a checkpoint's parts, cannot be read"):
+        read_checkpoint(path, mmap=True)
+
+
+def test_a_part_that_is_spoilt_inside_is_an_error_like_any_other(tmp_path: Path):
+    path, part = in_parts(tmp_path)
+    part.write_bytes(b"\0" * part.stat().st_size)
+    with pytest.raises(CheckpointError, match=f"^the parts in {part.parent} cannot be read: "):
+        read_checkpoint(path)
+
+
+def test_a_run_whose_parts_are_missing_says_what_can_be_done(tmp_path: Path):
+    """To go on from it ended in a traceback, after the model had been built."""
+    path, part = in_parts(tmp_path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"{part.name}, a part of {path}, is missing; resume=never starts over"):
+        run_folder._read_last(path)
 
 
 def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(tmp_path: Path):

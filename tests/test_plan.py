@@ -65,10 +65,25 @@ def test_memory_by_hand(sharding: str):
     shards, found = (1 if sharding == "ddp" else 8), kept("gsm", "pico", False, 64)
     assert parts["weights"] == parts["gradients"] == parts["optimizer"] / 2 == 4 * total / shards
     assert parts["buckets"] == (4 * total if sharding == "ddp" else 0)
-    assert parts["bfloat16 weights"] == (2 * total if sharding == "ddp" else 2 * embedding + 10 * layer)
+    assert parts["weights at work"] == 2 * total + (0 if sharding == "ddp" else 4 * embedding + 16 * layer)
     assert parts["activations"] == found.fixed + 256 * found.each
     assert parts["layer or logits at work"] == max(256 * 512 * 6, 0.5 * 256 * found.block)
     assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
+
+
+@counted
+def test_weights_that_are_gathered_in_bfloat16_leave_autocast_nothing_to_copy():
+    model, setting = known_cost("gsm", "pico").model, replace(SMALL, sharding="fsdp2", gathered=2, reduced=4)
+    layer = max(sum(p.numel() for p in block.parameters()) for block in [*model.encoder, *model.decoder])
+    assert memory(setting, ASSUMED)["weights at work"] == 2 * 512 * 64 + 10 * layer
+    slow, fast = (timing(one, ASSUMED)["communication"] for one in (replace(setting, gathered=4), setting))
+    assert fast == pytest.approx(slow * 8 / 12)
+
+
+def test_what_fsdp2_gathers_and_reduces_is_what_its_yaml_says():
+    assert plan.travelling() == {"gathered": 4, "reduced": 4}
+    both = ["trainer.strategy.gathered=bfloat16", "trainer.strategy.reduced=float32"]
+    assert plan.travelling(both) == {"gathered": 2, "reduced": 4} and plan.travelling(both[:1])["reduced"] == 2
 
 
 def test_links_by_hand():

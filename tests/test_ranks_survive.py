@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,10 @@ import ranks
 import torch
 from short_runs import TINY, composed, count_calls, lines, no_death, run_here
 
+from gsm.callbacks import files
+from gsm.distributed import sharded
 from gsm.paths import ROOT
+from gsm.runs import folder as run_folder
 from gsm.runs.consolidate import consolidate
 from gsm.runs.load import load_model, read_checkpoint
 from gsm.task import LanguageModeling
@@ -26,7 +32,7 @@ FEW = "trainer.max_steps=12 trainer.val_check_interval=12 callbacks.latest.minut
 FEW += " callbacks.pictures=null"  # a rank that has only its share of the model draws none
 EXACT = {"tokens", "loss", "perplexity", "bits_per_byte", "gradient_norm", "learning_rate"}
 ALONE = "trainer=default data.batch_size=4 trainer.accumulate_grad_batches=2"
-WAYS = {  # the same steps, of two batches of 4 sequences: each of a step's batches counts alike
+WAYS = {  # the same steps, of 8 sequences
     "alone": (1, ALONE),
     "ddp": (2, "trainer=ddp data.batch_size=2 trainer.accumulate_grad_batches=2"),
     "lightning": (2, "trainer=ddp trainer.devices=2 data.batch_size=4 trainer.accumulate_grad_batches=1"),
@@ -46,11 +52,14 @@ def in_float64(config: dict[str, Any], log: Path, death: Callable[[], None]) -> 
     run_here(config, log.with_suffix(f".{os.environ['RANK']}"), death)
 
 
-def run(processes: Any, home: Path, name: str, way: str, death: Callable[[], None] = no_death) -> tuple[list[int], str]:
+def run(
+    processes: Any, home: Path, name: str, way: str, death: Callable[[], None] = no_death, *more: str
+) -> tuple[list[int], str]:
     """Exit codes, and what the leading rank has printed."""
     log = home / f"{name}-{way}.log"
     log.with_suffix(".0").write_text("")
-    codes = ranks.together(processes, WAYS[way][0], in_float64, composed(tuple(given(home, name, way))), log, death)
+    config = composed(tuple(given(home, name, way, *more)))
+    codes = ranks.together(processes, WAYS[way][0], in_float64, config, log, death)
     return codes, log.with_suffix(".0").read_text()
 
 
@@ -117,8 +126,86 @@ def test_a_rank_that_is_killed_is_named_and_the_same_call_goes_on(home: Path, pr
     assert_ends_alike(home / f"logs/{name}/gsm/seed0", whole)
 
 
-def typed(home: Path, name: str, way: str, *starter: str) -> tuple[str, Path]:
-    command = [sys.executable, *starter, str(ROOT / "train.py"), *given(home, name, way, "callbacks.progress.every=6")]
+def as_srun_does() -> None:
+    """Tells this rank of the others in the words of Slurm."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_JOB_NAME": "gsm"}
+    os.environ |= {"SLURM_NTASKS": world, "SLURM_NTASKS_PER_NODE": world}
+
+
+def in_the_middle_of_a_move(first: Callable[[], None]) -> None:
+    """The leading rank takes its time to move an earlier run; what the other one sees of it, it sees half moved."""
+    leads = os.environ["RANK"] == "0"
+    first()
+
+    def move(*given: Any, whole: Callable[..., Any] = run_folder._move_aside) -> Any:
+        time.sleep(3)
+        return whole(*given)
+
+    def status(path: Path, whole: Callable[..., Any] = run_folder._status) -> Any:
+        end = time.monotonic() + 10
+        while (path / "summary.json").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        return whole(path)
+
+    if leads:
+        run_folder._move_aside = move
+    else:
+        run_folder._status = status
+
+
+@pytest.mark.parametrize(("way", "first"), [("ddp", no_death), ("lightning", as_srun_does)])
+def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
+    home: Path, processes: Any, way: str, first: Callable[[], None]
+):
+    """The others looked too: one that had read its checkpoint before it was moved wanted to go on from there."""
+    name = f"aside-{way}"
+    assert run(processes, home, name, "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
+    codes, said = run(processes, home, name, way, partial(in_the_middle_of_a_move, first), "trainer.max_steps=3")
+    assert codes == [0, 0] and said.count("An earlier run in this folder was moved to") == 1, said
+    assert [path.name for path in (home / f"logs/.replaced/{name}/gsm").iterdir()] == ["seed0-1"]
+    assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
+
+
+def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
+    """They would wait for it."""
+    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "data.batch_size=3")
+    assert codes == [1, 1] and "cannot go on with this configuration: it differs in data.batch_size" in said, said
+
+
+def no_room() -> None:
+    """From some save on, the disk of the leading rank is full."""
+
+    def full(path: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    saved = count_calls(2)
+    for module in (files, sharded):
+
+        def write(path: Any, whole: Callable[..., Any] = module.replacing) -> Any:
+            return full(path) if saved() else whole(path)
+
+        module.replacing = write
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_disk_that_is_full_for_the_rank_that_writes_ends_all_with_its_words(home: Path, processes: Any, way: str):
+    """The others waited for a rank that was gone, and said that it was."""
+    name = f"full-{way}"
+    often = ("callbacks.latest.minutes=1e-9", "callbacks.latest.share=1e9")
+    codes, said = run(processes, home, name, way, partial(on_rank, 0, no_room), *often)
+    other = (home / f"{name}-{way}.1").read_text()
+    assert codes == [1, 1] and "Traceback" not in said + other, said + other
+    for words in (said, other):
+        assert re.search(r"error: \S*last.ckpt cannot be written: No space left on device; free some space", words)
+    assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 1
+
+
+def typed(home: Path, name: str, way: str, *starter: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
+    words = given(home, name, way, "callbacks.progress.every=6", *more)
+    command = [sys.executable, *starter, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, home / f"logs/{name}/gsm/seed0"
@@ -139,3 +226,7 @@ def test_lightning_starts_ranks_by_itself(home: Path):
     said, folder = typed(home, "lightning", "lightning")
     assert said.count("model    gsm") == said.count("step 12/12") == 1
     assert read_checkpoint(folder)["standing"]["world"] == 2
+    said, folder = typed(home, "lightning", "lightning", more=("trainer.max_steps=3",))
+    assert said.count("An earlier run in this folder was moved to") == 1
+    assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1
+    assert read_checkpoint(folder)["global_step"] == 3

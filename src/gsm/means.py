@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 
@@ -32,3 +34,29 @@ class WeightedMean(Metric):
     def compute(self) -> Tensor:
         """The mean so far; NaN if nothing has counted."""
         return self.total / self.weight
+
+
+class OverTargets:
+    """Makes the gradients of accumulated batches those of the mean over the targets of all of them.
+
+    How many targets a step has is known only after its last batch. So losses are weighed in targets of its first, and
+    gradients are put right once, before the step. Where all batches have equally many, both factors are exactly 1.
+    """
+
+    def __init__(self) -> None:
+        self._counts: list[Tensor] = []  # of the step's batches so far
+
+    def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
+        """The loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first one."""
+        self._counts.append(count.to(loss.dtype))
+        return loss * (self._counts[-1] / self._counts[0].clamp(min=1))
+
+    def correct(self, parameters: Iterable[nn.Parameter], divisor: int) -> None:
+        """Ends a step whose losses were weighed, and divided by ``divisor`` as if they counted alike."""
+        if not self._counts:
+            return
+        counts_A, self._counts = torch.stack(self._counts), []
+        factor = divisor * counts_A[0].clamp(min=1) / counts_A.sum().clamp(min=1)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor

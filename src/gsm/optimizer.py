@@ -116,6 +116,17 @@ class Muon(AdamW):
         return Together(muon, super().build(rest))
 
 
+def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    """Raises ValueError unless every parameter that is trained stands in exactly one group."""
+    grouped = [id(p) for parameters in groups.values() for p in parameters]
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    missing = sorted(name for key, name in trained.items() if key not in grouped)
+    if missing or len(grouped) != len(set(grouped)):
+        raise ValueError(
+            f"parameter_groups() of {type(model).__name__} leaves out {missing} or names a parameter twice"
+        )
+
+
 class Together(torch.optim.Optimizer):
     """Several optimisers as one: groups and states are shared, so that schedules, clipping and checkpoints see all.
 

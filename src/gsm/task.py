@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from gsm.distributed.sharded import Sharded, undivided
-from gsm.means import WeightedMean
+from gsm.means import OverTargets, WeightedMean
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.optimizer import AdamW
+from gsm.optimizer import AdamW, check_groups
 from gsm.standing import Standing, random_states, restore_random_states
 from gsm.watch import Broken, Watch, refuse
 
@@ -76,6 +76,7 @@ class LanguageModeling(lightning.LightningModule):
         self.measures_accuracy = measures_accuracy
         self._train: dict[str, WeightedMean] = {}
         self._load_LE: Tensor | None = None  # of the step so far
+        self._over_targets = OverTargets()
         self._watch = Watch()
         self._standing: Standing | None = None
         self._resumed: Standing | None = None
@@ -91,10 +92,16 @@ class LanguageModeling(lightning.LightningModule):
             self.trainer.strategy.shard(self.model)
 
     def training_step(self, batch: Any, _: int) -> dict[str, Tensor]:
-        """Cross-entropy plus whatever the model adds to it. Raises FloatingPointError when that is not finite."""
+        """Cross-entropy plus whatever the model adds to it, both by the batch's share of the step's targets.
+
+        Raises FloatingPointError when that is not finite.
+        """
         out, targets_BT = self._run(batch)
         count = (targets_BT != IGNORED).sum()
-        loss = self._weighted(out.loss, count) + sum(out.losses.values())
+        total = self._over_ranks(count)
+        loss = self._weighted(out.loss, count, total) + sum(out.losses.values())
+        if self.trainer.accumulate_grad_batches > 1:
+            loss = self._over_targets.weigh(loss, total)
         broken = self._watch.loss(loss, batch, self._batch_number, self.global_step)
         if broken and self.trainer.world_size == 1:  # several ranks have to stop at the same place: at their gradients
             self._refuse(broken)
@@ -171,7 +178,7 @@ class LanguageModeling(lightning.LightningModule):
                 f"trainer.max_steps is {steps}, but the learning rate needs the length of the run: say 1 or more"
             )
         groups = self.model.parameter_groups()
-        self._check_groups(groups)
+        check_groups(self.model, groups)
         optimizer = self.optimizer.build(groups)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.optimizer.factor(step, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -183,6 +190,8 @@ class LanguageModeling(lightning.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._over_targets.correct(parameters, self.trainer.accumulate_grad_batches)
         norms = self.clip(optimizer, gradient_clip_val)
         scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # skips such steps on its own
         self._watch.gradients([] if scales else norms, self._batch_number, self.global_step)
@@ -282,10 +291,10 @@ class LanguageModeling(lightning.LightningModule):
         """The model's output on a batch of ``tokens``, ``documents`` and ``targets``, and the targets."""
         return self.model(batch["tokens"], documents=batch["documents"], targets=batch["targets"]), batch["targets"]
 
-    def _weighted(self, loss: Tensor, count: Tensor) -> Tensor:
-        """A rank's mean over ``count`` targets, such that the mean over ranks is that over the targets of all."""
+    def _weighted(self, loss: Tensor, count: Tensor, total: Tensor) -> Tensor:
+        """A rank's mean over ``count`` targets, such that the mean over ranks is that over the ``total`` of all."""
         world = self.trainer.world_size
-        return loss if world == 1 else loss * (world * count) / self._over_ranks(count).clamp(min=1)
+        return loss if world == 1 else loss * (world * count) / total.clamp(min=1)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all ranks. Lightning's own reduction would make the host wait."""
@@ -334,13 +343,3 @@ class LanguageModeling(lightning.LightningModule):
             f"lower optimizer.learning_rate, which is {self.optimizer.learning_rate:g}, lengthen "
             "optimizer.warmup_steps, or use trainer.precision=32-true",
         )
-
-    def _check_groups(self, groups: Mapping[str, list[nn.Parameter]]) -> None:
-        """Every parameter that is trained stands in exactly one group."""
-        grouped = [id(p) for parameters in groups.values() for p in parameters]
-        trained = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
-        missing = sorted(name for key, name in trained.items() if key not in grouped)
-        if missing or len(grouped) != len(set(grouped)):
-            raise ValueError(
-                f"parameter_groups() of {type(self.model).__name__} leaves out {missing} or names a parameter twice"
-            )

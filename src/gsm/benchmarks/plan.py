@@ -5,11 +5,14 @@ the parameters P and what is assumed of the hardware (``Assumed``). With G GPUs,
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
     buckets                     4 P: DDP's copy of the gradients, unless they are views of it
-    bfloat16 weights            2 P (DDP: autocast's); FSDP2: of the embedding and two layers, and 2 + 4 for a gradient
+    weights at work             2 P, autocast's copies in bfloat16, held to the end of the forward pass; none with FSDP2
+                                that gathers bfloat16. FSDP2: g of the embedding and of two layers, g + r of a gradient
     one pass over the links     (n - 1) / n  b / NVLink  +  (1 - n / G)  b / n / network
     DDP, a step                 two passes over 4 P (reduce-scatter and all-gather)
-    FSDP2, a micro-batch        two passes over 2 P (weights), one over 4 P (gradients)
+    FSDP2, a micro-batch        two passes over g P (weights), one over r P (gradients)
     time of a step              FLOPs / (peak MFU), and the communication that is not hidden behind it
+
+g and r are the bytes in which ``trainer=fsdp`` gathers a weight and averages a gradient.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from gsm.benchmarks.paper import PAPER
 from gsm.benchmarks.plan_tables import markdown
 from gsm.benchmarks.projection import known_cost
 from gsm.models.cost import Cost
+from gsm.runs.compose import compose
+from gsm.runs.load import instantiate
 from gsm_kernels.benchmark import machine
 from gsm_kernels.benchmark.results import FOLDER
 from gsm_kernels.linear_cross_entropy.triton import chunk_rows
@@ -84,7 +89,8 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train: which model, on how many GPUs, and how."""
+    """One way to train: which model, on how many GPUs, and how; FSDP2 with so many bytes of a weight that is gathered
+    and of a gradient that is reduced."""
 
     model: str
     size: str
@@ -93,6 +99,8 @@ class Setting:
     recompute: bool
     micro_batch: int
     context: int
+    gathered: int = 4
+    reduced: int = 4
 
     @property
     def tokens(self) -> int:
@@ -114,13 +122,14 @@ def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
     activations = kept(setting.model, setting.size, setting.recompute, setting.context)
     at_work = (setting.recompute + assumed.backward) * activations.block * setting.tokens
     chunk = min(setting.tokens, chunk_rows(model.vocabulary)) * model.vocabulary * (4 + 2)
-    shards = 1 if whole else setting.gpus
+    shards, copies = 1 if whole else setting.gpus, 2 * parameters * (whole or setting.gathered > 2)
+    travelling = setting.gathered * (embedding + 2 * layer) + (setting.gathered + setting.reduced) * layer
     parts = {
         "weights": 4 * parameters / shards,
         "gradients": 4 * parameters / shards,
         "optimizer": 8 * parameters / shards,
         "buckets": 4.0 * parameters if whole else 0.0,
-        "bfloat16 weights": 2.0 * parameters if whole else 2.0 * embedding + (2 * 2 + 2 + 4) * layer,
+        "weights at work": float(copies + (0 if whole else travelling)),
         "activations": activations.total(setting.tokens),
         "layer or logits at work": max(at_work, chunk),
     }
@@ -136,7 +145,7 @@ def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict
     flops = sequences * setting.cost.training_flops(setting.context).total()
     arithmetic = flops / setting.gpus / (assumed.peak * (mfu or assumed.mfu))
     parameters = sum(p.numel() for p in setting.cost.model.parameters())
-    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * 2 + 4)
+    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * setting.gathered + setting.reduced)
     communication = assumed.one_pass(over * parameters, setting.gpus)
     shown = max((1 - assumed.hidden) * communication, communication - arithmetic)
     return {
@@ -154,9 +163,20 @@ def paper_mfu(model: str, assumed: Assumed) -> float:
     return PAPER["training"][model]["tokens_per_second"] / 8 * flops / assumed.peak
 
 
+def travelling(overrides: Sequence[str] = ()) -> dict[str, int]:
+    """Bytes in which ``trainer=fsdp`` gathers a weight and averages a gradient, as its yaml and these overrides say.
+
+    Raises ConfigError for others than the yaml takes.
+    """
+    policy = instantiate(compose(["trainer=fsdp", *overrides])["trainer"]["strategy"], "trainer.strategy").policy
+    gathered = policy.param_dtype or torch.float32
+    return {"gathered": gathered.itemsize, "reduced": (policy.reduce_dtype or gathered).itemsize}
+
+
 def run(
     assumed: Assumed,
     budgets: Mapping[str, float],
+    fsdp: Sequence[str] = (),
     output: str = "",
     results: str = "",
     models: Sequence[str] = ("gsm", "baseline"),
@@ -168,6 +188,7 @@ def run(
     Args:
         assumed: of the hardware and of a step.
         budgets: tokens of the run of every size.
+        fsdp: overrides of ``trainer=fsdp``; without any, FSDP2 is what its yaml makes it.
         output: the file; left out: benchmarks/results/plan.json.
         results: a file of results; nothing is computed, and its tables are made again.
         models: variants of ``model``, of those that the paper has measured: gsm, baseline.
@@ -186,17 +207,26 @@ def run(
             f"{assumed.per_node} GPUs, and lengths of 1 or more"
         )
     pairs = [(size, model) for size in budgets for model in models]
+    types = travelling(fsdp)
     runs = [
-        _run(Setting(model, size, n, sharding, recompute, _batch(n, assumed), assumed.context), budgets, assumed)
+        _run(
+            Setting(model, size, n, sharding, recompute, _batch(n, assumed), assumed.context, **types), budgets, assumed
+        )
         for (size, model), n, sharding, recompute in product(pairs, gpus, SHARDINGS, (False, True))
     ]
     lengths = [
-        _length(Setting(model, size, n, "fsdp2", True, 1, context), assumed)
+        _length(Setting(model, size, n, "fsdp2", True, 1, context, **types), assumed)
         for (size, model), n, context in product(pairs, gpus[:2], contexts)
     ]
     facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
     shares = {model: paper_mfu(model, assumed) for model in models}
-    content = {**facts, "assumed": asdict(assumed), "paper_mfu": shares, "paper_gib": _paper_memory(models)}
+    content = {
+        **facts,
+        "assumed": asdict(assumed),
+        "fsdp2": types,
+        "paper_mfu": shares,
+        "paper_gib": _paper_memory(models),
+    }
     rows = {f"{row['kind']} {number}": row for number, row in enumerate([*runs, *lengths])}
     path = Path(output) if output else FOLDER / "plan.json"
     path.parent.mkdir(parents=True, exist_ok=True)

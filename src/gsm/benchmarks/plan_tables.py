@@ -11,7 +11,7 @@ from gsm_kernels.benchmark.report import table
 from gsm_kernels.benchmark.results import read
 
 GIB = 2**30
-PARTS = ("weights", "gradients", "optimizer", "buckets", "bfloat16 weights", "activations", "layer or logits at work")
+PARTS = ("weights", "gradients", "optimizer", "buckets", "weights at work", "activations", "layer or logits at work")
 MEMORY = ("size", "model", "GPUs", "sharding", "recomputed", "b", *PARTS, "GiB in all", "fits")
 TIME = ("size", "model", "GPUs", "sharding", "sequences a step", "step, s", "communication, s", "of the arithmetic",
         "steps", "hours", "hours at the paper's MFU")  # fmt: skip
@@ -27,7 +27,9 @@ def markdown(path: Path) -> str:
     given = ", ".join(f"{name} {value:g}" for name, value in assumed.items())
     opening = (
         "**Computed, nothing measured**, by `gsm.benchmarks.plan`. "
-        f"Commit {content['commit']}, `{content['command']}`. Assumed: {given}."
+        f"Commit {content['commit']}, `{content['command']}`. Assumed: {given}. "
+        "Bytes in which FSDP2 gathers a weight and averages a gradient, by `trainer=fsdp`: "
+        f"{content['fsdp2']['gathered']} and {content['fsdp2']['reduced']}."
     )
     shares = "; ".join(f"{model}: {share:.1%}" for model, share in content["paper_mfu"].items())
     sections = [

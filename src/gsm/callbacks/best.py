@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Checkpoint
 
+from gsm.callbacks.files import save
 from gsm.task import LanguageModeling
 
 
@@ -32,7 +33,7 @@ class Best(Checkpoint):
         found = float(trainer.callback_metrics[self.monitor])
         if found < self.lowest:
             self.lowest = found
-            trainer.save_checkpoint(self.path, weights_only=False)
+            save(trainer, self.path)
 
     def state_dict(self) -> dict[str, Any]:
         """The verdict so far."""

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from gsm.distributed import shards
+from gsm.distributed.sharded import Sharded
 from gsm.files import replacing
 
 
@@ -30,6 +32,25 @@ class WholeFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
         """Also one that several ranks have written in parts."""
         return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
+
+
+def save(trainer: lightning.Trainer, path: str | os.PathLike[str]) -> None:
+    """``trainer.save_checkpoint``. What the disk refuses to the one rank that writes, all ranks raise: OSError.
+
+    Those that wait for it would otherwise do so until a launcher ends them. Ranks that write their shares agree on
+    their own.
+    """
+    if isinstance(trainer.strategy, Sharded):
+        return trainer.save_checkpoint(path, weights_only=False)
+    refused = None
+    try:
+        trainer.save_checkpoint(path, weights_only=False)
+    except OSError as error:
+        refused = error
+        trainer.strategy.barrier()  # the one that the others wait in, at the end of save_checkpoint
+    refused = trainer.strategy.broadcast(refused)
+    if refused is not None:
+        raise refused
 
 
 def save_whole(content: Any, path: str | os.PathLike[str]) -> None:

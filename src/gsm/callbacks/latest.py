@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Checkpoint
 
+from gsm.callbacks.files import save
 from gsm.task import LanguageModeling
 
 
@@ -75,6 +76,6 @@ class Latest(Checkpoint):
         start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()
-        trainer.save_checkpoint(self.path, weights_only=False)
+        save(trainer, self.path)
         self._since, self.saved = time.monotonic(), trainer.global_step
         self._took = self._since - start

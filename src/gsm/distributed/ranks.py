@@ -1,4 +1,4 @@
-"""Which of several processes this one is, and which of them are gone."""
+"""Which of several processes this one is, what all of them take from the one that leads, and which of them are gone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,41 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
 BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
 PATIENCE = 5.0  # seconds that ranks wait for one another to answer
+PREPARING = timedelta(days=7)  # for what the leading rank does before it has decided: it may have to tokenise the text
 OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
+Decision = TypeVar("Decision")
 
 
 def rank() -> int:
     """This process among those that were started together, as whoever has started them says; 0 if there is only one."""
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+
+
+def agreed(decide: Callable[[], Decision]) -> Decision:
+    """What the leading rank decides, on all ranks that have met; the others do not decide, and so change nothing.
+
+    Ranks that have not met yet decide for themselves. Raises on all of them what the decision has raised.
+    """
+    if not torch.distributed.is_initialized():
+        return decide()
+    group = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+    said: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            said = [decide()]
+        except Exception as error:  # whatever it is, the others wait for it
+            said = [error]
+    torch.distributed.broadcast_object_list(said, group=group)
+    if isinstance(said[0], Exception):
+        raise said[0]
+    return said[0]
 
 
 def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:

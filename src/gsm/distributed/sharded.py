@@ -169,16 +169,21 @@ class Sharded(ModelParallelStrategy):
     def _commit(self, upload: Future[Any], path: Path, content: io.BytesIO, name: str) -> None:
         """The small file, once the parts of all ranks are there; what it stood for before may go.
 
-        All ranks wait for it: launchers kill the one that writes as soon as another has ended for a signal.
+        All ranks wait for it (launchers kill the one that writes as soon as another has ended for a signal), and all
+        raise what the disk has refused to it.
         """
         upload.result()
-        try:
-            if self.global_rank == 0:
+        refused: list[OSError | None] = [None]
+        if self.global_rank == 0:
+            try:
                 with replacing(path) as file:
                     file.write(content.getbuffer())
                 shards.sweep(path.parent, keep=name)
-        finally:
-            torch.distributed.barrier(self._host_group())
+            except OSError as error:
+                refused = [error]
+        torch.distributed.broadcast_object_list(refused, group=self._host_group())
+        if refused[0] is not None:
+            raise refused[0]
 
     def _host_group(self) -> Any:
         if self._group is None:

@@ -27,6 +27,10 @@ WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 Tensors = dict[str, Tensor]
 
 
+class Broken(RuntimeError):
+    """Parts of a checkpoint are missing, or cannot be read."""
+
+
 def take_apart(checkpoint: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensors, dict[str, Any]]:
     """The tensors of a checkpoint by name, and the rest of it.
 
@@ -69,12 +73,11 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
         path: of that file.
         weights_alone: leave out the optimiser's state, which is twice as large as the weights.
 
-    Raises:
-        FileNotFoundError: its parts are not beside it, or not all of them.
-        RuntimeError: a part is broken.
+    Raises Broken: its parts are not beside it, or not all of them, or one cannot be read.
     """
     if FOLDER not in checkpoint:
         return dict(checkpoint)
+    check(checkpoint, path)
     reader = Reader(folder_of(checkpoint, path))
     wanted = {key: kind for key, kind in reader.kinds().items() if not weights_alone or key.startswith(WEIGHTS)}
     tensors = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in wanted.items()}
@@ -85,20 +88,37 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
 
 
 def fill(tensors: Tensors, reader: Reader, **options: Any) -> None:
-    """Reads tensors from parts, in place. Raises FileNotFoundError (one is missing), RuntimeError (one is broken)."""
+    """Reads tensors from parts, in place. Raises Broken."""
     try:
         dcp.load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:  # which is no Exception
         causes = [cause for cause, _ in error.failures.values()]
-        kind = FileNotFoundError if any(isinstance(cause, FileNotFoundError) for cause in causes) else RuntimeError
-        raise kind(f"the parts in {reader.path} cannot be read: {causes[0]}") from error
+        raise Broken(f"the parts in {reader.path} cannot be read: {causes[0]}") from error
+
+
+def check(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Looks at names and sizes of the parts that a small file stands for; at nothing, for another checkpoint.
+
+    Raises Broken, which names a part that is missing or cut off.
+    """
+    if FOLDER not in checkpoint:
+        return
+    reader, ends = Reader(folder_of(checkpoint, path)), dict[Path, int]()
+    for place in reader.read_metadata().storage_data.values():
+        part = Path(reader.path) / place.relative_path
+        ends[part] = max(ends.get(part, 0), place.offset + place.length)
+    for part, end in sorted(ends.items()):
+        size = part.stat().st_size if part.is_file() else None
+        if size is None or size < end:
+            harm = "is missing" if size is None else f"is cut off, after {size} of {end} bytes"
+            raise Broken(f"{part}, a part of {path}, {harm}")
 
 
 def folder_of(checkpoint: Mapping[str, Any], path: Path) -> Path:
-    """Where the parts are. Raises FileNotFoundError if they are not."""
+    """Where the parts are. Raises Broken if they are not."""
     folder = path.parent / FOLDER / checkpoint[FOLDER]["folder"]
     if not (folder / ".metadata").is_file():
-        raise FileNotFoundError(
+        raise Broken(
             f"{path} stands for parts in {folder}, which are not there: move both together, or make one file of them "
             "first with python -m gsm.runs.consolidate"
         )
@@ -128,9 +148,13 @@ class Reader(dcp.FileSystemReader):
     """Reads parts without running code from them: their index is a pickle, in which only descriptions are let in."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The index. Raises pickle.UnpicklingError for one that holds anything else."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Index(file).load()
+        """The index. Raises Broken for one that is damaged, or holds anything else."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Index(file).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError) as error:
+            raise Broken(f"{path}, the index of a checkpoint's parts, cannot be read: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

@@ -27,7 +27,7 @@ from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
-from gsm.distributed import ranks
+from gsm.distributed import ranks, shards
 from gsm.distributed.sharded import Sharded
 from gsm.eval import overlap, tracking
 from gsm.eval.ngrams import ngram_bits_per_byte
@@ -81,9 +81,16 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             do; the same call then goes on.
     """
     leads = ranks.rank() == 0
-    with locked(Path(config["folder"])) if leads else contextlib.nullcontext():
-        data = functools.cache(functools.partial(open_data, config))
-        start = prepare(config, leads, lambda: data().fingerprint())
+    data = functools.cache(functools.partial(open_data, config))
+    with contextlib.ExitStack() as held:
+
+        def decide() -> Start:
+            if leads:
+                held.enter_context(locked(Path(config["folder"])))
+            return prepare(config, leads, lambda: data().fingerprint())
+
+        trainers.meet(config)
+        start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
         run = assemble(config, start, data())
         if leads:
             taken = weights.told(config["start_from"]) if config.get("start_from") and not start.checkpoint else ""
@@ -159,6 +166,10 @@ def _fit(run: Run, start: Start) -> None:
         if run.trainer.is_global_zero:
             print(_farewell(run), flush=True)
         raise SystemExit(_code(stop)) from stop
+    except shards.Broken as error:
+        raise CheckpointError(
+            f"{error}; resume=PATH goes on from another checkpoint, resume=never starts over"
+        ) from error
     except RuntimeError as error:
         gone = ranks.gone(error)
         if not gone:

@@ -101,10 +101,11 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
     Args:
         path: of the file, or the folder of a run.
         mmap: leave tensors on the disk until they are looked at, and out where they were written in parts: for a look
-            at the configuration alone.
+            at the configuration alone; that they are there is seen to.
 
     Raises:
-        FileNotFoundError, CheckpointError: as ``load_model`` does.
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is truncated or no checkpoint of this project, or its parts are missing or broken.
     """
     path = Path(path)
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
@@ -124,8 +125,11 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
         )
     try:
-        return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
-    except RuntimeError as error:
+        if not mmap:
+            return shards.whole(checkpoint, path, weights_alone=True)
+        shards.check(checkpoint, path)
+        return dict(checkpoint)
+    except shards.Broken as error:
         raise CheckpointError(str(error)) from error
 
 

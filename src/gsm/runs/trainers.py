@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed.constants import default_pg_timeout
 
 from gsm.callbacks.files import WholeFiles
 from gsm.callbacks.hyperparameters import Hyperparameters
@@ -37,6 +38,37 @@ def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> 
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     with refusals("trainer"):
         return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+
+
+def meet(config: Mapping[str, Any]) -> None:
+    """Joins the ranks that torchrun or srun has started, so that they can agree before any of them does something.
+
+    Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
+    prepares everything before there are others.
+    """
+    chosen = settings(config)
+    environment, strategy = _environment(chosen), chosen.get("strategy")
+    if environment is None or environment.world_size() == 1:
+        return
+    own = strategy if isinstance(strategy, Mapping) else {}
+    backend = _with_backend(own, chosen.get("accelerator"))["process_group_backend"]
+    first_ones = chosen["devices"] == "auto" or isinstance(chosen["devices"], int)
+    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    torch.distributed.init_process_group(
+        backend,
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        timeout=instantiate(own["timeout"], "trainer.strategy.timeout") if own.get("timeout") else default_pg_timeout,
+        device_id=torch.device("cuda", environment.local_rank()) if "nccl" in backend and first_ones else None,
+    )
+
+
+def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
+    """Who has started this process as one of several that train together; None: nobody, or Lightning."""
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    alone = not chosen.get("strategy") and chosen["devices"] == 1 and chosen.get("num_nodes", 1) == 1
+    return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not alone else None
 
 
 def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
