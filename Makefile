@@ -3,12 +3,13 @@
 #   PYTHON=python3.12 make train                       another interpreter (only where .venv is not made yet)
 #   make train ARGS="model=baseline size=tiny"         arguments go to train.py, or to pytest
 #   make test JOBS=4                                   test processes
+#   make docs ARGS=serve                               the documentation, built again whenever a page is saved
 #   make gpu STAGE=kernels                             on a machine with a GPU, with its own Python; no .venv, no network
 
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: train test lint format gpu clean help
+.PHONY: train test lint format docs gpu clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -44,6 +45,15 @@ format: $(STAMP)  ## rewrite the files so that lint is content with their format
 	$(BIN)/ruff format .
 	$(notebooks) -exec $(BIN)/nbstripout {} +
 
+# What mkdocs finds is this environment's: the extension in docs/ by the import path, formatters of signatures in .venv/bin.
+docs: .venv/.docs  ## build the documentation into site/, without a warning or not at all; ARGS=serve shows it while you write
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --quiet --strict)
+	@echo "open site/index.html, or read it on http://127.0.0.1:8000 with: make docs ARGS=serve"
+
+.venv/.docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
 # What the machine lacks may lie in wheels/ (pure Python): it is unpacked, and found first. A folder called kernels in the
 # current one would be found by other packages, so that one is left out of the import path.
 BESIDE := .gpu/site
@@ -59,7 +69,7 @@ gpu:  ## measure on a GPU in stages of 8 minutes: STAGE=tests, kernels, training
 		timeout --signal=INT --kill-after=20 480 $(PYTHON) $(gpu_$(STAGE)) $(ARGS)
 
 clean:  ## remove .venv and the caches; logs/ stays
-	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist
+	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## say what there is

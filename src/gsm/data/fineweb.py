@@ -48,7 +48,7 @@ def text_data(
         chosen: the other arguments of `TextData`.
 
     Raises:
-        As `TextData` and `FineWeb`.
+        ValueError: as `TextData` and `FineWeb`.
     """
     which = {"repository": repository, "subset": subset, "revision": revision}
     told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}

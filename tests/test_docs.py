@@ -1,0 +1,176 @@
+"""The documentation names what there is, and leads nowhere that there is nothing. Only the last test needs MkDocs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import gsm_kernels
+from gsm.paths import ROOT, variants
+
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+READ = ["README.md", "CONTRIBUTING.md", *(f"docs/{page}" for page in PAGES)]
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HOME = {  # slot: its page
+    "model": "mixers",
+    "model/encoder_reading": "encoder",
+    "model/feed_forward": "experts",
+    "model/indexer_training": "retrievers",
+    "model/mixer": "mixers",
+    "model/residual": "residual",
+    "model/retriever": "retrievers",
+    "model/stage_query": "aggregation",
+    "model/writer": "writers",
+    "benchmark": "kernels",
+    "data": "data",
+    "experiment": "experiments",
+    "optimizer": "training",
+    "size": "start",
+    "trainer": "training",
+}
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whatever tags it has."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def navigation() -> list[str]:
+    """The pages that mkdocs.yml lists, sections one level deep."""
+    entries = [entry for item in yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"] for entry in item.values()]
+    nested = [list(part.values()) for entry in entries if isinstance(entry, list) for part in entry]
+    return [entry for entry in entries if isinstance(entry, str)] + [page for pages in nested for page in pages]
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are called, as Python-Markdown and forges do."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+def named(page: str, group: str, name: str) -> bool:
+    """Whether a page has the name of a yaml as code, or makes a table of its group."""
+    text = (DOCS / f"{page}.md").read_text()
+    return f"<!-- yamls: {group} -->" in text or f"`{name}`" in text
+
+
+def test_every_page_is_in_the_navigation_once_and_nothing_else():
+    assert sorted(navigation()) == PAGES
+
+
+@pytest.mark.parametrize("name", READ)
+def test_links_and_pictures_are_there(name: str):
+    page = ROOT / name
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name} leads to {link}, and there is no {target}"
+        assert not anchor or anchor in anchors(target), f"{name} leads to {link}, and {target.name} has no such heading"
+        inside = target.is_relative_to(DOCS) or not page.is_relative_to(DOCS)
+        assert inside, f"{name} leads to {link}, which is no part of the site: name it as code"
+
+
+@pytest.mark.parametrize("slot", sorted(HOME))
+def test_every_yaml_of_a_slot_is_on_its_page(slot: str):
+    missing = [name for name in variants(slot) if not named(HOME[slot], slot, name)]
+    assert not missing, f"docs/{HOME[slot]}.md does not say what {slot} {missing} is"
+
+
+def test_every_slot_of_a_model_has_its_page():
+    assert {f"model/{folder.name}" for folder in (ROOT / "configs/model").iterdir() if folder.is_dir()} < set(HOME)
+
+
+def test_every_operation_is_on_the_page_of_kernels():
+    text = (DOCS / "kernels.md").read_text()
+    assert [op.name for op in gsm_kernels.OPS if f"`{op.name}`" not in text] == []
+
+
+def test_every_module_is_in_the_reference():
+    """A page of a package takes its modules along; those at the top are named one by one."""
+    packages = {f"gsm.{path.parent.name}" for path in (ROOT / "src/gsm").glob("*/__init__.py")} | {"gsm", "gsm_kernels"}
+    assert {Path(page).stem for page in PAGES if page.startswith("reference/")} == packages
+    told = re.findall(r"^::: (\S+)", (DOCS / "reference/gsm.md").read_text(), re.MULTILINE)
+    modules = [f"gsm.{path.stem}" for path in (ROOT / "src/gsm").glob("*.py") if path.stem != "__init__"]
+    assert sorted(told) == sorted(["gsm", *modules])
+    for package in packages - {"gsm"}:
+        assert f"\n::: {package}\n" in (DOCS / f"reference/{package}.md").read_text()
+
+
+@pytest.mark.parametrize("root", ["src/gsm", "kernels/gsm_kernels"])
+def test_an_argument_that_a_docstring_names_is_one(root: str):
+    """mkdocstrings would ask that, too, but does not know several arguments with one description."""
+    for path in sorted((ROOT / root).rglob("*.py")):
+        for name, docstring, arguments in documented(ast.parse(path.read_text())):
+            taken = {one.arg for one in ast.walk(arguments) if isinstance(one, ast.arg)}
+            unknown = described(docstring) - taken
+            assert not unknown, f"{path.relative_to(ROOT)}: {name} takes no {sorted(unknown)}"
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[str, str, ast.arguments]]:
+    """Name, docstring and signature of every function, and of every class that has a constructor."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, ast.get_docstring(node) or "", node.args
+        elif isinstance(node, ast.ClassDef):
+            made = (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+            yield from ((node.name, ast.get_docstring(node) or "", one.args) for one in made)
+
+
+def described(docstring: str) -> set[str]:
+    """The names in its list of arguments."""
+    listed = re.search(r"^Args:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
+    names = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", listed[1] if listed else "", re.MULTILINE)
+    return {name.lstrip("*") for together in names for name in together.split(", ")}
+
+
+def pages_module() -> Any:
+    """docs/pages.py, which lies on no import path here."""
+    for needed in ("latex2mathml", "markdown"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_table_has_the_question_of_every_experiment():
+    lines = pages_module().table("experiment")
+    names = [match[1] for line in lines if (match := re.fullmatch(r"\| `(\w+)` \| \S.* \|", line))]
+    assert names == variants("experiment")
+
+
+def test_an_equation_becomes_mathml():
+    made = pages_module().EQUATION.sub(pages_module().equation, r'<span class="arithmatex">\(z = e + r_{s}\)</span>')
+    assert made.startswith("<math") and "arithmatex" not in made and "<msub>" in made
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path):
+    for needed in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+        pytest.importorskip(needed)
+    path = os.pathsep.join([str(DOCS), *(entry for entry in sys.path if entry)])
+    environment = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.rglob("*.html"))) > len(PAGES), "every page, and one for what is not found"
+    assert "<math" in (tmp_path / "writers.html").read_text()
+    assert "StateWriter" in (tmp_path / "reference/gsm.writers.html").read_text()
