@@ -238,10 +238,7 @@ def run(phased: Phased, script: Sequence[str]) -> dict[str, Any]:
         if config["force"] or config["resume"] == "never":
             folder.prepare({**config, "resume": "never"})
         for line in phased.without_effect():
-            print(
-                f"{line} changes nothing, since every phase sets that: say ++phases.<name>.{line.lstrip('+')}",
-                flush=True,
-            )
+            print(f"{line} changes nothing: every phase sets that; ++phases.<name>.{line} would", flush=True)
         start, places = config.get("start_from"), {}
         for phase in phased.phases:
             if phase.measures and start is None:
