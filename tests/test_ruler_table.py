@@ -30,7 +30,7 @@ def made(right: dict[str, int], arm: str = "a", seed: int = 0, **settings: Any) 
         samples = [{"index": i, "score": float(i < count), "marked": True} for i in range(4)]
         cells[name] = {"task": task, "length": int(length), "accuracy": accuracy(samples), "samples": samples}
     run = {"name": "logs", "arm": arm, "seed": str(seed)}
-    head = {"settings": {**SETTINGS, "run": run, "step": 9, "weights": seed, **settings}, "cells": cells}
+    head = {"settings": {**SETTINGS, "run": run, "step": 9, "checkpoint": seed, **settings}, "cells": cells}
     return {**head, "asked": list(cells), "averages": averages(cells.values()), "unmarked": 0.25}
 
 
@@ -129,11 +129,11 @@ def test_a_result_is_found_beside_its_checkpoint_or_in_the_phase_that_measured_i
         torch.save({"weights of": phase}, file)
     assert asking.known(files["tune"]) is None
     (run / "ruler").mkdir()
-    result = everywhere(4, 2, weights=digest(files["tune"]))
+    result = everywhere(4, 2, checkpoint=digest(files["tune"]))
     (run / "ruler/ruler.json").write_text(json.dumps(result))
     assert asking.known(files["tune"]) == result and asking.known(files["train"]) is None
     (run / "tune/ruler.json").write_text(
-        json.dumps({**result, "settings": {**result["settings"], "weights": "others"}})
+        json.dumps({**result, "settings": {**result["settings"], "checkpoint": "another"}})
     )
     assert asking.known(files["tune"]) is None, "of other weights"
     (run / "tune/ruler.json").write_text("{")

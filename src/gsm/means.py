@@ -39,24 +39,29 @@ class WeightedMean(Metric):
 class OverTargets:
     """Makes the gradients of accumulated batches those of the mean over the targets of all of them.
 
-    How many targets a step has is known only after its last batch. So losses are weighed in targets of its first, and
+    How many targets a step has is known only after its last batch. So losses are weighed in units of its first, and
     gradients are put right once, before the step. Where all batches have equally many, both factors are exactly 1.
     """
 
     def __init__(self) -> None:
-        self._counts: list[Tensor] = []  # of the step's batches so far
+        self._total: Tensor | None = None  # targets of the step's batches so far
+        self._unit: Tensor | None = None  # those of its first batch that has any
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
         """The loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first one."""
-        self._counts.append(count.to(loss.dtype))
-        return loss * (self._counts[-1] / self._counts[0].clamp(min=1))
+        count = count.to(torch.float32)
+        if self._total is None or self._unit is None:
+            self._total = self._unit = count
+        else:  # what came before, if it had none, weighed nothing, in whatever unit
+            self._total, self._unit = self._total + count, torch.where(self._unit > 0, self._unit, count)
+        return loss * (count / self._unit.clamp(min=1))
 
     def correct(self, parameters: Iterable[nn.Parameter], divisor: int) -> None:
         """Ends a step whose losses were weighed, and divided by ``divisor`` as if they counted alike."""
-        if not self._counts:
+        if self._total is None or self._unit is None:
             return
-        counts_A, self._counts = torch.stack(self._counts), []
-        factor = divisor * counts_A[0].clamp(min=1) / counts_A.sum().clamp(min=1)
+        factor = divisor * self._unit.clamp(min=1) / self._total.clamp(min=1)
+        self._total = self._unit = None
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= factor

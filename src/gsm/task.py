@@ -190,11 +190,15 @@ class LanguageModeling(lightning.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # Lightning leaves it to a fused optimiser's step, which comes after clipping
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._over_targets.correct(parameters, self.trainer.accumulate_grad_batches)
         norms = self.clip(optimizer, gradient_clip_val)
-        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # skips such steps on its own
-        self._watch.gradients([] if scales else norms, self._batch_number, self.global_step)
+        self._watch.gradients(
+            norms if scaler is None else [], self._batch_number, self.global_step
+        )  # it skips such steps
         if self.device.type == "cpu":
             self.stop_if_broken()
 

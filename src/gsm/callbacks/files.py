@@ -11,7 +11,7 @@ import lightning
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from gsm.distributed import shards
+from gsm.distributed import ranks, shards
 from gsm.distributed.sharded import Sharded
 from gsm.files import replacing
 
@@ -35,18 +35,26 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def save(trainer: lightning.Trainer, path: str | os.PathLike[str]) -> None:
-    """``trainer.save_checkpoint``. What the disk refuses to the one rank that writes, all ranks raise: OSError.
+    """``trainer.save_checkpoint``. What the one rank that writes cannot do, all ranks raise, such as OSError.
 
-    Those that wait for it would otherwise do so until a launcher ends them. Ranks that write their shares agree on
-    their own.
+    Those that wait for it would otherwise do so until a launcher ends them. Before it, what loggers have written is
+    made safe. Ranks that write their shares agree on those by themselves.
     """
-    if isinstance(trainer.strategy, Sharded):
-        return trainer.save_checkpoint(path, weights_only=False)
     refused = None
     try:
-        trainer.save_checkpoint(path, weights_only=False)
+        for logger in trainer.loggers:
+            logger.save()
     except OSError as error:
         refused = error
+    refused = trainer.strategy.broadcast(refused)
+    if refused is not None:
+        raise refused
+    if isinstance(trainer.strategy, Sharded):
+        return trainer.save_checkpoint(path, weights_only=False)
+    try:
+        trainer.save_checkpoint(path, weights_only=False)
+    except Exception as error:  # whatever it is, the others wait for it
+        refused = ranks.portable(error)
         trainer.strategy.barrier()  # the one that the others wait in, at the end of save_checkpoint
     refused = trainer.strategy.broadcast(refused)
     if refused is not None:

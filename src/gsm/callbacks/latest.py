@@ -74,8 +74,6 @@ class Latest(Checkpoint):
         if trainer.global_step == 0:
             return
         start = time.monotonic()
-        for logger in trainer.loggers:
-            logger.save()
         save(trainer, self.path)
         self._since, self.saved = time.monotonic(), trainer.global_step
         self._took = self._since - start

@@ -1,7 +1,7 @@
 """Tasks that nothing but memory solves, made on the fly: needles in filler, and multi-query associative recall.
 
 Both tell pairs of a key and a value, and later ask for the value by the key. Ids: keys first, then values, then filler.
-The target is the value, at the position of the key that asks; nothing else is trained on.
+The target is the value, at the position of the key that asks (or `wait` tokens later); nothing else is trained on.
 
     Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
                              needles in filler     | gap, filler only    | questions and answers

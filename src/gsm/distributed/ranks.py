@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ import torch
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
 BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
 PATIENCE = 5.0  # seconds that ranks wait for one another to answer
-PREPARING = timedelta(days=7)  # for what the leading rank does before it has decided: it may have to tokenise the text
+PREPARING = timedelta(
+    days=7
+)  # for what the leading rank does before it has decided: to go on, it may have to tokenise the text
 OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 Decision = TypeVar("Decision")
 
@@ -39,11 +42,20 @@ def agreed(decide: Callable[[], Decision]) -> Decision:
         try:
             said = [decide()]
         except Exception as error:  # whatever it is, the others wait for it
-            said = [error]
+            said = [portable(error)]
     torch.distributed.broadcast_object_list(said, group=group)
     if isinstance(said[0], Exception):
         raise said[0]
     return said[0]
+
+
+def portable(error: Exception) -> Exception:
+    """The same error, or one that says so, which another process can be told."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # which attributes and constructors do not let themselves be copied, nobody knows
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from gsm.distributed import shards
+from gsm.distributed import ranks, shards
 from gsm.files import replacing
 from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
@@ -170,17 +170,17 @@ class Sharded(ModelParallelStrategy):
         """The small file, once the parts of all ranks are there; what it stood for before may go.
 
         All ranks wait for it (launchers kill the one that writes as soon as another has ended for a signal), and all
-        raise what the disk has refused to it.
+        raise what has kept it from being written.
         """
         upload.result()
-        refused: list[OSError | None] = [None]
+        refused: list[Exception | None] = [None]
         if self.global_rank == 0:
             try:
                 with replacing(path) as file:
                     file.write(content.getbuffer())
                 shards.sweep(path.parent, keep=name)
-            except OSError as error:
-                refused = [error]
+            except Exception as error:  # whatever it is, the others wait for it
+                refused = [ranks.portable(error)]
         torch.distributed.broadcast_object_list(refused, group=self._host_group())
         if refused[0] is not None:
             raise refused[0]

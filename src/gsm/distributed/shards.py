@@ -153,7 +153,17 @@ class Reader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Index(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError) as error:
+            if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata:
+                raise ValueError("it is no index")
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            AttributeError,
+            TypeError,
+            LookupError,
+            ImportError,
+        ) as error:
             raise Broken(f"{path}, the index of a checkpoint's parts, cannot be read: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

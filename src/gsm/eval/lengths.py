@@ -144,7 +144,7 @@ def concluded(
 
 def window_losses(runs: Sequence[Mapping[str, Any]], mask: str, length: int, windows: int) -> list[float]:
     """What each window adds to the loss at a length, mean over the cells of several runs: the mean over windows is the
-    loss in nats per target, a window of few targets counting less."""
+    loss in nats per target, a window of few targets counting less. (Windows drawn anew are taken to have as many.)"""
     found = [[run[_name(mask, length, number)] for run in runs] for number in range(windows)]
     targets = math.fsum(one[0]["targets"] for one in found) / windows
     return [math.fsum(cell["loss"] for cell in one) / len(one) / targets for one in found]

@@ -17,7 +17,7 @@ Result = Mapping[str, Any]
 Arms = Mapping[str, Sequence[Result]]  # by name, the results of its seeds
 Grid = list[list[str]]
 # In the settings of a result, what is the model's and not the question's: all else has to be the same to compare.
-OF_THE_MODEL = {"run", "step", "weights", "precision", "device", "answers"}
+OF_THE_MODEL = {"run", "step", "checkpoint", "precision", "device", "answers"}
 TITLES = {"average": "RULER Avg.", "longest": "RULER longest"}
 
 

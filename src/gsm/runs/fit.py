@@ -191,8 +191,10 @@ def _abandoned(run: Run, gone: list[int]) -> str:
     last = next((c.path for c in callbacks(run.trainer) if isinstance(c, Latest)), None)
     left = "there is no checkpoint yet; to begin anew:"
     if last and last.is_file():
-        step = read_checkpoint(last, mmap=True)["global_step"]
-        left = f"the last checkpoint is {report.shown(last)}, of step {step}; to go on:"
+        step = ""
+        with contextlib.suppress(CheckpointError):  # its parts may be on their way out; that a rank is lost comes first
+            step = f", of step {read_checkpoint(last, mmap=True)['global_step']}"
+        left = f"the last checkpoint is {report.shown(last)}{step}; to go on:"
     return (
         f"error: {who} ended (by a signal, for lack of memory, or with an error above); {left}\n  {again(saved=True)}"
     )

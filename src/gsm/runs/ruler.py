@@ -119,7 +119,7 @@ def measure(
     identity = {
         "run": run,
         "step": saved.get("global_step"),
-        "weights": weights.digest(file),
+        "checkpoint": weights.digest(file),
         "precision": precision,
     }
     with refusals(str(file)), autocast(precision, device):
@@ -142,7 +142,7 @@ def known(file: Path) -> dict[str, Any] | None:
     """What was found of a checkpoint before; None where there is nothing, or only of other weights."""
     place = _place(file)
     found = _read(place) if place.is_file() else None
-    if found is None or found["settings"]["weights"] != weights.digest(file):
+    if found is None or found["settings"]["checkpoint"] != weights.digest(file):
         return None
     return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
 
@@ -159,7 +159,7 @@ def _place(file: Path) -> Path:
     phases = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
     if own.is_file() or not phases:
         return own
-    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["weights"] == weights.digest(file)]
+    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["checkpoint"] == weights.digest(file)]
     return of_it[0] if of_it else own
 
 
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """A finished result; None for what is damaged, not finished, or something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found if {"averages", "asked", "cells"} <= set(found) and "weights" in found["settings"] else None
+        return found if {"averages", "asked", "cells"} <= set(found) and "checkpoint" in found["settings"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

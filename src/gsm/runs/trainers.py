@@ -48,18 +48,19 @@ def meet(config: Mapping[str, Any]) -> None:
     """
     chosen = settings(config)
     environment, strategy = _environment(chosen), chosen.get("strategy")
-    if environment is None or environment.world_size() == 1:
+    if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
         return
     own = strategy if isinstance(strategy, Mapping) else {}
     backend = _with_backend(own, chosen.get("accelerator"))["process_group_backend"]
-    first_ones = chosen["devices"] == "auto" or isinstance(chosen["devices"], int)
+    devices = chosen.get("devices", "auto")
+    are_the_first = devices == "auto" or isinstance(devices, int)
     os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
     torch.distributed.init_process_group(
         backend,
         rank=environment.global_rank(),
         world_size=environment.world_size(),
         timeout=instantiate(own["timeout"], "trainer.strategy.timeout") if own.get("timeout") else default_pg_timeout,
-        device_id=torch.device("cuda", environment.local_rank()) if "nccl" in backend and first_ones else None,
+        device_id=torch.device("cuda", environment.local_rank()) if "nccl" in backend and are_the_first else None,
     )
 
 
@@ -67,7 +68,7 @@ def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
     """Who has started this process as one of several that train together; None: nobody, or Lightning."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
-    alone = not chosen.get("strategy") and chosen["devices"] == 1 and chosen.get("num_nodes", 1) == 1
+    alone = not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
     return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not alone else None
 
 
