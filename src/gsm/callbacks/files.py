@@ -34,7 +34,7 @@ class WholeFiles(TorchCheckpointIO):
         return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
 
 
-def save(trainer: lightning.Trainer, path: str | os.PathLike[str]) -> None:
+def save(trainer: lightning.Trainer, path: Path) -> None:
     """``trainer.save_checkpoint``. What the one rank that writes cannot do, all ranks raise, such as OSError.
 
     Those that wait for it would otherwise do so until a launcher ends them. Before it, what loggers have written is

@@ -37,6 +37,7 @@ def agreed(decide: Callable[[], Decision]) -> Decision:
     if not torch.distributed.is_initialized():
         return decide()
     group = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+    assert not isinstance(group, int)  # which it would be for a rank that is not in it
     said: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
