@@ -49,7 +49,7 @@ class OverTargets:
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
         """The loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first one."""
-        count = count.to(torch.float32)
+        count = count.to(torch.promote_types(loss.dtype, torch.float32))
         if self._total is None or self._unit is None:
             self._total = self._unit = count
         else:  # what came before, if it had none, weighed nothing, in whatever unit
