@@ -29,15 +29,18 @@ def rank() -> int:
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
 
 
-def agreed(decide: Callable[[], Decision]) -> Decision:
+def agreed(decide: Callable[[], Decision], group: torch.distributed.ProcessGroup | None = None) -> Decision:
     """What the leading rank decides, on all ranks that have met; the others do not decide, and so change nothing.
 
-    Ranks that have not met yet decide for themselves. Raises on all of them what the decision has raised.
+    Ranks that have not met yet decide for themselves. Raises on all of them what the decision has raised. They wait in
+    ``group``, or in one that is made for it and is patient.
     """
     if not torch.distributed.is_initialized():
         return decide()
-    group = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
-    assert not isinstance(group, int)  # which it would be for a rank that is not in it
+    if group is None:
+        made = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+        assert not isinstance(made, int)  # which it would be for a rank that is not in it
+        group = made
     said: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:

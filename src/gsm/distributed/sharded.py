@@ -173,17 +173,13 @@ class Sharded(ModelParallelStrategy):
         raise what has kept it from being written.
         """
         upload.result()
-        refused: list[Exception | None] = [None]
-        if self.global_rank == 0:
-            try:
-                with replacing(path) as file:
-                    file.write(content.getbuffer())
-                shards.sweep(path.parent, keep=name)
-            except Exception as error:  # whatever it is, the others wait for it
-                refused = [ranks.portable(error)]
-        torch.distributed.broadcast_object_list(refused, group=self._host_group())
-        if refused[0] is not None:
-            raise refused[0]
+
+        def write() -> None:
+            with replacing(path) as file:
+                file.write(content.getbuffer())
+            shards.sweep(path.parent, keep=name)
+
+        ranks.agreed(write, self._host_group())
 
     def _host_group(self) -> Any:
         if self._group is None:
