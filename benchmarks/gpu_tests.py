@@ -1,15 +1,18 @@
-"""The tests that a GPU changes, file by file: `python benchmarks/gpu_tests.py [force]`.
+"""The tests that a GPU changes, file by file: `python benchmarks/gpu_tests.py [force] [output=FILE]`.
 
-Every file is a process of its own, so that a kernel that runs astray spoils no other file. What passed is not run again
-on the same commit; results go to benchmarks/results/<device>-<date>-tests.json as they come. Last, the smallest call of
-every operation runs under compute-sanitizer, where the machine has it.
+Every file is a process of its own, so that a kernel that runs astray spoils no other file; where pytest-xdist is
+installed it is several, since most of the time goes into compiling kernels. What passed is not run again on the same
+commit; results go to benchmarks/results/<device>-<date>-tests.json as they come. Last, the smallest call of every
+operation runs under compute-sanitizer, where the machine has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,7 @@ MINUTES = 7.5
 # A machine with a GPU may lack the plugin that knows `timeout`, have others, and other libraries that warn.
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "default")
 ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WORKERS = min(12, (os.cpu_count() or 1) * 3 // 4)
 
 UNSOUND = 99  # the exit status that compute-sanitizer is told to end with
 
@@ -49,42 +53,57 @@ def jobs() -> Iterator[Job]:
 
 
 def files() -> list[Path]:
-    """Those of the operations, and any other with a test that asks for a GPU."""
-    others = [path for path in ROOT.glob("tests/test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
-    return sorted(ROOT.glob("tests/ops/test_*.py")) + sorted(others)
+    """Those whose calls move to a GPU where there is one, or with a test that asks for it; operations first."""
+    found = [*sorted(ROOT.glob("tests/ops/test_*.py")), *sorted(ROOT.glob("tests/test_*.py"))]
+    marks = ("from triton_check", "mark.gpu")
+    return [path for path in found if any(mark in path.read_text(encoding="utf-8") for mark in marks)]
 
 
 def run_file(
     path: Path, options: Sequence[str] = (), seconds: float = 400, runner: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Counts of passed, failed and skipped tests of a file, and the failed ones with their first line."""
+    """Counts of passed, failed and skipped tests of a file, and the failed ones with their first line. Raises
+    KeyboardInterrupt, as `timeout` does, if it does not end within so many seconds."""
     chosen = () if path.parent.name == "ops" else ("-m", "gpu")
     with tempfile.TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.xml", time.monotonic()
-        command = [
-            *runner,
-            sys.executable,
-            "-m",
-            "pytest",
-            *OPTIONS,
-            *chosen,
-            f"--junitxml={report}",
-            *options,
-            str(path),
-        ]
-        try:
-            ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return {"failed": {path.name: f"did not end within {seconds:.0f} s"}}
-        row = {"seconds": round(time.monotonic() - began, 1), "exit": ended.returncode}
+        pytest = (sys.executable, "-m", "pytest", *OPTIONS, *(() if runner else plugins()), f"--junitxml={report}")
+        status, said = ended([*runner, *pytest, *chosen, *options, str(path)], seconds)
+        row = {"seconds": round(time.monotonic() - began, 1), "exit": status}
+        lines = said.strip().splitlines()
         if not report.exists():
-            said = (ended.stderr + ended.stdout).strip().splitlines() or [f"exit status {ended.returncode}"]
-            return {**row, "failed": {path.name: said[-1]}}
+            return {**row, "failed": {path.name: lines[-1] if lines else f"exit status {status}"}}
         row |= counted(report)
-        if ended.returncode == UNSOUND:
-            said = [line for line in ended.stdout.splitlines() if "ERROR SUMMARY" in line]
-            row["failed"]["compute-sanitizer"] = said[-1] if said else "found errors"
+        if status == UNSOUND:
+            found = [line for line in lines if "ERROR SUMMARY" in line]
+            row["failed"]["compute-sanitizer"] = found[-1] if found else "found errors"
+        elif status and not row["failed"]:
+            row["failed"][path.name] = lines[-1] if lines else f"exit status {status}"
         return row
+
+
+def plugins() -> tuple[str, ...]:
+    """Options for the plugins that are installed: several processes, of which one that crashes is replaced, and an end
+    to that of a test which hangs, also where it waits for the GPU."""
+    several = ("-p", "xdist", "-n", str(WORKERS), "--dist", "worksteal") if WORKERS > 1 else ()
+    limited = ("-p", "pytest_timeout", "-o", "timeout_method=thread", "-o", "timeout=300")
+    wanted = {"xdist": several, "pytest_timeout": limited}
+    return tuple(word for name, words in wanted.items() if importlib.util.find_spec(name) for word in words)
+
+
+def ended(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Exit status and output of a process; nothing that it has started goes on. Raises KeyboardInterrupt if it does not
+    end in time."""
+    heard = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, process_group=0, **heard) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+            return process.returncode, said
+        except subprocess.TimeoutExpired as error:
+            raise KeyboardInterrupt from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def counted(report: Path) -> dict[str, Any]:
@@ -101,32 +120,37 @@ def counted(report: Path) -> dict[str, Any]:
     return {"passed": passed, "skipped": skipped, "failed": failed}
 
 
-def main(force: bool) -> int:
+def main(force: bool, output: str) -> int:
     """Runs what is left, prints a line for every file, and returns how many files failed."""
     from gsm_kernels.benchmark import machine
     from gsm_kernels.benchmark.results import Results, usual_path
 
     facts, began = machine.facts(machine.chosen("cuda")), time.monotonic()
-    results = Results(usual_path(facts, "tests"), facts)
-    for name, path, options, runner in jobs():
+    results = Results(Path(output) if output else usual_path(facts, "tests"), facts)
+    for name, path, options, runner in sorted(jobs(), key=lambda job: results.times(job.name)):
         left = 60 * MINUTES - (time.monotonic() - began)
-        if not force and results.has(name) and not results.rows[name]["failed"]:
+        if not force and results.has(name):
             continue
         if left < 30:
             print(f"{MINUTES:g} minutes are over: the same command goes on with {name}")
             break
-        row = run_file(path, options, left, runner)
-        results.add(name, row)
-        print(f"{name}: {row.get('passed', 0)} passed, {len(row['failed'])} failed", *row["failed"].items(), sep="\n  ")
+        with results.trying(name):
+            row = run_file(path, options, left, runner)
+            results.add(name, row)
+        said = f"{row.get('passed', 0)} passed, {len(row['failed'])} failed, {row['seconds']:.0f} s"
+        print(f"{name}: {said}", *row["failed"].items(), sep="\n  ", flush=True)
     return sum(bool(row["failed"]) for row in results.rows.values())
 
 
 if __name__ == "__main__":
     if importlib.util.find_spec("pytest") is None:
         sys.exit(f"error: {sys.executable} has no pytest: install it, or lay its wheels into wheels/")
+    words = {name: value for name, _, value in (word.partition("=") for word in sys.argv[1:])}
+    if unknown := words.keys() - {"force", "output"}:
+        sys.exit(f"error: cannot read '{unknown.pop()}'; there are force, output=FILE")
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "kernels")]
     try:
-        sys.exit(min(main("force" in sys.argv[1:]), 1))
+        sys.exit(min(main("force" in words, words.get("output", "")), 1))
     except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

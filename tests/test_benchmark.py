@@ -230,6 +230,94 @@ def test_an_interruption_leaves_the_rows_before_it(tmp_path, monkeypatch):
     assert list(read(path)["rows"]) == ["index_top_k tiny, forward", "indexer_kl tiny, both"]
 
 
+def test_a_row_that_ended_its_process_is_tried_again_behind_the_others_and_without_peers(tmp_path, monkeypatch):
+    tried = []
+
+    def measure(case, direction, device, roof, without, *_):
+        tried.append((case.op, without))
+        if len(tried) == 1:
+            raise SystemExit  # as good as a process that was killed: nobody gets to say anything
+        return row(case.name)
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    options = {"cases": TINY[2:4], "output": str(tmp_path / "a.json")}
+    with pytest.raises(SystemExit):
+        kernels.run(**options)
+    assert read(tmp_path / "a.json")["tried"] == {"index_top_k tiny, forward": 1}
+    kernels.run(**options)
+    assert tried[1:] == [("indexer_kl", ()), ("index_top_k", None)] and "tried" not in read(tmp_path / "a.json")
+
+
+def test_what_goes_wrong_in_a_row_leaves_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "take_turns", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.run(cases=TINY[2:4], output=str(tmp_path / "a.json"))
+    failed = [found["failed"] for found in read(tmp_path / "a.json")["rows"].values()]
+    assert failed == ["ZeroDivisionError: division by zero"] * 2
+    assert "failed: ZeroDivisionError" in (tmp_path / "a.md").read_text()
+
+
+def lose_the_gpu(monkeypatch):
+    """What PyTorch says to everything once a kernel has run astray."""
+
+    def synchronize():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand advice")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+
+def test_a_gpu_that_is_lost_ends_the_process_and_the_row_says_who_did_it(tmp_path, monkeypatch):
+    def astray(call):
+        lose_the_gpu(monkeypatch)
+        return gsm_kernels.index_top_k
+
+    monkeypatch.setattr(peers, "peers_of", lambda op, call: {"astray": astray})
+    said = "after astray the GPU reports 'CUDA error: an illegal memory access was encountered'"
+    with pytest.raises(machine.Lost, match="after index_top_k tiny, forward the GPU reports"):
+        kernels.run(cases=TINY[2:4], output=str(tmp_path / "a.json"))
+    content = read(tmp_path / "a.json")
+    assert [said in found["failed"] for found in content["rows"].values()] == [True]
+    assert content["tried"] == {"index_top_k tiny, forward": 1}
+
+
+def results(path, **facts):
+    return Results(path, {**machine.facts(CPU), **facts})
+
+
+def test_an_interruption_counts_only_against_what_a_process_began_with(tmp_path):
+    def interrupted(*names):
+        file = results(tmp_path / "a.json")
+        for name in names[:-1]:
+            with file.trying(name):
+                file.add(name, {})
+        with pytest.raises(KeyboardInterrupt), file.trying(names[-1]):
+            raise KeyboardInterrupt
+        return file.times(names[-1])
+
+    assert (interrupted("a", "b"), interrupted("b"), interrupted("b")) == (0, 1, 2)
+    assert results(tmp_path / "a.json").times("b") == 2 and results(tmp_path / "a.json", commit="other").times("b") == 0
+
+
+def test_an_error_of_one_row_is_raised_when_the_others_are_measured(tmp_path, capsys):
+    def measure(name):
+        seen.append(name)
+        if name == "b":
+            raise RuntimeError("mat1 and mat2")
+        return {}
+
+    seen, file = [], results(tmp_path / "a.json")
+    rows = [(name, "once", lambda name=name: measure(name)) for name in "abc"]
+    how = {"force": False, "minutes": 1.0, "show": lambda path: None}
+    with pytest.raises(RuntimeError, match="mat1"):
+        file.fill(rows, {}, **how)
+    assert list(file.rows) == ["a", "c"] and "RuntimeError: mat1" in capsys.readouterr().err
+    rows.append(("d", "once", lambda: measure("d")))
+    with pytest.raises(RuntimeError, match="mat1"):
+        results(tmp_path / "a.json").fill(rows, {}, **how)
+    assert "".join(seen) == "abc" + "db"
+
+
 def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "measure", lambda case, *_: row(case.name))
     clock = itertools.count(0, 40)
@@ -241,9 +329,9 @@ def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatc
 
 def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
     facts = {**machine.facts(CPU), "device": "a GPU", "commit": "c0ffee"}
-    results = Results(tmp_path / "a.json", facts)
-    results.add("one", row() | {"clocks": {"sm_mhz": 1980.0, "power_w": 650.0}})
-    results.add("two", {**row(direction="backward"), "ms": None, "failed": "out of memory"})
+    file = Results(tmp_path / "a.json", facts)
+    file.add("one", row() | {"clocks": {"sm_mhz": 1980.0, "power_w": 650.0}})
+    file.add("two", {**row(direction="backward"), "ms": None, "failed": "out of memory"})
     text = markdown(tmp_path / "a.json")
     assert "a GPU, " in text and "commit c0ffee" in text and "SM clocks 1980 to 1980 MHz" in text
     assert "| rms_norm 16K | forward | triton | 1 (1 to 1) | 50% of 1 ms | 1 TFLOP/s, 1 TB/s | compile 2.00 x |" in text

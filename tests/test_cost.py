@@ -153,7 +153,7 @@ def predicted(parts: Parts) -> dict[str, int]:
     return {**rest, "hyper-connections": sum(parts[part] for part in mixing)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, *MEMORIES, "baseline"))
 def test_products_with_weights_are_those_that_pytorch_counts(case: str, without_cores: None):
     model = model_of(case)
     for tokens, rows, before in CALLS:

@@ -72,6 +72,7 @@ def test_two_processes_with_a_whole_model_each_are_one(processes: Any, tmp_path:
     assert_same_run(alone, together)
 
 
+@pytest.mark.slow
 def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads(
     processes: Any, tmp_path: Path, alone: dict[str, Any]
 ):

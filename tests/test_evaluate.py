@@ -281,6 +281,22 @@ def test_it_is_said_how_much_of_other_text_was_measured():
     assert script._share({**result, "data": {"task": "Needle"}}) == ""
 
 
+def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
+    """The numbers are those of the interventions; the model is whole again, and one without a state says so."""
+    folder = runs[0] / "gsm" / "seed0"
+    command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder}", "ablate=true"])
+    assert "state, but a row's own z" in capsys.readouterr().out
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert list(found["ablated"]) == ["state", "stage 1", "stage 2", "all stages"]
+    for row in found["ablated"].values():
+        assert row["added"] == pytest.approx(row["loss"] - found["text"]["loss"]) != 0
+    assert script.metrics(found)["without/all stages"] == found["ablated"]["all stages"]["loss"]
+    (again,) = script.evaluate(str(folder), device="cpu")
+    assert again["text"] == found["text"] and "ablated" not in again
+    (baseline,) = script.evaluate(str(runs[0] / "baseline" / "seed0"), ablate=True, device="cpu")
+    assert baseline["ablated"] is None
+
+
 def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
     checkpoint = f"checkpoint={runs[0] / 'gsm' / 'seed0'}"
     command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap=true"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small import mostly_slow
 
 from gsm.paths import variants
 from gsm.runs.compose import compose
@@ -11,7 +12,7 @@ from gsm.runs.experiment import Experiment
 from gsm.runs.load import instantiate, instantiate_model
 
 
-@pytest.mark.parametrize("name", variants("experiment"))
+@pytest.mark.parametrize("name", mostly_slow(variants("experiment"), "ablate_writer", "needle", "paper_long_context"))
 @pytest.mark.parametrize(
     ("size", "arms"),
     [

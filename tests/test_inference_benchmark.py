@@ -205,13 +205,37 @@ def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_an_error_that_has_nothing_to_do_with_memory_is_not_hidden(monkeypatch):
+def test_an_error_that_has_nothing_to_do_with_memory_is_raised_when_the_others_are_measured(monkeypatch):
     def broken(self):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        if self.tokens == 24:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return lap(self)
 
+    lap, rows = Read.lap, []
     monkeypatch.setattr(Read, "lap", broken)
     with pytest.raises(RuntimeError, match="mat1"):
-        list(take_turns([Case("gsm", 24, "read")], lambda name: served()))
+        rows += (row for _, row in take_turns([Case("gsm", n, "read") for n in (24, 25)], lambda name: served()))
+    assert rows[0]["failed"].startswith("RuntimeError: mat1 and mat2") and "failed" not in rows[1]
+
+
+def test_a_model_that_cannot_be_made_leaves_a_row_and_the_others():
+    def made(name):
+        if name == "baseline":
+            raise ValueError("size is odd")
+        return served()
+
+    rows = {}
+    with pytest.raises(ValueError, match="size is odd"):
+        for case, row in take_turns([Case(name, 24, "read") for name in ("baseline", "gsm")], made):
+            rows[case.model] = row
+    assert "could not be made" in rows["baseline"]["failed"] and "failed" not in rows["gsm"]
+
+
+def test_what_has_not_ended_is_measured_by_itself_behind_the_others():
+    cases = [Case(name, tokens, "read") for tokens in (24, 25) for name in "abc"]
+    times = {cases[0]: 2, cases[4]: 1}
+    groups = inference._turns(cases, lambda case: times.get(case, 0))
+    assert groups == [cases[1:3], [cases[3], cases[5]], [cases[4]], [cases[0]]]
 
 
 def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):

@@ -9,8 +9,8 @@ import torch
 from small import RATIO, M, assert_same, build, random_tokens
 
 import gsm
-from gsm.analysis.interventions import answers, without_entries, without_slots, without_stage, without_stages
-from gsm.analysis.needles import ask, needle_map, needle_test
+from gsm.analysis.interventions import ablations, answers, without_entries, without_slots, without_stage, without_stages
+from gsm.analysis.needles import ask, needle_map, needle_test, stage_test
 from gsm.data.recall import Needle
 from gsm.models.base import Output
 
@@ -54,6 +54,17 @@ def test_a_missing_entry_changes_the_rows_that_see_it_and_no_others(writer: str,
     assert changed_T.nonzero()[:, 0].tolist() == list(range(gone, gone + model.writer.positions))
     logit_H = seen["decoder/5/weights"][0, gone + 1, :, -1 - 2 * model.writer.slots].log()
     assert torch.isfinite(logit_H).all(), "zeros still have a place in the softmax"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
+def test_without_its_state_a_model_is_one_that_lacks_every_entry(writer: str):
+    model, tokens = build(f"gsm-writer={writer}"), random_tokens(2, 20)
+    with without_entries(model, torch.ones(2, 20, dtype=torch.bool), start=False):
+        want = model(tokens).logits
+    with ablations(model)["state"]():
+        assert_same(model(tokens).logits, want, writer)
+    assert not torch.allclose(model(tokens).logits, want)
 
 
 @torch.no_grad()
@@ -152,3 +163,14 @@ def test_a_needle_test_takes_away_different_things_of_equal_number(what: str):
     assert ((scores[1] - scores[0]).abs() > 1e-9).all()
     with pytest.raises(ValueError, match="count 50: an answer sees [0-9]+ only"):
         needle_test(model, asked, what, count=50)
+
+
+def test_a_stage_test_takes_each_stage_away_by_itself_and_then_all():
+    model, asked = build("gsm-residual=plain"), ask(TASK, T, 3)
+    found = stage_test(model, asked)
+    assert list(found) == ["nothing removed", "stage 1", "stage 2", "all stages"]
+    taken = {"stage 2": without_stage(model, 2), "all stages": without_stages(model), "nothing removed": ExitStack()}
+    for name, without in taken.items():
+        with without:
+            want = answers(model, asked.token_BT, asked.target_BT)
+        assert torch.equal(found[name].log_probability_N, want.log_probability_N), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import nbformat
@@ -11,22 +13,22 @@ from small import GEOMETRY, RATIO, W, build, random_tokens
 
 import gsm
 from gsm.eval.attention import attention_map
-from gsm.notebook import describe, finished_runs, load, trained
+from gsm.notebook import describe, explore, finished_runs, load, measurements, ruler_picture, trained
 from gsm.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = ("01_one_forward_pass",)  # the others train models, here of a few steps, or compute for a while
 BRIEF = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 BRIEF += ("data.validation_sequences=4",)
+ARMS = ("gsm", "delta_net", "separate_indexer", "handed_on")
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which both models of the notebooks lie, though they have learned nothing yet."""
+    """A cache in which the models of the notebooks lie, though they have learned nothing yet."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GSM_CACHE", str(folder))
-        for arm in ("gsm", "delta_net"):
+        for arm in ARMS:
             trained(arm, *BRIEF)
     return folder
 
@@ -39,15 +41,12 @@ def test_a_notebook_is_kept_without_output(path: Path):
             assert len(cell.source.splitlines()) <= 12, "what is longer belongs into gsm.notebook"
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem in QUICK], ids=lambda path: path.stem)
-def test_a_notebook_runs_and_draws(path: Path):
-    run(path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in QUICK], ids=lambda path: path.stem)
-def test_a_notebook_about_trained_models_runs_and_draws(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GSM_CACHE", str(cache))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more threads than cores wait for one another
     run(path)
 
 
@@ -60,7 +59,9 @@ def run(path: Path) -> None:
     client.NotebookClient(notebook, timeout=170, resources={"metadata": {"path": str(path.parent)}}).execute()
     for cell in notebook.cells:
         if "show_" in cell.source and cell.cell_type == "code":
-            assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+            shown = {kind for output in cell.outputs for kind in output.get("data", {})}
+            chosen = "application/vnd.jupyter.widget-view+json" in shown  # the picture lies in what a slider has drawn
+            assert "image/png" in (json.dumps(notebook.metadata.get("widgets", {})) if chosen else shown), cell.source
 
 
 @pytest.mark.slow
@@ -69,8 +70,29 @@ def test_a_model_in_the_cache_is_not_trained_again(cache: Path, monkeypatch: pyt
     monkeypatch.setattr("gsm.notebook.train", lambda config: pytest.fail("trained once more"))
     model, data = trained("gsm")
     assert not model.training and data.task.pairs == 10
-    assert {run.arm for run in finished_runs(cache / "notebook")} == {"gsm", "delta_net"}
+    assert {run.arm for run in finished_runs(cache / "notebook")} == set(ARMS)
     assert load(cache / "notebook/gsm/seed0")[1].context == data.context
+
+
+def test_measurements_are_those_of_requests_and_the_most_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one that was shown was that whose file was written last, which in a clone is any of them."""
+    request, other = {"decode": {}}, {"flops": 1}
+    contents = {"plan": {"rows": [other]}, "one": {"rows": {"a": request, "b": other}}, "two": {"rows": {}}, "none": {}}
+    contents["three"] = {"rows": {"a": request, "b": request}}
+    folder = tmp_path / "benchmarks/results"
+    folder.mkdir(parents=True)
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.setattr("gsm.notebook.paths.ROOT", tmp_path)
+    assert [file.stem for file in measurements()] == ["three", "one"]
+
+
+def test_without_answers_of_ruler_those_of_the_documentation_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("IPython")
+    assert ruler_picture(tmp_path).data == (ROOT / "docs/cot.png").read_bytes()
+    assert "python train.py experiment=ablate_cot" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("writer", ["additive", "multi_slot"])
@@ -111,3 +133,16 @@ def test_the_description_names_every_tap_with_its_shape():
     lines = [line.split(maxsplit=1) for line in describe(seen).splitlines()]
     assert [line[0] for line in lines] == ["state/entries", "state/e", "state/z"]
     assert lines[1][1].split("  ")[0] == f"[1, 5, {GEOMETRY.dim}]"
+
+
+def test_a_slider_draws_the_first_picture_at_once_and_then_the_one_that_is_chosen():
+    pytest.importorskip("ipywidgets")
+    drawn = []
+    box = explore(lambda number: drawn.append(number), [3, 5])
+    box.children[0].value = 5
+    assert drawn == [3, 5]
+
+
+def test_without_widgets_there_is_the_first_picture(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert explore(lambda number: f"picture {number}", [3, 5]) == "picture 3"

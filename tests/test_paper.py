@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from small import mostly_slow
 from toys import TINY, packed, some_tokens, transcribed
 from transcription import Geometry, Weights, random_weights, tiny_baseline, tiny_gsm
 
@@ -122,7 +123,7 @@ def test_gsm_without_stages_computes_the_equations():
     assert_same_logits(tiny_gsm(stage_layers=()), some_tokens(13), [0] * 13)
 
 
-@pytest.mark.parametrize("lengths", [[1], [24], *PACKINGS.values()], ids=str)
+@pytest.mark.parametrize("lengths", mostly_slow([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -105,6 +105,7 @@ def test_what_is_finished_is_not_done_again_and_what_has_changed_is(phased: Call
     assert done == ["gsm/train", "gsm/extend", "gsm/loss"]
 
 
+@pytest.mark.slow
 def test_what_two_arms_train_alike_is_trained_once(phased: Callable[..., Phased], done: list[str]):
     phases.run(phased(THREE, "arm=one"), [])
     found = phases.run(phased(THREE, "arm=two", "++phases.extend.data.batch_size=2"), [])
@@ -164,6 +165,7 @@ def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_wo
     assert commands.choose(made.phases[1].lines) == (commands.RULER, ["examples=5"])
 
 
+@pytest.mark.slow
 def test_a_run_may_measure_what_it_starts_from(phased: Callable[..., Phased], done: list[str]):
     phases.run(phased("phases={train: {}}", "arm=one"), [])
     first = phased("phases={train: {}}", "arm=one").home / "train"

@@ -10,6 +10,8 @@ from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, varia
 
 import gsm
 from gsm.analysis import drawing, probes, retrieval
+from gsm.analysis.needles import ask
+from gsm.data.recall import Needle
 from gsm.eval.state import effective_rank, latents, state_facts
 from gsm.paths import ROOT
 
@@ -83,6 +85,20 @@ def test_a_state_holds_its_own_token_and_no_token_from_beyond_all_that_carries()
 def test_a_model_without_a_state_is_named():
     with pytest.raises(ValueError, match="keeps no state of a fixed size"):
         probes.states(build("transformer"), random_tokens(1, 4), [3])
+
+
+def test_a_needles_value_is_read_where_its_key_is_asked_and_not_before(monkeypatch: pytest.MonkeyPatch):
+    """Of a model that keeps, at each position, what once stood behind the token there."""
+
+    def recalled(model, token_BT, rows):
+        behind = [[line[line.index(line[row]) + 1] for row in rows] for line in token_BT.tolist()]
+        return {"state": torch.nn.functional.one_hot(torch.tensor(behind), 18).double()}
+
+    monkeypatch.setattr(probes, "states", recalled)
+    asked = ask(Needle(keys=8, values=4, fillers=6, pairs=2, gap=4), 24, 80)
+    found = probes.of_needles(torch.nn.Identity(), asked)["state"]
+    assert found.accuracy == 1 and (found.fitted, found.tested) == (120, 40)
+    assert probes.of_needles(torch.nn.Identity(), asked, before=2)["state"].accuracy < 0.5, "chance is 0.25"
 
 
 def test_what_falls_at_all_distances_and_on_the_sink_is_one():

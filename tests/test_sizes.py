@@ -59,7 +59,9 @@ def test_a_size_with_experts_can_be_had_without_them_and_the_reverse():
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        *((model, size) for model in ("gsm", "baseline") for size in variants("size")),
+        *(("gsm", size) for size in variants("size")),
+        ("baseline", "nano"),
+        *(pytest.param("baseline", size, marks=pytest.mark.slow) for size in variants("size") if size != "nano"),
         *((model, "nano") for model in variants("model") if model not in ("gsm", "baseline")),
     ],
 )

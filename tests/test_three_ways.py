@@ -12,7 +12,7 @@ from small import LENGTHS, MEMORIES, SHALLOW, K, M, W, assert_same, build, cases
 FAR = 6 * W  # tokens: more than all windows and the state of a shallow model carry
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
 @torch.no_grad()
 def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
     """The full forward is that of a longer text: what comes after a row is not in its logits."""
@@ -25,7 +25,7 @@ def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
                 assert_same(pruned, full[:, length - rows : length], f"{case}, {length} tokens, {rows} rows")
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
 @torch.no_grad()
 def test_any_split_into_chunks_equals_the_full_forward(case):
     model, draw = build(case, geometry=SHALLOW), random.Random(0)
@@ -43,7 +43,9 @@ def test_any_split_into_chunks_equals_the_full_forward(case):
                 assert_same(out.logits, full[:, done - rows : done], what)
 
 
-@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))  # the test above has chunks of one token, of all
+@pytest.mark.parametrize(
+    "case", mostly_slow(cases(), "gsm", "baseline-pool", "hybrid")
+)  # the test above has such chunks
 @torch.no_grad()
 def test_decoding_token_by_token_equals_the_full_forward(case):
     """From the first token on, past the window and the state; and from a prompt to farther than all windows carry."""

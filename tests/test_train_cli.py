@@ -50,7 +50,9 @@ def script(name: str, *given: str, folder: Path) -> subprocess.CompletedProcess[
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run of two steps: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("run")
-    done = script("train.py", *arguments(folder), "trainer.max_steps=2", "seed=1", folder=folder)
+    done = script(
+        "train.py", *arguments(folder), "trainer.max_steps=2", "seed=1", "model/residual=plain", folder=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "logs" / "default" / "gsm" / "seed1", done.stdout
 

@@ -28,6 +28,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(ceilings, "measure", lambda device: ceilings.Ceilings(1e12, 1e11, "float32"))
 
 
+@pytest.mark.slow
 def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
     output = tmp_path / "a.json"
     training.run(**QUICK, models=["gsm", "baseline"], recompute=True, output=str(output))
@@ -42,7 +43,7 @@ def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
 
 
 def test_recomputation_reaches_every_model():
-    for name in ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"):
+    for name in ("gsm", "transformer", "gated_delta_net"):
         job = distributed.Job(name, "pico", True, 1, 24, 0, 1, "cpu", 1)
         with torch.device("meta"):
             model = job.build()

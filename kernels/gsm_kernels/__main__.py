@@ -8,6 +8,7 @@ from .dispatch import forced
 
 
 def main() -> None:
+    """Prints versions, the device, and a line for every operation."""
     print(f"torch {torch.__version__}, triton {triton_version() or 'not installed'}, {describe()}")
     print(f"GSM_KERNELS={forced()}\n")
     rows = [("op", "implementation", "reason"), *((op.name, *op.explain()) for op in OPS)]

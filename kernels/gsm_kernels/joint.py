@@ -34,10 +34,12 @@ class Cut(NamedTuple):
 
     @property
     def padded(self) -> int:
+        """Rows of all blocks, at least R."""
         return self.size * self.count
 
     @property
     def span(self) -> int:
+        """Y: entries that one of a block's rows may see."""
         return self.size + self.width - 1
 
 

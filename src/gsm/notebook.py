@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +15,18 @@ import torch
 from torch import Tensor
 
 from gsm import paths
+from gsm.analysis import figures
+from gsm.analysis.rollout import Routes
 from gsm.benchmarks import inference, projection, projection_pictures
 from gsm.callbacks.metrics_file import read_metrics
-from gsm.data.cache import cache_folder, locked
+from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
 from gsm.eval import plots
 from gsm.eval.attention import attention_map, decoder_attention
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
+from gsm.runs.compare import CONTENTS
 from gsm.runs.compose import compose
 from gsm.runs.experiment import Experiment
 from gsm.runs.fit import train
@@ -40,14 +45,17 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     a few minutes and is done once.
 
     Args:
-        arm: ``gsm`` or ``delta_net``.
+        arm: of ``configs/experiment/notebook.yaml``.
         overrides: of the training, should there be one, as on the command line.
     """
     folder = cache_folder() / "notebook" / arm / "seed0"
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
             given = ["experiment=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
-            train(Experiment(compose(given), given).job(arm, 0).config)
+            config = Experiment(compose(given), given).job(arm, 0).config
+            if config["start_from"]:  # another arm's weights
+                trained(Path(config["start_from"]).parent.name, *overrides)
+            train(config)
     return load(folder)
 
 
@@ -65,16 +73,18 @@ def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
 
 def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
     """The finished runs of an experiment, ``logs/<name>``; left out: of the one that ended last, or where there is none
-    at all, of ``trained``."""
+    at all, of ``trained``. Arms come in the experiment's order."""
     if folder is None:
         summaries = sorted((paths.ROOT / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime)
         folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
         folder = folders[-1] if folders else None
-    if folder is None:
-        for arm in ("gsm", "delta_net"):
-            trained(arm)
-        folder = cache_folder() / "notebook"
-    return [run for run in read_runs(folder) if run.finished]
+    wanted = ("gsm", "delta_net") if folder is None else ()  # the others of that experiment do another task
+    for arm in wanted:
+        trained(arm)
+    folder = folder or cache_folder() / "notebook"
+    arms = list((read_json(Path(folder) / CONTENTS) or {}).get("arms", ()))
+    runs = [run for run in read_runs(folder) if run.finished and (not wanted or run.arm in wanted)]
+    return sorted(runs, key=lambda run: arms.index(run.arm) if run.arm in arms else len(arms))
 
 
 def show_one(
@@ -103,10 +113,21 @@ def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
     """The picture of one of several numbers: to be chosen with a slider where ipywidgets is installed, else that of the
     first."""
     try:
-        import ipywidgets  # pyright: ignore[reportMissingImports]
+        import ipywidgets
+        from IPython.display import display
     except ImportError:
         return draw(choices[0])
-    return ipywidgets.interactive(draw, value=ipywidgets.SelectionSlider(options=list(choices), value=choices[0]))
+    slider, below = ipywidgets.SelectionSlider(options=list(choices), value=choices[0]), ipywidgets.Output()
+
+    def show(number: int) -> None:
+        figure = draw(number)  # outside, since an Output keeps errors to itself
+        with below:
+            below.clear_output(wait=True)
+            display(figure)
+
+    slider.observe(lambda change: show(change["new"]), names="value")
+    show(choices[0])
+    return ipywidgets.VBox([slider, below])
 
 
 def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
@@ -150,16 +171,27 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
 
 
 def measurements() -> list[Path]:
-    """Files of ``benchmark=inference`` in ``benchmarks/results``, the latest first."""
-    files = sorted((paths.ROOT / "benchmarks/results").glob("*.json"), key=lambda file: -file.stat().st_mtime)
-    return [file for file in files if '"kind"' in (text := file.read_text(encoding="utf-8")) and '"decode"' in text]
+    """Files of ``benchmark=inference`` in ``benchmarks/results``, those with the most requests first."""
+    found = {file: read_json(file) or {} for file in sorted((paths.ROOT / "benchmarks/results").glob("*.json"))}
+    rows = {file: [row for row in _rows(content) if "decode" in row] for file, content in found.items()}
+    return sorted((file for file in found if rows[file]), key=lambda file: -len(rows[file]))
 
 
 def measured(file: Path) -> list[Any]:
-    """Pictures of what was measured, with what the cost model says where there are enough points."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         inference.run(results=str(shutil.copy(file, folder)))
         return [picture(path.read_bytes()) for path in sorted(Path(folder).glob("*.png"))]
+
+
+def ruler_picture(folder: str | Path) -> Any:
+    """How RULER's needles are answered by length, as an experiment that asked them left it (``logs/ablate_cot``); where
+    there is none, that of the documentation."""
+    file = Path(folder) / "ruler.png"
+    if not file.is_file():
+        print(f"no {file}: python train.py experiment=ablate_cot; below, the one of the documentation")
+        file = paths.ROOT / "docs/cot.png"
+    return picture(file.read_bytes())
 
 
 def picture(content: bytes) -> Any:
@@ -167,6 +199,11 @@ def picture(content: bytes) -> Any:
     from IPython.display import Image
 
     return Image(content, width=800)
+
+
+def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = content.get("rows")
+    return [row for row in rows.values() if isinstance(row, dict)] if isinstance(rows, dict) else []
 
 
 def describe(seen: Seen) -> str:
@@ -177,43 +214,54 @@ def describe(seen: Seen) -> str:
 
 
 def show_attention(model: GSM, seen: Seen, names: Sequence[str]) -> Figure:
-    """One map for each name (``encoder/3``, ``stage/1``, ``decoder/5``): a line a row, a column a position read.
+    """One map for each name (``encoder/3``, ``stage/1``, ``decoder/5``), two beside each other, of the first sequence:
+    ``figures.attention``."""
+    figure, panels = plots.figure(2, width=WIDTH / 2, height=HEIGHT, grid=False, rows=-(-len(names) // 2))
+    for axes, name in zip(panels, names, strict=False):
+        figures.attention(axes, attention_map(model, seen, name), name)
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    return figure
 
-    Each from 0 to its own maximum, on a square-root scale, so that small weights are seen: ``attention_map``.
-    """
-    figure, axes = plots.figure(len(names), width=3.2, height=3.4, grid=False)
-    for axis, name in zip(axes, names, strict=True):
-        axis.imshow(attention_map(model, seen, name).sqrt().cpu(), vmin=0, interpolation="nearest")
-        axis.set(title=name, xlabel="position that is read")
-    axes[0].set_ylabel("position that reads")
+
+def show_routes(routes: Routes, rows: Sequence[int], told: Sequence[int] = ()) -> Figure:
+    """Where the entries of some rows come from, a panel for each way: ``figures.route_map``."""
+    figure, panels = plots.figure(1, width=WIDTH, height=0.5 + 0.12 * len(rows), grid=False, rows=len(routes.names))
+    for axes, way in zip(panels, routes.names, strict=True):
+        figures.route_map(axes, routes, way, rows, told)
+    for axes in panels[:-1]:
+        axes.set_xlabel("")
     return figure
 
 
 def show_increments(seen: Seen) -> Figure:
     """Lengths of the encoder's output e, of every stage's increment, and of z, by position."""
-    figure, (axis,) = plots.figure(width=7, height=3)
-    stages = sorted(name for name in seen if name.endswith("/increment"))
-    for name in ("state/e", *stages, "state/z"):
-        axis.plot(seen[name][0].norm(dim=-1).cpu(), label=name, linestyle="--" if name == "state/z" else "-")
-    axis.set(xlabel="position", ylabel="length of the vector", ylim=(0, None))
-    axis.legend(frameon=False)
+    figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT)
+    names = ["state/e", *sorted(name for name in seen if name.endswith("/increment")), "state/z"]
+    for name, style in plots.styles(names).items():
+        axes.plot(seen[name][0].norm(dim=-1).cpu(), style.line, color=style.colour, label=name, linewidth=1.2)
+    axes.set(xlabel="position (tokens)", ylabel="Euclidean length of the vector", ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
 def show_state(model: GSM, seen: Seen) -> Figure:
     """The decoder's attention over the shared state: a line a layer, a column an entry, the sink at the right."""
     weight_LE, first = decoder_attention(model, seen), model.geometry.encoder_layers + 1
-    figure, (axis,) = plots.figure(width=7, height=2.2, grid=False)
-    picture = axis.imshow(weight_LE.sqrt().cpu(), vmin=0, aspect="auto", interpolation="nearest")
-    axis.set(xlabel="entry, from the oldest to the row's own; the sink", ylabel="decoder layer")
-    axis.set_yticks(range(len(weight_LE)), [str(first + layer) for layer in range(len(weight_LE))])
-    figure.colorbar(picture, label="square root of the weight")
+    figure, (axes,) = plots.figure(width=WIDTH, height=2.2, grid=False)
+    picture = axes.imshow(weight_LE.cpu(), vmin=0, aspect="auto", interpolation="nearest")
+    entries = weight_LE.shape[1] - 1
+    ticks = [*range(0, entries - 1, -(-entries // 8)), entries]
+    axes.set_xticks(ticks, [*map(str, ticks[:-1]), "sink"])
+    axes.set_yticks(range(len(weight_LE)), [str(first + layer) for layer in range(len(weight_LE))])
+    axes.set(xlabel="entry of the state, from the oldest to the row's own; then the sink", ylabel="decoder layer")
+    figure.colorbar(picture, label="mean weight")
     return figure
 
 
 @torch.no_grad()
 def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -> Figure:
-    """Bytes that the model keeps after reading so many tokens, by kind, one kind upon the other.
+    """What the model keeps after reading so many tokens, by kind, one kind upon the other.
 
     Args:
         model: any model.
@@ -221,11 +269,10 @@ def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -
         lengths: in tokens, ascending.
     """
     sizes = [model.prefill(token_T[:length], model.start(1)).memory.breakdown() for length in lengths]  # pyright: ignore[reportOptionalMemberAccess]
-    figure, (axis,) = plots.figure(width=7, height=3)
+    figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT)
     kinds = sorted(sizes[-1], key=lambda kind: sizes[-1][kind] - sizes[0].get(kind, 0))  # what grows lies on top
-    axis.stackplot(
-        lengths, [[size.get(kind, 0) for size in sizes] for kind in kinds], labels=[k.replace("_", " ") for k in kinds]
-    )
-    axis.set(xlabel="tokens that were read", ylabel="bytes")
-    axis.legend(frameon=False, reverse=True, loc="upper left")
+    kept = [[size.get(kind, 0) / 1024 for size in sizes] for kind in kinds]
+    axes.stackplot(lengths, kept, labels=[kind.replace("_", " ") for kind in kinds], colors=plots.COLOURS)
+    axes.set(xlabel="tokens that were read", ylabel="kept (KiB)")
+    axes.legend(frameon=False, reverse=True, loc="upper left", fontsize=8)
     return figure

@@ -49,6 +49,8 @@ def check(
     index_BRK: Tensor,
     bias_BRK: Tensor | None = None,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
+    rows, or channels are odd or fewer than are rotated."""
     sizes = agree(
         "attend",
         query_BRHC=query_BRHC,

@@ -34,9 +34,11 @@ class Inputs(NamedTuple):
 
     @property
     def picks(self) -> int:
+        """K; 0 where nothing is picked."""
         return 0 if self.index_BRK is None else self.index_BRK.shape[2]
 
     def contiguous(self) -> Inputs:
+        """The same, each tensor without gaps, as the kernels read it."""
         given = {name: x.contiguous() for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**given)
 

@@ -40,6 +40,8 @@ def check(
     cos_BRP: Tensor,
     sin_BRP: Tensor,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
+    rows, or channels are odd or fewer than are rotated."""
     sizes = agree(
         "attend_band",
         query_BRHC=query_BRHC,

@@ -44,6 +44,8 @@ def check(
     width: int | None = None,
     whole: bool = False,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
+    1, or rows that stand at the last slots are more than these."""
     sizes = agree(
         "attend_range",
         query_BRHC=query_BRHC,

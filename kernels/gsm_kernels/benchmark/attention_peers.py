@@ -87,24 +87,28 @@ def sdpa_gathered(call: Call) -> Run:
 
 def flex(call: Call) -> Run:
     """FlexAttention under a block mask, heads expanded; its sum of exponentials brings in the sink. On a CPU it does
-    not give that away, so there it is spared the sink, and its result differs by as much."""
+    not give that away, so there it is spared the sink, and its result differs by as much; and there PyTorch 2.11 wants
+    values that are another tensor than the keys."""
     mask, gpu = block_mask(call), call["query_BRHC"].is_cuda
     turn = compiled(rotate) if gpu else rotate  # apart: FlexAttention's own compiler does not take it in
 
-    def attend_blocks(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
-        query, key = query_BRHC.transpose(1, 2), keys_BGC[:, None].expand(-1, query_BRHC.shape[2], -1, -1)
+    def attend_blocks(query_BRHC: Tensor, keys_BGC: Tensor, values_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        heads = query_BRHC.shape[2]
+        key, value = (x[:, None].expand(-1, heads, -1, -1) for x in (keys_BGC, values_BGC))
+        query = query_BRHC.transpose(1, 2)
         if not gpu:
-            return flex_attention_module.flex_attention(query, key, key, block_mask=mask).transpose(1, 2)
+            return flex_attention_module.flex_attention(query, key, value, block_mask=mask).transpose(1, 2)
         wanted = flex_attention_module.AuxRequest(lse=True)
-        out, kept = flex_attention_module.flex_attention(query, key, key, block_mask=mask, return_aux=wanted)
+        out, kept = flex_attention_module.flex_attention(query, key, value, block_mask=mask, return_aux=wanted)
         assert kept.lse is not None
         return sunk(out.transpose(1, 2), kept.lse.transpose(1, 2), sink_H)
 
     attend = compiled(attend_blocks)
 
     def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
-        out_BRHC = attend(turn(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
-        return turn(out_BRHC, cos_BRP, sin_BRP, True)
+        keys_BGC = columns(rest)
+        values_BGC = keys_BGC if gpu else keys_BGC.clone()
+        return turn(attend(turn(query_BRHC, cos_BRP, sin_BRP), keys_BGC, values_BGC, sink_H), cos_BRP, sin_BRP, True)
 
     return run
 

@@ -43,17 +43,22 @@ INSTRUCTIONS = {
 
 
 def samples() -> tuple[Case, ...]:
-    """A call of every operation with the widths of the real models and a few rows: the grid alone knows how many."""
+    """A call of every operation with the widths of the real models and a few rows: the grid alone knows how many. What
+    chooses among slots, or sums over them, is also compiled for as many as a long text has."""
     return (
         workloads.attend("32 heads", 1, 512),
         workloads.attend("64 heads", 1, 512, heads=64),
-        _one_row(workloads.attend("32 heads", 1, 512)),
+        _last_rows(workloads.attend("32 heads", 1, 512), 1),
         workloads.attend_band("32 heads", 1, 512),
         workloads.attend_band("64 heads", 1, 512, heads=64),
         workloads.index_top_k("", 1, 512),
+        _last_rows(workloads.index_top_k("of 64K", 1, 65536), 64),
+        _last_rows(workloads.index_top_k("of 64K", 1, 65536), 1),
         workloads.candidate_pool("", 1, 512),
+        _last_rows(workloads.candidate_pool("of 64K", 1, 65536), 64),
         workloads.score_slots("", 1, 512),
         workloads.indexer_kl("dense", 1, 512),
+        _last_rows(workloads.indexer_kl("dense, of 4K", 1, 4096), 64),
         workloads.indexer_kl("selected", 1, 512, dense=False),
         workloads.pool_groups("", 512),
         workloads.mhc_boundary("", 64),
@@ -141,14 +146,16 @@ def markdown(path: Path) -> str:
     return f"# {path.stem}\n\n{opening}\n\n{table(HEAD, rows)}\n"
 
 
-def _one_row(case: Case) -> Case:
-    """The last row of an attention case without gradients, as when a token is decoded: other kernels run then."""
+def _last_rows(case: Case, rows: int) -> Case:
+    """The last rows of a case, without a backward of its own. Of one row, as when a token is decoded, other kernels
+    take care."""
 
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         call = case.make(device, dtype)
-        return {name: x[:, -1:].contiguous() if "_BR" in name else x for name, x in call.items()}
+        return {name: x[:, -rows:].contiguous() if "_BR" in name else x for name, x in call.items()}
 
-    return replace(case, name=f"{case.name}, one row", make=make, work={"forward": case.work["forward"]})
+    work = {direction: work for direction, work in case.work.items() if direction != "backward"}
+    return replace(case, name=f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", make=make, work=work)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

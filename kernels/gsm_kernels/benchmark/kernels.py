@@ -5,6 +5,7 @@ On a GPU at the sizes that goals are set for; on a CPU the attention of small mo
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..testing import relative_error
 from . import attention_peers, ceilings, machine, peers, timing
 from .peer import Absent
 from .report import line, markdown
-from .results import Results, usual_path
+from .results import Errors, Results, sentence, usual_path
 from .workloads import Call, Case, gates, on_a_cpu
 
 OURS = "ours"
@@ -48,7 +49,8 @@ def run(
         device: cpu, cuda; auto: a GPU if there is one.
         cases: what is measured; None: what suits the device.
         only: measure those alone whose name begins so.
-        without: peers that are left out.
+        without: peers that are left out. A row that did not end, or failed, is tried again behind the others, and
+            without any peer.
         output: the file; left out: benchmarks/results/<device>-<date>-kernels.json.
         force: also what the file holds already.
         minutes: after which nothing new is begun; the same command then goes on.
@@ -57,6 +59,8 @@ def run(
 
     Raises:
         ValueError: there is no such device or case, or the file is no file of results.
+        Exception: the first that went wrong outside of the contest, once the other rows were measured; machine.Lost at
+            once, where the GPU takes no more work from this process.
     """
     where = machine.chosen(device)
     cases = cases if cases is not None else gates() if where.type == "cuda" else on_a_cpu()
@@ -65,21 +69,37 @@ def run(
         raise ValueError(f"no case begins with '{only}'; there are {', '.join(case.name for case in cases)}")
     facts, began = machine.facts(where), time.monotonic()
     results = Results(Path(output) if output else usual_path(facts, "kernels"), facts)
-    left = [(c, d) for c in wanted for d in c.work if force or not results.has(f"{c.name}, {d}")]
-    print(f"{facts['device']}: {len(left)} of {sum(len(c.work) for c in wanted)} rows to measure, to {results.path}")
-    roof = ceilings.measure(where) if left else None
-    for number, (case, direction) in enumerate(left):
-        if time.monotonic() - began > 60 * minutes:
-            print(f"{minutes:g} minutes are over and {len(left) - number} rows left: the same command goes on")
-            break
-        assert roof is not None
-        row = measure(case, direction, where, roof, without, rounds, seconds)
-        results.add(f"{case.name}, {direction}", row)
-        print(line(row), flush=True)
-        _still_alive(where)
-    if results.rows:
-        results.path.with_suffix(".md").write_text(markdown(results.path), encoding="utf-8")
+    rows = {f"{case.name}, {direction}": (case, direction) for case in wanted for direction in case.work}
+    left = sorted((name for name in rows if force or not results.has(name)), key=results.times)
+    print(f"{facts['device']}: {len(left)} of {len(rows)} rows to measure, to {results.path}")
+    roof, errors = ceilings.measure(where) if left else None, Errors()
+    try:
+        for number, name in enumerate(left):
+            if time.monotonic() - began > 60 * minutes:
+                print(f"{minutes:g} minutes are over and {len(left) - number} rows left: the same command goes on")
+                break
+            assert roof is not None
+            peers = None if results.times(name) and not results.has(name) else without
+            with results.trying(name):
+                results.add(name, _measured(errors, *rows[name], where, roof, peers, rounds, seconds))
+            print(line(results.rows[name]), flush=True)
+            machine.still_alive(name)
+    finally:
+        if results.rows:
+            results.path.with_suffix(".md").write_text(markdown(results.path), encoding="utf-8")
+    errors.raise_first()
     return results.path
+
+
+def _measured(
+    errors: Errors, case: Case, direction: str, device: torch.device, roof: ceilings.Ceilings, *how: Any
+) -> dict[str, Any]:
+    """As `measure`; of what went wrong outside of the contest, a row that says so: the others are still to come."""
+    try:
+        return measure(case, direction, device, roof, *how)
+    except Exception as error:  # whatever it is, the row says it, and it is raised when the others are measured
+        errors.note(error)
+        return {"case": case.name, "direction": direction, "ceilings": roof._asdict(), **_nothing(sentence(error))}
 
 
 def measure(
@@ -87,11 +107,16 @@ def measure(
     direction: str,
     device: torch.device,
     roof: ceilings.Ceilings,
-    without: Iterable[str] = (),
+    without: Iterable[str] | None = (),
     rounds: int = 30,
     seconds: float = 10.0,
 ) -> dict[str, Any]:
-    """The row of one case in one direction, as plain containers."""
+    """The row of one case in one direction, as plain containers; `without` None: without any peer.
+
+    Raises:
+        machine.Lost: the GPU takes no more work from this process.
+    """
+    gc.collect()  # what the row before has left
     torch.manual_seed(0)
     torch.compiler.reset()  # which compiles a function for so many calls alone, and then no more
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -101,8 +126,7 @@ def measure(
     row = {"case": case.name, "direction": direction, **work._asdict(), "floor_ms": floor, "ceilings": roof._asdict()}
     row |= {"implementation": contest.chosen, "reason": getattr(gsm_kernels, case.op).explain()[1]}
     if OURS not in contest.runs:
-        nothing = dict.fromkeys(["ms", "share_of_floor", "extra_mib", "clocks"])
-        return {**row, **nothing, "peers": {}, "failed": contest.absent[OURS]}
+        return {**row, **_nothing(contest.absent[OURS])}
     extra = {name: _mib(timing.extra_bytes(run, device)) for name, run in contest.runs.items()}
     times = timing.take_turns(contest.runs, device, rounds, seconds)
     ours = times.pop(OURS)
@@ -112,6 +136,12 @@ def measure(
     }
     row |= {"ms": ours._asdict(), "share_of_floor": floor / ours.median, "extra_mib": extra[OURS]}
     return {**row, "peers": found | absent, "clocks": machine.clocks(device)}
+
+
+def _nothing(reason: str) -> dict[str, Any]:
+    """What a row holds of which nothing was measured."""
+    unknown = dict.fromkeys(["ms", "share_of_floor", "extra_mib", "clocks"])
+    return {"implementation": "none", **unknown, "peers": {}, "failed": reason}
 
 
 @dataclass
@@ -132,8 +162,8 @@ class Contest:
     runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
-    def enter_all(self, without: Iterable[str]) -> None:
-        """Ours, and unless that fails the peers, except those that are to be left out."""
+    def enter_all(self, without: Iterable[str] | None) -> None:
+        """Ours, and unless that fails the peers, except those that are to be left out (None: all)."""
         with listening() as heard:
             self.enter(OURS, lambda _: getattr(gsm_kernels, self.op))
         if OURS not in self.runs:
@@ -141,7 +171,9 @@ class Contest:
         self.chosen = heard[0][1]
         expected = _tensors(self.runs[OURS]())
         for name, maker in peers.peers_of(self.op, self.call).items():
-            if name == "eager" and self.chosen == "reference":
+            if without is None:
+                self.absent[name] = "left out, since the row has failed or did not end before"
+            elif name == "eager" and self.chosen == "reference":
                 self.absent[name] = "it is what ran"
             elif name not in set(without):
                 self.enter(name, maker, None if attention_peers.NO_SINK in name else expected)
@@ -149,20 +181,24 @@ class Contest:
     def enter(
         self, name: str, maker: Callable[[Call], Callable[..., Any]], expected: list[Tensor] | None = None
     ) -> None:
-        """Take part, once results were compared with what is expected."""
+        """Take part, once results were compared with what is expected. Raises machine.Lost."""
         try:
             run = bound(maker(self.call), self.call, self.direction)
             found = _tensors(run())
+            machine.still_alive(name)
             error = 0.0 if expected is None else _difference(found, expected)
             if error > TOLERANCE[self.direction]:
                 raise Absent(f"its result differs by {error:.1e}")
             self.runs[name] = run
+        except machine.Lost:
+            raise
         except Absent as reason:
             self.absent[name] = str(reason)
         except torch.cuda.OutOfMemoryError:
             self.absent[name] = "out of memory"
         except Exception as error:  # whatever other people's kernels and compilers raise is a result like any other
-            self.absent[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            machine.still_alive(f"{name} ({sentence(error)})")
+            self.absent[name] = sentence(error)
 
 
 def bound(function: Callable[..., Any], call: Mapping[str, Any], direction: str) -> Callable[[], Any]:
@@ -224,14 +260,3 @@ def _other_slots(found_BRK: Tensor, expected_BRK: Tensor) -> float:
 
 def _mib(size: int | None) -> float | None:
     return None if size is None else size / 2**20
-
-
-def _still_alive(device: torch.device) -> None:
-    """After a kernel that ran astray nothing more can be measured in this process."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            raise ValueError(
-                f"the GPU reports '{str(error).splitlines()[0]}': the same command goes on behind this row"
-            ) from error

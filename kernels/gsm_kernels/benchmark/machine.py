@@ -23,6 +23,20 @@ CLOCKS = {
 }
 
 
+class Lost(ValueError):
+    """Raised where a GPU takes no more work from this process, after a kernel that ran astray."""
+
+
+def still_alive(after: str) -> None:
+    """Waits for the GPU, if one is in use. Raises Lost, with what it reports and what it reports that `after`."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Lost(f"after {after} the GPU reports '{said}': the same command goes on with what is left") from error
+
+
 def chosen(device: str) -> torch.device:
     """The device by name; `auto`: a GPU if there is one. Raises ValueError if there is no such device here."""
     if device not in ("auto", "cpu", "cuda"):
@@ -62,7 +76,7 @@ def clocks(device: torch.device) -> dict[str, float] | None:
     if device.type != "cuda":
         return None
     asked = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader,nounits"]
-    words = _said([*asked, f"--id={torch.cuda.get_device_properties(device).uuid}"]) or _said([*asked, "--id=0"])
+    words = _said([*asked, f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]) or _said([*asked, "--id=0"])
     numbers = [_number(word) for word in (words or "").split(",")]
     return dict(zip(CLOCKS, numbers, strict=True)) if len(numbers) == len(CLOCKS) else None
 

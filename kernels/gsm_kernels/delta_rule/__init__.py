@@ -47,6 +47,7 @@ def check(
     state_BHCC: Tensor,
     scale: float = 1.0,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, or T is 0."""
     optional = {"beta_BTH": beta_BTH, "log_decay_BTH": log_decay_BTH}
     sizes = agree(
         "delta_rule",

@@ -45,6 +45,7 @@ def check_top_k(
     pool_BRN: Tensor | None = None,
     block: int = 8,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, or k or block is below 1."""
     pool = {} if pool_BRN is None else {"pool_BRN": pool_BRN}
     scored = {"query_BRJI": query_BRJI, "weight_BRJ": weight_BRJ, "key_BFI": key_BFI}
     agree("index_top_k", **scored, first_BR=first_BR, last_BR=last_BR, **pool)
@@ -60,6 +61,7 @@ def check_pool(
     blocks: int,
     block: int = 8,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, or blocks or block is below 1."""
     scored = {"query_BRJI": query_BRJI, "weight_BRJ": weight_BRJ, "key_BFI": key_BFI}
     agree("candidate_pool", **scored, first_BR=first_BR, last_BR=last_BR)
     require("candidate_pool", blocks >= 1 and block >= 1, f"blocks = {blocks} and block = {block} must be at least 1")

@@ -49,6 +49,7 @@ class Rows(NamedTuple):
 
     @property
     def lines(self) -> int:
+        """How many rows that are, of all sequences."""
         return self.batches * self.rows
 
 
@@ -183,6 +184,7 @@ class Search(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, weight: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Search:
+        """Queries and keys in the wider of their two types."""
         common = torch.promote_types(query.dtype, key.dtype)
         tensors = (query.to(common), weight, key.to(common), first, last)
         return cls(*(x.contiguous() for x in tensors))

@@ -61,6 +61,8 @@ def check(
     pool_BRN: Tensor | None = None,
     block: int = 8,
 ) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
+    rows, channels are odd or fewer than are rotated, or block is below 1."""
     sizes = agree(
         "indexer_kl",
         query_BRHC=query_BRHC,

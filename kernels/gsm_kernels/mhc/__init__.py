@@ -45,6 +45,8 @@ def check(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> None:
+    """Raises ValueError, in one sentence, if B, R or D has two sizes, phi, bias or scale is not made for X streams of D
+    channels, or rounds is below 1."""
     sizes = agree("mhc_boundary", streams_BRXD=streams_BRXD, update_BRD=update_BRD)
     streams, width = sizes["X"], sizes["D"]
     numbers = 2 * streams + streams * streams

@@ -25,6 +25,7 @@ from . import reference, triton
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """Raises ValueError, in one sentence, if the weight is not one number for each of the last dimension of x."""
     fits = weight.shape == x.shape[-1:]
     require("rms_norm", fits, f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}")
 

@@ -27,6 +27,7 @@ from . import reference, triton
 
 
 def check(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes."""
     agree("score_slots", query_BRJI=query_BRJI, weight_BRJ=weight_BRJ, key_BFI=key_BFI, index_BRK=index_BRK)
 
 

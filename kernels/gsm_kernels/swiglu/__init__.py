@@ -25,6 +25,7 @@ from . import reference, triton
 
 
 def check(gate: Tensor, up: Tensor, limit: float) -> None:
+    """Raises ValueError, in one sentence, if gate and up differ in shape, or the limit is not positive."""
     require("swiglu", gate.shape == up.shape, f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
     require("swiglu", limit > 0, f"limit = {limit} must be positive")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gsm.analysis.attribution import Agreement
+from gsm.analysis.interventions import Answers
 from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.retrieval import by_distance, names_of, sinks
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMALL = 8  # points of the smallest letters
+BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for what nothing was done to
 
 
 def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> None:
@@ -44,6 +46,21 @@ def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> Non
     axes.legend(frameon=False, fontsize=SMALL)
 
 
+def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: Sequence[int] = ()) -> None:
+    """Where the entries of some rows come from by one way: a line for each row, a column for each source position, all
+    ways on one scale; a mark where the needle was told that each row asks for."""
+    most = float(routes.share_STT[:, list(rows)].max())
+    share_RT = routes.share_STT[routes.names.index(way), list(rows)]
+    picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="Greys")
+    if told:
+        axes.plot(list(told), range(len(rows)), "o", color=plots.COLOURS[1], fillstyle="none", label="the needle")
+        axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
+    axes.set_yticks(range(len(rows)), [str(row) for row in rows])
+    axes.set_title(f"by {way}: {float(share_RT.sum()) / len(rows):.0%}", fontsize=9)
+    _name(axes, "source position (tokens)", "entry of position")
+    _scale(axes, picture, "share of the entry")
+
+
 def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
     """One way to attribute against how far z moves when a token is replaced: a dot a pair of row and source; both on
     logarithmic scales, with what is 0 left out."""
@@ -53,6 +70,22 @@ def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
     axes.loglog(said_N[kept_N], moved_N[kept_N], ".", color=style.colour, markersize=4, alpha=0.6)
     axes.set_title(f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}", fontsize=9)
     _name(axes, way.replace("_", " x "), "movement of z (its units)")
+
+
+def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
+    """A map of attention: a line for each row, a column for each position that is read.
+
+    Colours follow the square root of the weight, so that small ones are seen, and end where all but the hundredth
+    part of the weights lie.
+    """
+    from matplotlib.colors import PowerNorm
+
+    weight_N = map_RT[map_RT > 0]
+    most = float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values)
+    picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=most), interpolation="nearest")
+    axes.set_title(title, fontsize=9)
+    _name(axes, "position that is read", "position that reads")
+    _scale(axes, picture, "weight", extend="max")
 
 
 def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
@@ -70,12 +103,14 @@ def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
     axes.axhline(sum(chance) / len(chance), color="#888888", linewidth=1, label="chance")
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
+    axes.tick_params(axis="x", rotation=30 if len(ticks) > 14 else 0)
     _name(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
     axes.legend(frameon=False, fontsize=SMALL)
 
 
 def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
-    """A needle map: a row for each length, a column for each depth, the fraction answered in each cell."""
+    """A needle map: a row for each length, a column for each depth, the fraction answered in each cell; empty where no
+    needle can lie."""
     axes.imshow(found.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
     for (row, column), value in _cells(found.accuracy_LD):
         if value == value:  # else no needle lies there
@@ -88,25 +123,41 @@ def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
     _name(axes, "depth of the needle (of the length)", "length (tokens)")
 
 
-def tests(axes: Axes, found: Mapping[str, NeedleTest]) -> None:
+def tests(axes: Axes, found: Mapping[str, NeedleTest], chance: float | None = None) -> None:
     """Intervention tests side by side: the fraction answered with everything, without what attribution names, and
-    without as many others."""
-    for number, (part, label) in enumerate(
-        (
-            ("whole", "nothing removed"),
-            ("without_named", "what attribution names"),
-            ("without_others", "as many others"),
-        )
-    ):
-        values = [getattr(test, part).accuracy for test in found.values()]
-        places = [place + 0.27 * (number - 1) for place in range(len(found))]
-        axes.bar(places, values, width=0.25, color=plots.COLOURS[(6, 1, 0)[number]], label=label)
+    without as many others; a line at ``chance``."""
+    parts = {
+        "nothing removed": "whole",
+        "what attribution names": "without_named",
+        "as many others": "without_others",
+    }
+    answered(
+        axes,
+        {name: {label: getattr(test, part) for label, part in parts.items()} for name, test in found.items()},
+        chance,
+    )
+
+
+def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
+    """The fraction answered: a group of bars for each name, in it a bar for each thing that was done to the model, the
+    same ones everywhere; a line at ``chance``."""
+    labels = list(next(iter(found.values())))
+    width = 0.8 / len(labels)
+    for number, label in enumerate(labels):
+        values = [answers[label].accuracy for answers in found.values()]
+        places = [place + width * (number - (len(labels) - 1) / 2) for place in range(len(found))]
+        axes.bar(places, values, width=0.92 * width, color=plots.COLOURS[BARS[number % len(BARS)]], label=label)
         for place, value in zip(places, values, strict=True):
             axes.text(place, value + 0.01, f"{value:.2f}", ha="center", va="bottom", fontsize=SMALL)
+    if chance is not None:
+        axes.axhline(chance, color="#888888", linewidth=1, label="chance")
+    counts = {len(one.right_N) for answers in found.values() for one in answers.values()}
     axes.set_xticks(range(len(found)), list(found))
-    axes.set_ylim(0, 1.35)
-    _name(axes, "removed", "questions answered (fraction)")
-    axes.legend(frameon=False, fontsize=SMALL, ncols=3, loc="upper center")
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_ylim(0, 1.3)
+    _name(axes, "", "questions answered (fraction)")
+    axes.set_title(f"{' or '.join(str(count) for count in sorted(counts))} questions a bar", fontsize=9)
+    axes.legend(frameon=False, fontsize=SMALL, ncols=5, loc="upper center")
 
 
 def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:
@@ -130,8 +181,24 @@ def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
         axes.bar(place, float(weight_H.mean()), color=colours[name.partition("/")[0]], width=0.7, alpha=0.75)
         axes.plot([place] * len(weight_H), weight_H.tolist(), ".", color="#000000", markersize=4)
     axes.set_xticks(range(len(found)), names_of(model), rotation=40, ha="right")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, None)
     _name(axes, "", "weight of the sink (fraction)")
+
+
+def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
+    """The effective rank of the state that each position sees, with a line at the highest that it can have."""
+    axes.plot(found, color=plots.COLOURS[0], linewidth=1.4)
+    axes.axhline(most, color="#888888", linewidth=1, label="at most")
+    axes.set_ylim(0, None)
+    _name(axes, "position (tokens)", "effective rank of the state")
+    axes.legend(frameon=False, fontsize=SMALL)
+
+
+def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:
+    """A colour bar for one picture."""
+    bar = axes.figure.colorbar(picture, ax=axes, shrink=0.85, **options)
+    bar.ax.tick_params(labelsize=SMALL - 1)
+    bar.set_label(label, fontsize=SMALL)
 
 
 def _cells(value_YX: Tensor) -> list[tuple[tuple[int, int], float]]:

@@ -14,8 +14,9 @@ B sequences, T positions, R rows, N answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
 
 
 @contextmanager
+def without_state(model: GSM) -> Iterator[None]:
+    """The state without all that was written, at whatever positions: rows keep their own z, and read nothing else."""
+    with edited(model.writer, lambda out: (out[0], torch.zeros_like(out[1]), out[2])):
+        yield
+
+
+@contextmanager
 def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Iterator[None]:
     """A stage that retrieves nothing, for the writer and for the stages after it.
 
@@ -92,6 +100,16 @@ def without_stages(model: GSM, gone_BT: Tensor | None = None) -> Iterator[None]:
         for stage in range(1, len(model.aggregation.layers) + 1):
             stack.enter_context(without_stage(model, stage, gone_BT))
         yield
+
+
+def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """What can be taken away everywhere, by name: the state's entries, what each stage retrieves, and what all do."""
+    found: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
+    stages = range(1, len(model.aggregation.layers) + 1)
+    found |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
+    if len(stages) > 1:
+        found["all stages"] = partial(without_stages, model)
+    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gsm.analysis.interventions import Answers, answers, without_entries, without_slots, without_stages
+from gsm.analysis.interventions import Answers, ablations, answers, without_entries, without_slots, without_stages
 from gsm.analysis.rollout import TAPS, decoder_rollout, state_routes
 from gsm.data.packing import IGNORED
 from gsm.data.recall import Needle
@@ -154,6 +154,16 @@ def needle_test(
     apart = asked.apart()
     without, others = (answers_without(model, apart, what, gone, start) for gone in (named.place_NK, named.other_NK))
     return NeedleTest(_joined(_in_parts(model, apart)), without, others, named)
+
+
+def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
+    """The answers with everything, with each stage retrieving nothing at any position, and with none of them."""
+    found = {"nothing removed": _joined(_in_parts(model, asked))}
+    for what, without in ablations(model).items():
+        if what != "state":
+            with without():
+                found[what] = _joined(_in_parts(model, asked))
+    return found
 
 
 @torch.no_grad()

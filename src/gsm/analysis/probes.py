@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gsm.analysis.needles import Asked
 from gsm.eval.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -151,6 +152,22 @@ def by_distance(
         name: {distance: probe(value_NF, label[distance], held_out=share, ridge=ridge) for distance in distances}
         for name, value_NF in found.items()
     }
+
+
+def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out: float = 0.25) -> dict[str, Probe]:
+    """Probes for the value that each question asks for, from what is kept where its key stands, or some tokens before.
+
+    Args:
+        model: as of ``states``, trained on the task.
+        asked: questions, at the same places of every sequence.
+        before: so many tokens before the key, where nobody has asked for that value yet.
+        held_out: as of ``by_distance``.
+    """
+    rows = [row - before for row in asked.key_N.unique().tolist()]
+    value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
+    share = max(1, round(held_out * len(asked.token_BT))) / len(asked.token_BT)
+    found = states(model, asked.token_BT, rows).items()
+    return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in found}
 
 
 def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:

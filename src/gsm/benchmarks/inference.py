@@ -20,7 +20,7 @@ from gsm.runs.load import build_model
 from gsm_kernels import explain
 from gsm_kernels.benchmark import ceilings, machine
 from gsm_kernels.benchmark.report import rate, table
-from gsm_kernels.benchmark.results import Results, read, usual_path
+from gsm_kernels.benchmark.results import Errors, Results, read, usual_path
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
 SYNTHETIC = {"cuda": [4096, 65536, 262144], "cpu": [1024, 65536]}
@@ -79,6 +79,8 @@ def run(
         ValueError: a value out of range, or a file of another benchmark.
         FileNotFoundError: there is no such text.
         KeyboardInterrupt: after the table of what there is was made.
+        Exception: the first that a case raised, once the others were measured; machine.Lost at once, where the GPU
+            takes no more work from this process.
     """
     if results:
         return _show(Path(results))
@@ -101,19 +103,23 @@ def run(
     )
     facts = machine.facts(where)
     file = Results(Path(output) if output else usual_path(facts, "inference"), facts)
-    served = _served(protocol, where)
+    served, errors = _served(protocol, where), Errors()
+    left = [case for case in cases if force or not _has(file, case.name(protocol), protocol)]
     try:
-        for group in _turns(cases, lambda case: not force and _has(file, case.name(protocol), protocol)):
+        for group in _turns(left, lambda case: file.times(case.name(protocol))):
+            names = [case.name(protocol) for case in group]
             if time.monotonic() - began > 60 * minutes:
-                print(f"{minutes:g} minutes are over: the same command goes on with {group[0].name(protocol)}")
+                print(f"{minutes:g} minutes are over: the same command goes on with {names[0]}")
                 break
-            print("in turns: " + "; ".join(case.name(protocol) for case in group), flush=True)
-            for case, row in take_turns(group, served):
-                how = {"protocol": asdict(protocol), "kernels": explain(), "clocks": machine.clocks(where)}
-                file.add(case.name(protocol), {**row, **how})
+            print(f"in turns: {'; '.join(names)}", flush=True)
+            with errors.kept("; ".join(names)), file.trying(*names):
+                for case, row in take_turns(group, served):
+                    how = {"protocol": asdict(protocol), "kernels": explain(), "clocks": machine.clocks(where)}
+                    file.add(case.name(protocol), {**row, **how})
     finally:
         if file.rows:
             _show(file.path)
+    errors.raise_first()
     return file.path
 
 
@@ -145,13 +151,12 @@ def plan(
     return sorted(cases, key=place)
 
 
-def _turns(cases: Sequence[Case], done: Callable[[Case], bool]) -> Iterator[list[Case]]:
-    """What is measured in turns, without what is there already: neighbours of one length that read prompts, or that
-    decode after synthetic memories."""
-    for _, group in groupby(cases, key=lambda case: (case.tokens, case.kind == "decode")):
-        left = [case for case in group if not done(case)]
-        if left:
-            yield left
+def _turns(cases: Sequence[Case], times: Callable[[Case], int]) -> list[list[Case]]:
+    """What is measured in turns: neighbours of one length that read prompts, or that decode after synthetic memories.
+    Behind them, and each by itself, what has failed or not ended before: one of those took the others with it."""
+    new = [case for case in cases if not times(case)]
+    groups = groupby(new, key=lambda case: (case.tokens, case.kind == "decode"))
+    return [*(list(group) for _, group in groups), *([case] for case in sorted(cases, key=times) if times(case))]
 
 
 def _has(file: Results, name: str, protocol: Protocol) -> bool:

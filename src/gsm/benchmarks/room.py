@@ -6,6 +6,7 @@ read a chunk of the prompt. The last is known once something has been measured; 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +56,7 @@ class Peak:
 @contextmanager
 def watching(device: torch.device) -> Iterator[Peak]:
     """Measures the peak of memory inside: what PyTorch allocates on a GPU, else the resident memory of this process."""
+    gc.collect()  # what is garbage already, and went inside, would be taken off what is measured
     peak, before = Peak(), _restart(device)
     try:
         yield peak

@@ -15,6 +15,7 @@ import torch
 
 from gsm.benchmarks.requests import KINDS, MEMORIES, Protocol, Request, Served
 from gsm.benchmarks.room import available_bytes, out_of_memory
+from gsm_kernels.benchmark.results import Errors, sentence
 
 Row = dict[str, Any]
 
@@ -41,6 +42,7 @@ class Entrant:
         self.case, self.served = case, served
         self.request: Request | None = None
         self.failed: str | None = None
+        self.error: Exception | None = None
         self.spent = 0.0  # seconds
 
     def fits(self) -> bool:
@@ -68,11 +70,12 @@ class Entrant:
         """What was found, and how much memory a request takes, for the next one."""
         row = {"model": self.case.model, "tokens": self.case.tokens, "kind": self.case.kind}
         if self.request is not None:
-            found = self.request.row()
-            if self.case.kind == "read":
-                self.served.room.learn(self.request.extra, self.case.tokens)
-            return {**row, **found}
-        return {**row, **self.served.facts(), "failed": self.failed}
+            self._attempt(lambda: self._find(row))
+        if self.request is None:
+            return {**row, **self.served.facts(), "failed": self.failed}
+        if self.case.kind == "read":
+            self.served.room.learn(self.request.extra, self.case.tokens)
+        return row
 
     def _prepare(self) -> None:
         self.request = KINDS[self.case.kind](self.served, self.case.tokens)
@@ -81,11 +84,22 @@ class Entrant:
         assert self.request is not None  # ``run`` has looked, and must not hold on to it
         self.request.run(timed)
 
+    def _find(self, row: Row) -> None:
+        assert self.request is not None  # as above
+        row |= self.request.row()
+
     def _attempt(self, call: Callable[[], None]) -> None:
-        if not _finds_room(call):
-            self.request = None
-            _free()
+        """Runs a call; of what goes wrong, only what has lost the GPU concerns the others."""
+        errors = Errors()
+        with errors.kept(f"{self.case.model}, {short(self.case.tokens)}, {self.case.kind}"):
+            if _finds_room(call):
+                return
+        self.request, self.error = None, errors.first
+        _free()
+        if self.error is None:
             self._refuse(tried=True)
+        else:
+            self.failed = sentence(self.error)
 
     def _refuse(self, tried: bool = False) -> None:
         there = available_bytes(self.served.device)
@@ -98,21 +112,31 @@ def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterat
     Args:
         cases: of one length.
         served: the models by name, each made when it is first asked for, and kept.
+
+    Raises:
+        Exception: the first that is no lack of memory, after all rows, of which its own says it too.
+        machine.Lost: at once, where the GPU takes no more work from this process.
     """
-    waiting = []
+    waiting, errors = [], Errors()
     for case in cases:
-        if _finds_room(partial(served, case.model)):
+        failed = "the model could not be made: see the error above"
+        with errors.kept(case.model):
+            fits = _finds_room(partial(served, case.model))
+            failed = None if fits else "out of memory: the weights do not fit; try a smaller size or dtype"
+        if failed is None:
             waiting.append(case)
         else:
             _free()
-            yield case, {**vars(case), "failed": "out of memory: the weights do not fit; try a smaller size or dtype"}
+            yield case, {**vars(case), "failed": failed}
     while waiting:
         turn, waiting = _turn(waiting, served)
         _alternate(turn)
         mark = uuid.uuid4().hex  # of rows whose runs alternated: ratios are taken run by run
-        yield from [(entrant.case, {**entrant.row(), "turn": mark}) for entrant in turn]
+        yield from ((entrant.case, {**entrant.row(), "turn": mark}) for entrant in turn)
+        errors.first = errors.first or next((entrant.error for entrant in turn if entrant.error), None)
         turn = []
         _free()
+    errors.raise_first()
 
 
 def short(tokens: int) -> str:

@@ -122,7 +122,8 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
             high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
             axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
     _name(axes, x, y)
-    axes.legend(frameon=False, fontsize=8)
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(arms) > 6 else {}
+    axes.legend(frameon=False, fontsize=8, **beside)  # so many names would lie upon the lines
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:

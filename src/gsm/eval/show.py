@@ -27,6 +27,8 @@ def one(facts: Mapping[str, Any]) -> str:
     lines += picture(text["by_position"])
     if "overlap" in facts:
         lines += ["", *overlap(facts["overlap"])]
+    if "ablated" in facts:
+        lines += ["", *ablated(facts["ablated"])]
     return "\n".join(lines)
 
 
@@ -53,6 +55,17 @@ def overlap(facts: Mapping[str, Any] | None) -> list[str]:
         lines.append(f"  {row['length']:>10,} tokens" + " " * 13 + "".join(f"{cell:>9}" for cell in cells))
         if theirs := published_overlap().get(row["length"]):
             lines.append(f"  {'the paper, 0.5B GSM':>30}" + "".join(f"{cell:>9.1f}" for cell in theirs))
+    return lines
+
+
+def ablated(facts: Mapping[str, Mapping[str, float]] | None) -> list[str]:
+    """The loss without each part that was taken away, and what that adds."""
+    if facts is None:
+        return ["  ablated: nothing, for this model has no shared state"]
+    lines = [f"  {'with zeros for the':<26}{'loss':>8}{'added':>9}"]
+    for name, row in facts.items():
+        told = "state, but a row's own z" if name == "state" else f"retrieval of {name}"
+        lines.append(f"  {told:<26}{row['loss']:>8.4f}{row['added']:>+9.4f}")
     return lines
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from gsm.analysis.interventions import ablations
 from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
 from gsm.data.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from gsm.eval import losses, show
 from gsm.eval import overlap as overlaps
 from gsm.files import write_json
 from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import OVERLAP_SEQUENCES
@@ -39,6 +41,7 @@ def evaluate(
     masks: str = "on",
     overlap: bool = False,
     overlap_lengths: str = "",
+    ablate: bool = False,
     device: str = "auto",
     output: str = "",
 ) -> list[dict[str, Any]]:
@@ -62,6 +65,7 @@ def evaluate(
         masks: of documents: on (nothing crosses the end of a document, as in training), or off (a sequence is one)
         overlap: also how much of what the stages select the encoder selects too, at four lengths around context
         overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
+        ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
 
@@ -77,7 +81,7 @@ def evaluate(
     for number, file in enumerate(found, 1):
         note = f"{number} of {len(found)}: " if len(found) > 1 else ""
         options = {"device": device, "data": data, "path": path, "position": position, "masks": masks}
-        options |= {"overlap": overlap or bool(lengths), "overlap_lengths": lengths}
+        options |= {"overlap": overlap or bool(lengths), "overlap_lengths": lengths, "ablate": ablate}
         result = measure(file, note=note, **options, **wanted)  # pyright: ignore[reportArgumentType]
         if not output:
             _write(home(file) / "evaluation.json", result)
@@ -108,24 +112,27 @@ def measure(
     masks: str = "on",
     overlap: bool = False,
     overlap_lengths: Sequence[int] = (),
+    ablate: bool = False,
     note: str = "",
 ) -> dict[str, Any]:
     """What is known of one checkpoint and what was measured, as plain containers; arguments as in ``evaluate``."""
     saved = read_checkpoint(file, mmap=True)
     config = saved["hyper_parameters"]["config"]
     text = open_data(saved, data, path, split=split, context=context, batch_size=batch_size, sequences=sequences)
-    rows, count = _sequences(text, split, sequences)
-    rows = rows if masks == "on" else map(_as_one_document, rows)
     model, start = load_model(file, device), time.perf_counter()
     precision = precision_of(config, device)
     with autocast(precision, device), refusals(str(file)):
-        shown = progress(rows, count, note)
-        options = {
-            "batch_size": text.batch_size,
-            "token_bytes_V": text.bytes_of_tokens(split) if text.tokenizer else None,
-        }
-        measured = losses.evaluate(model, shown, place=position, **options)  # pyright: ignore[reportArgumentType]
+
+        def measured(note: str) -> losses.Losses:
+            rows, count = _sequences(text, split, sequences)
+            shown = progress(rows if masks == "on" else map(_as_one_document, rows), count, note)
+            options = {"batch_size": text.batch_size, "place": position}
+            bytes_V = text.bytes_of_tokens(split) if text.tokenizer else None
+            return losses.evaluate(model, shown, token_bytes_V=bytes_V, **options)  # pyright: ignore[reportArgumentType]
+
+        whole = measured(note)
         found = _overlap(model, text, split, sequences, masks, overlap_lengths) if overlap else {}
+        found |= _ablated(model, measured, whole.loss) if ablate else {}
     return {
         "checkpoint": str(file),
         **{"experiment": config.get("name"), "arm": str(config.get("arm")), "seed": config.get("seed")},
@@ -133,7 +140,7 @@ def measure(
         "split": split,
         "masks": masks,
         "context": text.context,
-        "text": measured.facts(),
+        "text": whole.facts(),
         **found,
         "data": text.description([split]),
         "split_sequences": len(getattr(text, f"{split}_set")) if text.tokenizer else text.validation_sequences,
@@ -145,12 +152,13 @@ def measure(
 
 def metrics(written: Mapping[str, Any]) -> dict[str, float]:
     """Of one run's file: `loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean
-    and what `overlap/<length>/<stage>` names."""
+    and what `overlap/<length>/<stage>` names; `without/<part>`: the loss without it."""
     found = {name: written["text"][name] for name in ("loss", "perplexity", "bits_per_byte")}
     overlap = written.get("overlap") or {"mean": None, "by_length": []}
     found["overlap"] = overlap["mean"]
     for row in overlap["by_length"]:
         found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+    found |= {f"without/{name}": row["loss"] for name, row in (written.get("ablated") or {}).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -210,6 +218,18 @@ def _overlap(
         return rows if masks == "on" else [*map(_as_one_document, rows)]
 
     return {"overlap": overlaps.by_length(model, make, text.context, lengths)}
+
+
+def _ablated(model: LanguageModel, measured: Callable[[str], losses.Losses], whole: float) -> dict[str, Any]:
+    """Loss without each part that can be taken away, and what that adds; None of a model without a shared state."""
+    if not isinstance(model, GSM):
+        return {"ablated": None}
+    rows = {}
+    for name, without in ablations(model).items():
+        with without():
+            loss = measured(f"without {name}: ").loss
+        rows[name] = {"loss": loss, "added": loss - whole}
+    return {"ablated": rows}
 
 
 def _as_one_document(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
