@@ -53,6 +53,15 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` in a dtype, to be returned by the forward of an `autograd.Function`: a tensor object of its own.
+
+    What an operation in place returns, or `to` where there is nothing to convert, is the object that it was given. In the
+    `torch.compile` of PyTorch 2.11 no gradient comes back through an object that is returned so (pytorch/pytorch#180642).
+    """
+    return x.to(dtype or x.dtype).view(x.shape)
+
+
 @functools.cache
 def absent(package: str, *modules: str) -> str | None:
     """Why a package of GPU kernels cannot be used here, found out by importing these modules of it; None if it can."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .device import at_least_float32
+from .device import at_least_float32, handed_out
 
 
 def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
@@ -33,7 +33,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx, x, cos_BRP, sin_BRP, inverse):
         ctx.save_for_backward(cos_BRP, sin_BRP)
         ctx.inverse = inverse
-        return turn(at_least_float32(x), cos_BRP, sin_BRP, inverse).to(x.dtype)
+        return handed_out(turn(at_least_float32(x), cos_BRP, sin_BRP, inverse), x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

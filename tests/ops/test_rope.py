@@ -40,8 +40,14 @@ def test_compiled_and_eager_arithmetic_agree():
     """Eager code multiplies complex numbers, compiled code real ones."""
     cos, sin = angles(torch.arange(10).view(2, 5), 3)
     x = normal(2, 5, 3, 8).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.compiler.reset()
     compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(x, cos, sin), rotate(x, cos, sin))
+    weight = normal(*x.shape, seed=1)
+    (out, grad), (wanted, wanted_grad) = (
+        (out, torch.autograd.grad((out * weight).sum(), x)[0]) for out in (f(x, cos, sin) for f in (compiled, rotate))
+    )
+    assert_close(out, wanted)
+    assert_close(grad, wanted_grad, gradient=True)
 
 
 def test_too_many_angles_are_refused():

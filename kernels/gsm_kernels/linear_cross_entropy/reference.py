@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, scratch_elements
+from ..device import at_least_float32, handed_out, scratch_elements
 
 # Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
 # arithmetic.
@@ -37,7 +37,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share[:, None])
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
-        return loss
+        return handed_out(loss)
 
     @staticmethod
     def backward(ctx, grad):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision
+from ..device import at_least_float32, full_precision, handed_out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -20,7 +20,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = at_least_float32(x)
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return handed_out((wide * inverse).mul_(weight.to(wide.dtype)), x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

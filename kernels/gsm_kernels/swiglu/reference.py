@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision
+from ..device import at_least_float32, full_precision, handed_out
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -21,7 +21,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
         capped, clipped = _clamped(gate, up, limit)
-        return F.silu(capped).mul_(clipped).to(gate.dtype)
+        return handed_out(F.silu(capped).mul_(clipped), gate.dtype)
 
     @staticmethod
     def backward(ctx, grad):
