@@ -1,0 +1,69 @@
+"""A model that went through ``torch.compile`` has the loss and the gradients that it has without.
+
+PyTorch 2.11 compiles some operations into ones through which no gradient comes back, and says nothing
+(``gsm_kernels.device.handed_out``). Tracing does that: these tests generate no code, which takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small import SHALLOW, assert_same, build, random_tokens
+from torch import Tensor
+
+LENGTH = 41
+# Ten seconds each and more: the models and parts with code of their own.
+TRACED: dict[str, dict[str, Any]] = {
+    "gsm": {},
+    "gsm, recomputed": {"recompute": True},
+    "gsm-indexer_training=score_bias": {},
+    "gsm-feed_forward=moe": {},
+    "gsm-writer=delta": {},
+    "baseline-pool": {},
+    "yoco": {},
+    "hybrid": {},
+}
+
+
+def loss_and_gradients(
+    model: torch.nn.Module, run: Callable[..., Any], device: str = "cpu"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What is trained on, for two sequences of two documents, and the gradients of all parameters that get one."""
+    tokens = random_tokens(2, LENGTH).to(device)
+    documents = (torch.arange(LENGTH, device=device) >= LENGTH // 3).long().expand(2, -1)
+    model.zero_grad()
+    out = run(tokens, documents, targets=tokens.roll(-1, 1))
+    loss = out.loss + sum(out.losses.values())
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# torch's own tracer instantiates autograd.Function, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRACED)
+def test_compiling_changes_neither_loss_nor_gradients(case):
+    model = build(case.partition(",")[0], geometry=SHALLOW, **TRACED[case]).train()
+    loss, gradients = loss_and_gradients(model, model)
+    torch.compiler.reset()
+    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, backend="aot_eager"))
+    assert_same(compiled_loss, loss, "loss")
+    assert compiled.keys() == gradients.keys() and len(gradients) > 20
+    for name, gradient in gradients.items():
+        assert_same(compiled[name], gradient, f"gradient of {name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["gsm", "baseline", "transformer"])
+def test_code_generated_for_a_gpu_changes_nothing_but_roundings(case):
+    model = build(case, geometry=SHALLOW).float().cuda().train()
+    loss, gradients = loss_and_gradients(model, model, "cuda")
+    torch.compiler.reset()
+    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model), "cuda")
+    assert abs(compiled_loss - loss) < 1e-3 * loss
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    wrong = torch.stack([(compiled[name] - gradient).norm() for name, gradient in gradients.items()]).norm()
+    assert wrong < 1e-2 * whole
