@@ -58,6 +58,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Raises:
         KernelBuildError: if it cannot be compiled, or needs more of the chip than there is.
     """
+    # What is the default up to Triton 3.9, which warns wherever nobody says so; it will not be that of 3.10.
+    options = {"enable_fp_fusion": True, **options}
     if _instead is not None:
         _instead(kernel, args, options)
     elif all(grid):
