@@ -290,7 +290,7 @@ def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked
     assert list(found["ablated"]) == ["state", "stage 1", "stage 2", "all stages"]
     for row in found["ablated"].values():
         assert row["added"] == pytest.approx(row["loss"] - found["text"]["loss"]) != 0
-    assert script.metrics(found)["without/all stages"] == found["ablated"]["all stages"]["loss"]
+    assert script.metrics(found)["without/all_stages"] == found["ablated"]["all stages"]["loss"]
     (again,) = script.evaluate(str(folder), device="cpu")
     assert again["text"] == found["text"] and "ablated" not in again
     (baseline,) = script.evaluate(str(runs[0] / "baseline" / "seed0"), ablate=True, device="cpu")

@@ -178,10 +178,15 @@ def measurements() -> list[Path]:
 
 
 def measured(file: Path) -> list[Any]:
-    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself."""
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        inference.run(results=str(shutil.copy(file, folder)))
-        return [picture(path.read_bytes()) for path in sorted(Path(folder).glob("*.png"))]
+    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself. Where
+    none can be drawn, it is said why."""
+    with tempfile.TemporaryDirectory() as folder:
+        with redirect_stdout(io.StringIO()) as said:
+            inference.run(results=str(shutil.copy(file, folder)))
+        pictures = [picture(path.read_bytes()) for path in sorted(Path(folder).glob("*.png"))]
+    if not pictures:
+        print(said.getvalue().strip().splitlines()[-1])
+    return pictures
 
 
 def ruler_picture(folder: str | Path) -> Any:

@@ -102,7 +102,7 @@ def query_gradient(
         for step in range(QUERIES * steps):
             owner = first + step // steps
             pick = step % steps * BLOCK + tl.arange(0, BLOCK)
-            known = (pick < K) & (owner < stop)
+            known = pick < tl.where(owner < stop, K, 0)
             pick_at = (batch * R + owner) * K + pick
             slot = tl.load(index_ptr + pick_at, mask=known, other=-1).to(tl.int32)
             entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel)

@@ -102,7 +102,7 @@ def choose(
     """The k best of the groups (GROUP = 1: of the slots) that a row sees. A program holds one row in registers."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     group = first // GROUP + tl.arange(0, SIZE)
-    inside = (group * GROUP < last) & (first < last)
+    inside = group * GROUP < tl.where(first < last, last, 0)
     score = tl.load(score_ptr + line * columns + group, mask=inside, other=float("-inf"))
     _write_highest(score, group, out_ptr + line * k, k, SIZE, K)
 

@@ -190,19 +190,20 @@ def mass_of_selected(
     top = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2E, -1e30)
     total = tl.full((HEADS,), 1.0, tl.float32)
     place = (E - R + row0 + line % rows).to(tl.int32)
+    known = tl.where(position < 0, 0, K)
     for start in range(tl.maximum(place - tl.minimum(position, W - 1), 0), tl.where(position < 0, 0, place + 1), SLOTS):
         entry = start + tl.arange(0, SLOTS)
         logit = _logits(query, window_ptr, batch * E + entry, entry <= place, C, WIDTH)
         top, total = _add(top, total, tl.where((entry <= place)[None, :], logit, float("-inf")))
     for start in range(0, K, SLOTS):
         column = start + tl.arange(0, SLOTS)
-        slot = tl.load(index_ptr + line * K + column, mask=(column < K) & (position >= 0), other=-1)
+        slot = tl.load(index_ptr + line * K + column, mask=column < known, other=-1)
         logit = _logits(query, bank_ptr, batch * F + slot, slot >= 0, C, WIDTH)
         top, total = _add(top, total, tl.where((slot >= 0)[None, :], logit, float("-inf")))
     below = top + tl.log2(total)
     for start in range(0, K, SLOTS):
         column = start + tl.arange(0, SLOTS)
-        slot = tl.load(index_ptr + line * K + column, mask=(column < K) & (position >= 0), other=-1)
+        slot = tl.load(index_ptr + line * K + column, mask=column < known, other=-1)
         logit = _logits(query, bank_ptr, batch * F + slot, slot >= 0, C, WIDTH)
         share = tl.where((head < H)[:, None] & (slot >= 0)[None, :], tl.exp2(logit - below[:, None]), 0.0)
         tl.store(mass_ptr + line * K + column, tl.sum(share, 0), mask=column < K)
@@ -236,6 +237,7 @@ def divergence(
     begin, end = tl.full((), 0, tl.int32), tl.zeros((), tl.int32) + columns
     if DENSE:
         begin, end = tl.load(first_ptr + row).to(tl.int32), tl.load(last_ptr + row).to(tl.int32)
+    known = tl.where(live, end, 0)
     mass_ptr += line * columns
     score_ptr += line * columns
     index_ptr += line * K
@@ -243,7 +245,7 @@ def divergence(
     top, total = tl.full((1,), -1e30, tl.float32), tl.zeros((1,), tl.float32)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, live & (column < end), DENSE)
+        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, column < known, DENSE)
         mass_sum += mass
         top, total = _add(top, total, (score * LOG2E)[None, :])
     whole = tl.sum(mass_sum, 0)
@@ -253,7 +255,7 @@ def divergence(
     loss = tl.zeros((BLOCK,), tl.float32)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, live & (column < end), DENSE)
+        mass, score = _compared(mass_ptr, score_ptr, index_ptr, column, column < known, DENSE)
         target = mass * share
         log_model = score * LOG2E - below
         loss += target * (tl.log2(tl.maximum(target, TINY)) - tl.where(target > 0, log_model, 0.0))
@@ -264,7 +266,7 @@ def divergence(
         for start in range(0, K, BLOCK):
             column = start + tl.arange(0, BLOCK)
             slot = tl.load(index_ptr + column, mask=column < K, other=-1)
-            held += tl.load(mass_ptr + slot, mask=live & (slot >= begin) & (slot < end), other=0.0)
+            held += tl.load(mass_ptr + slot, mask=(slot >= begin) & (slot < known), other=0.0)
         tl.store(held_ptr + row, tl.sum(held, 0) * share)
         tl.store(sees_ptr + row, tl.where(tl.sum(total, 0) > 0, 1.0, 0.0))
 

@@ -158,7 +158,7 @@ def metrics(written: Mapping[str, Any]) -> dict[str, float]:
     found["overlap"] = overlap["mean"]
     for row in overlap["by_length"]:
         found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
-    found |= {f"without/{name}": row["loss"] for name, row in (written.get("ablated") or {}).items()}
+    found |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in (written.get("ablated") or {}).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
