@@ -63,7 +63,7 @@ def test_code_generated_for_a_gpu_changes_nothing_but_roundings(case):
     loss, gradients = loss_and_gradients(model, model, "cuda")
     torch.compiler.reset()
     compiled_loss, compiled = loss_and_gradients(model, torch.compile(model), "cuda")
-    assert abs(compiled_loss - loss) < 1e-3 * loss
+    assert abs(compiled_loss - loss) < 1e-4 * loss and compiled.keys() == gradients.keys()
     whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    wrong = torch.stack([(compiled[name] - gradient).norm() for name, gradient in gradients.items()]).norm()
-    assert wrong < 1e-2 * whole
+    for name, gradient in gradients.items():
+        assert (compiled[name] - gradient).norm() < 1e-2 * gradient.norm() + 1e-5 * whole, f"gradient of {name}"

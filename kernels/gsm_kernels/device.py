@@ -54,12 +54,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` in a dtype, to be returned by the forward of an `autograd.Function`: a tensor object of its own.
+    """`x` in a dtype, to be returned by the forward of an `autograd.Function`: an object of its own, and no view.
 
-    What an operation in place returns, or `to` where there is nothing to convert, is the object that it was given. In the
-    `torch.compile` of PyTorch 2.11 no gradient comes back through an object that is returned so (pytorch/pytorch#180642).
+    What `mul_`, `-=` and `out=` give back is the object that they were given; so is what `to` and `contiguous` do where
+    there is nothing to do. If such an object is returned, the `torch.compile` of PyTorch 2.11 loses its gradient
+    (pytorch/pytorch#180642). A view cannot be changed in place by whoever gets it.
     """
-    return x.to(dtype or x.dtype).view(x.shape)
+    return x.to(dtype or x.dtype).detach()
 
 
 @functools.cache

@@ -178,8 +178,8 @@ def measurements() -> list[Path]:
 
 
 def measured(file: Path) -> list[Any]:
-    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself. Where
-    none can be drawn, it is said why."""
+    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself.
+    Where none can be drawn, it is said why."""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()) as said:
             inference.run(results=str(shutil.copy(file, folder)))

@@ -101,6 +101,15 @@ def test_used_twice_it_gives_twice_the_gradient(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_what_it_returns_may_be_changed_in_place(name):
+    """Autograd forbids that for a view which a forward of its own returns."""
+    op, call = op_of(name), with_leaves(CALLS[name])
+    for out in outputs(op(**call)):
+        if out.requires_grad:
+            out.mul_(2)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_without_gradients_it_returns_the_same(name):
     op, call = op_of(name), with_leaves(CALLS[name])
     with torch.no_grad():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision
+from ..device import at_least_float32, full_precision, handed_out
 from .sinkhorn import sinkhorn, sinkhorn_grad
 
 
@@ -42,11 +42,11 @@ class _Boundary(torch.autograd.Function):
         left = (gate_gN[count:].T * 2).contiguous()[:, :, None] * update[:, None]
         left.baddbmm_(mix_XXN.permute(2, 1, 0).contiguous(), streams)
         mixed = torch.bmm((gate_gN[:count] + hc_eps).T[:, None].contiguous(), left)
-        left = left.to(streams_BRXD.dtype).view(streams_BRXD.shape)
+        left = handed_out(left.view(streams_BRXD.shape), streams_BRXD.dtype)
         coefficients = (inverse_N, number_cN, gate_gN, mix_XXN, *divisors)
         ctx.save_for_backward(streams_BRXD, update_BRD, phi, bias, scale, left, *coefficients)
         ctx.hc_eps = hc_eps
-        return left, mixed.to(streams_BRXD.dtype).view(update_BRD.shape)
+        return left, handed_out(mixed.view(update_BRD.shape), streams_BRXD.dtype)
 
     @staticmethod
     def backward(ctx, left_grad_BRXD, mixed_grad_BRD):
