@@ -37,8 +37,8 @@ def assert_agrees(call: dict) -> None:
     low = to_device(cast(call, torch.float32))
     (loss, recall), grads = gradients(with_triton(indexer_kl), low)
     (wanted_loss, wanted_recall), wanted = gradients(with_reference(indexer_kl), cast(low, torch.float64))
-    # A loss near zero is the difference of cross-entropy and entropy, of about a nat each, and has their roundings: below
-    # a nat the limit is an absolute one.
+    # A loss near zero is the difference of cross-entropy and entropy, about a nat each, with their roundings: below a
+    # nat the limit is an absolute one.
     assert_close(1 + loss, 1 + wanted_loss, name="1 + loss")
     torch.testing.assert_close(recall, wanted_recall.to(recall.dtype), equal_nan=True)
     for name, grad in grads.items():
