@@ -11,6 +11,7 @@ import pytest
 from tensorboard import default, program
 from tensorboard.backend import application
 from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+from tensorboard.summary.writer import event_file_writer
 from test_train_cli import arguments
 from werkzeug.test import Client
 
@@ -41,8 +42,12 @@ QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one step: of two arms of one model, and of others, of which two are among the comparators."""
     folder = tmp_path_factory.mktemp("runs")
-    for arm, overrides in RUNS.items():
-        train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
+    with pytest.MonkeyPatch.context() as patch:
+        # Files of events are read in the order of their names: second, process, count. A run begins a second one when it
+        # is done, here within the same second; 10 would then be read before 9.
+        patch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+        for arm, overrides in RUNS.items():
+            train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
     return folder / "logs" / "default"
 
 

@@ -125,6 +125,7 @@ def _train(rank: int, given: dict[str, Any], port: int, path: str) -> None:
     peak = trainer.strategy.reduce(peak.to(trainer.strategy.root_device), reduce_op="max")
     if trainer.is_global_zero:
         Path(path).write_text(json.dumps({"times": clock.times, "peak": int(peak) or None}), encoding="utf-8")
+    torch.distributed.destroy_process_group()  # a thread of its that outlives the interpreter aborts the process
 
 
 def _trainer(job: Job) -> lightning.Trainer:
