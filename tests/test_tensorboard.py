@@ -43,8 +43,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one step: of two arms of one model, and of others, of which two are among the comparators."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        # Files of events are read in the order of their names: second, process, count. A run begins a second one when it
-        # is done, here within the same second; 10 would then be read before 9.
+        # Files of events are read in the order of their names: second, process, count. A run begins a second one when
+        # it is done, here within the same second; 10 would then be read before 9.
         patch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
         for arm, overrides in RUNS.items():
             train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
