@@ -38,7 +38,7 @@ def loss_and_gradients(
     out = run(tokens, documents, targets=tokens.roll(-1, 1))
     loss = out.loss + sum(out.losses.values())
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 # torch's own tracer instantiates autograd.Function, and torch warns about that.
