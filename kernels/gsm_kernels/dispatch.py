@@ -19,9 +19,11 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from .device import full_precision
 
@@ -43,7 +45,7 @@ class Impl:
     Attributes:
         name: "reference", "triton", ...
         fn: the callable; it has the operation's signature. It may raise `KernelBuildError`, and is then not asked
-            again.
+            again for calls of that variant (`variant`).
         refuses: takes the operation's arguments, returns why it cannot take this call, or None.
         missing: takes nothing, returns why it can take no call at all on this machine, or None.
     """
@@ -64,6 +66,7 @@ class Op:
         fast: the other implementations, the preferred one first.
         check: takes the operation's arguments and raises ValueError if their shapes do not fit.
         doc: what `help` shows.
+        retired: by implementation and variant, why a kernel could not be built.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Op:
     fast: tuple[Impl, ...] = ()
     check: Callable[..., None] = _nothing
     doc: str | None = None
-    retired: dict[str, str] = field(default_factory=dict)
+    retired: dict[tuple[str, Hashable], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.__doc__ = self.doc
@@ -86,7 +89,7 @@ class Op:
             with full_precision(first):
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
-            self._retire(impl, error)
+            self._retire(impl, error, *args, **kwargs)
             return self(*args, **kwargs)
         if _heard is not None:
             _heard.append((self.name, impl.name))
@@ -106,12 +109,17 @@ class Op:
 
     def explain(self) -> tuple[str, str]:
         """The implementation that calls run on this machine, as far as that is known without arguments, and why."""
+        implementation, reason = self._explain()
+        unbuilt = [f"{name} for {_words(key)}: {why}" for (name, key), why in self.retired.items()]
+        return implementation, "; ".join((reason, *unbuilt))
+
+    def _explain(self) -> tuple[str, str]:
         if _forced == "reference":
             return "reference", "forced"
         if not self.fast:
             reason = "no Triton kernel yet"
             return ("none", _cannot_force(self.name)) if _forced == "triton" else ("reference", reason)
-        absent = {impl.name: self.retired.get(impl.name) or impl.missing() for impl in self.fast}
+        absent = {impl.name: impl.missing() for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
             if self._asked in ("auto", impl.name) and absent[impl.name] is None:
@@ -125,13 +133,39 @@ class Op:
         return _forced if known else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
-        return self.retired.get(impl.name) or impl.missing() or impl.refuses(*args, **kwargs)
+        unbuilt = self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
+        return unbuilt or impl.missing() or impl.refuses(*args, **kwargs)
 
-    def _retire(self, impl: Impl, error: KernelBuildError) -> None:
-        self.retired[impl.name] = f"its kernel could not be built ({error})"
+    def _retire(self, impl: Impl, error: KernelBuildError, *args: Any, **kwargs: Any) -> None:
+        key = variant(*args, **kwargs)
+        self.retired[impl.name, key] = f"its kernel could not be built ({error})"
         if self._asked == "auto":
-            message = f"{self.name}: the {impl.name} kernel could not be built and is not tried again: {error}"
+            what = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again there"
+            message = f"{self.name}: {what}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def variant(*args: Any, **kwargs: Any) -> Hashable:
+    """What of a call a kernel may be compiled for: dtypes and sizes, but not batch and rows, which come first.
+
+    Of integers in tensors (positions, slots) there is nothing to compile in. Of one and the same call by position and
+    by name there are two variants: a kernel that cannot be built is then tried twice.
+    """
+    return tuple(_part(name, value) for name, value in (*enumerate(args), *sorted(kwargs.items())))
+
+
+def _part(name: int | str, value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return name, value
+    if not value.is_floating_point():
+        return name, "integers"
+    return name, str(value.dtype).removeprefix("torch."), tuple(value.shape[2:] if value.ndim > 2 else value.shape[-1:])
+
+
+def _words(key: Any) -> str:
+    """The first tensor of a variant: `bfloat16 [.., 64, 256]`."""
+    dtype, sizes = next((part[1:] for part in key if len(part) == 3), ("this call", ()))
+    return f"{dtype} [{', '.join(('..', *map(str, sizes)))}]" if sizes else dtype
 
 
 @contextlib.contextmanager

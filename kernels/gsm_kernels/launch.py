@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -31,11 +32,24 @@ Launcher = Callable[[Any, tuple, dict[str, Any]], None]
 
 def missing() -> str | None:
     """Why Triton kernels can take no call on this machine, or None; where nothing is launched, it needs no GPU."""
-    if _instead is not None:
+    if _hook() is not None:
         return None if triton_version() else "Triton is not installed"
     if INTERPRETED:
         return None if forced() == "triton" else "Triton's interpreter runs only when asked for by name"
-    return _no_hopper(HOPPER if forced() == "auto" else OLDEST)
+    return _no_hopper(OLDEST if forced() == "triton" else HOPPER)
+
+
+def how_to_try() -> str | None:
+    """How to try the Triton kernels on a GPU where they are not chosen, in a sentence; None where nothing is to say."""
+    if missing() is None or not torch.cuda.is_available() or triton_version() is None:
+        return None
+    has = ".".join(map(str, torch.cuda.get_device_capability()))
+    if torch.cuda.get_device_capability() < OLDEST:
+        return f"Triton kernels take compute capability 8.0 or newer, this device has {has}: PyTorch runs everything here."
+    return (
+        f"Triton kernels are made for compute capability 9.0; GSM_KERNELS=triton tries them on {has}, and "
+        "`python -m pytest tests/ops` says whether they are right there."
+    )
 
 
 def unfit(*tensors: Tensor) -> str | None:
@@ -43,7 +57,7 @@ def unfit(*tensors: Tensor) -> str | None:
 
     Where nothing is launched (`launching`), any device will do."""
     for x in tensors:
-        if _instead is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
+        if _hook() is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
             return f"needs tensors on a GPU, got {x.device.type}"
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"computes in float32, which is too coarse for {str(x.dtype).removeprefix('torch.')}"
@@ -60,8 +74,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     # What is the default up to Triton 3.9, which warns wherever nobody says so; it will not be that of 3.10.
     options = {"enable_fp_fusion": True, **options}
-    if _instead is not None:
-        _instead(kernel, args, options)
+    if (hook := _hook()) is not None:
+        hook(kernel, args, options)
     elif all(grid):
         with _told(kernel), _device_of(args):
             kernel[grid](*args, **options)
@@ -80,7 +94,7 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     (`launching`) gets to see the backward when it runs. Nor can anything fall back inside a graph of `torch.compile`:
     there the error reaches the user.
     """
-    if INTERPRETED or _instead is not None or torch.compiler.is_compiling() or key in _built:
+    if INTERPRETED or _hook() is not None or torch.compiler.is_compiling() or key in _built:
         return
     with launching(_build):
         run()
@@ -89,15 +103,26 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def launching(instead: Launcher) -> Iterator[None]:
-    """Inside the block, call `instead(kernel, args, options)` where a kernel would be launched.
+    """Inside the block, call `instead(kernel, args, options)` where this thread would launch a kernel.
 
-    Nothing is launched, so calls with tensors on a CPU are taken too; their results are memory as it was found."""
-    global _instead
-    before, _instead = _instead, instead
+    Nothing is launched, so calls with tensors on a CPU are taken too; their results are memory as it was found. Other
+    threads launch theirs."""
+    thread = threading.get_ident()
+    before = _instead.get(thread)
+    _instead[thread] = instead
     try:
         yield
     finally:
-        _instead = before
+        if before is None:
+            del _instead[thread]
+        else:
+            _instead[thread] = before
+
+
+def _hook() -> Launcher | None:
+    """What this thread calls in place of a launch, or None. The usual answer needs no name of the thread, of which
+    `torch.compile` can make no graph."""
+    return _instead.get(threading.get_ident()) if _instead else None
 
 
 def _build(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
@@ -151,5 +176,5 @@ def _machine(oldest: tuple[int, int]) -> str | None:
     return None if fits else f"made for compute capability {needs}, this device has {has}"
 
 
-_instead: Launcher | None = None
+_instead: dict[int, Launcher] = {}  # by thread
 _built: set[Hashable] = set()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gsm_kernels
-from gsm_kernels import Impl, KernelBuildError, Op, listening, using
+from gsm_kernels import Impl, KernelBuildError, Op, launch, listening, using
 from gsm_kernels.device import describe
 
 
@@ -78,9 +78,28 @@ def test_a_kernel_that_cannot_be_built_is_given_up_once_and_loudly():
     with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* no such register"):
         assert torch.equal(op(torch.ones(2)), 2 * torch.ones(2))
     op(torch.ones(2))
-    assert len(tries) == 1 and op.explain()[0] == "reference" and "no such register" in op.explain()[1]
+    assert len(tries) == 1
+    assert "triton for float32 [.., 2]: its kernel could not be built (no such register)" in op.explain()[1]
     with using("triton"), pytest.raises(RuntimeError, match="no such register"):
         op(torch.ones(2))
+
+
+def test_one_variant_is_given_up_and_the_others_are_not():
+    """What cannot be built for 256 channels of bfloat16 says nothing of 128, nor of float16; batch and rows are not
+    compiled in."""
+
+    def fast(x):
+        if x.shape[-1] == 256 and x.dtype == torch.bfloat16:
+            raise KernelBuildError("too little shared memory")
+        return 2 * x
+
+    op, wide = toy(fn=fast), torch.ones(2, 3, 4, 256, dtype=torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match=r"could not be built for bfloat16 \[.., 4, 256\] and is not tried again"):
+        op(wide)
+    with listening() as heard:
+        for x in (wide[:1, :2], wide.half(), wide[..., :128]):
+            op(x)
+    assert [name for _, name in heard] == ["reference", "triton", "triton"]
 
 
 def test_a_forced_kernel_that_cannot_be_built_does_not_fall_back():
@@ -111,6 +130,46 @@ def test_the_table_names_every_operation_and_the_machine(capsys):
     assert torch.__version__ in printed and describe().split(",")[0] in printed
     for op in gsm_kernels.OPS:
         assert op.name in printed
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """PyTorch says that it sees a GPU of this compute capability; nothing may run on it."""
+
+    def of(capability):
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+        launch._machine.cache_clear()
+
+    yield of
+    launch._machine.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs", "tried", "advice"),
+    [
+        ((9, 0), "triton", "triton", None),
+        ((8, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
+        ((8, 9), "reference", "triton", "GSM_KERNELS=triton tries them"),
+        ((10, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
+        ((7, 5), "reference", "none", "take compute capability 8.0 or newer, this device has 7.5"),
+    ],
+)
+def test_every_gpu_is_told_what_runs_why_and_how_to_try_triton(gpu, capsys, capability, runs, tried, advice):
+    pytest.importorskip("triton")
+    gpu(capability)
+    runpy.run_module("gsm_kernels", run_name="__main__")
+    printed, has = capsys.readouterr().out, ".".join(map(str, capability))
+    assert f"a GPU, compute capability {has}" in printed
+    assert gsm_kernels.rms_norm.explain()[0] == runs
+    assert (f"made for compute capability 9.0, this device has {has}" in printed) == (runs == "reference")
+    assert advice in printed if advice else "tries them" not in printed
+    with using("triton"):
+        assert gsm_kernels.rms_norm.explain()[0] == tried
+    with using("sdpa"):
+        assert gsm_kernels.rms_norm.explain()[0] == runs, "a name of another operation's forces nothing here"
 
 
 def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):

@@ -3,6 +3,8 @@
 They run on a GPU where there is one, else in Triton's interpreter.
 """
 
+import threading
+
 import pytest
 import torch
 from calls import cast, every_call, gradients
@@ -120,6 +122,22 @@ def test_a_compiler_that_fails_is_fallen_back_from_and_a_crash_of_the_device_is_
         launch.launch(kernel(RuntimeError(message)), (1,), torch.ones(1))
     with pytest.raises(RuntimeError, match="^Triton Error .CUDA.: an illegal memory access"):
         launch.launch(kernel(RuntimeError("Triton Error [CUDA]: an illegal memory access")), (1,), torch.ones(1))
+
+
+def test_while_one_thread_builds_the_others_launch():
+    class Kernel:
+        __name__ = "forward"
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: ran.append(threading.get_ident())
+
+    ran, built = [], []
+    with launch.launching(lambda *call: built.append(threading.get_ident())):
+        other = threading.Thread(target=launch.launch, args=(Kernel(), (1,), torch.ones(1)))
+        other.start()
+        other.join()
+        launch.launch(Kernel(), (1,), torch.ones(1))
+    assert ran == [other.ident] and built == [threading.get_ident()]
 
 
 def test_an_empty_call_launches_nothing():

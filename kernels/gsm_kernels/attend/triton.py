@@ -163,8 +163,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     saved = (grad_BRHC.to(query_grad.dtype).contiguous(), out_BRHC, lse_BRH)
     written = (delta_BRH, turned_query, turned_grad, query_grad, bias_grad)
     for start, stop in _row_chunks(inputs):
-        pair_grads = _query_gradient(inputs, saved, written, start, stop)
-        _add_pairs(inputs, pair_grads, bank_sum, start, stop)
+        _add_pairs(inputs, _query_gradient(inputs, saved, written, start, stop), bank_sum, start, stop)
     _window_gradient(inputs, turned_query, turned_grad, lse_BRH, delta_BRH, window_grad)
     sink_share = torch.exp2(inputs.sink_H.to(torch.float32) * LOG2_E - lse_BRH)
     sink_grad.copy_(-(sink_share * delta_BRH).sum((0, 1)))

@@ -141,14 +141,7 @@ def _index_top_k(
     index = first.new_empty(*first.shape, k)
     per_row = -(-slots // group) + (k * (group + 1) if group > 1 else 0) + (0 if pool is None else slots // block // 4)
     for part in row_chunks(first.shape, per_row):
-        member = None if pool is None else members_of(pool, part, slots, block)
-        best = search.best_of_groups(part, group, member, block)
-        if group == 1:
-            search.choose(best, part, 1, lines_of(index, part))
-        else:
-            groups = torch.empty((part.lines, k), dtype=torch.int32, device=key.device)
-            search.choose(best, part, group, groups)
-            search.choose_listed(groups, part, group, member, block, lines_of(index, part))
+        search.top_k(part, group, pool, block, lines_of(index, part))
     return index
 
 
@@ -188,6 +181,18 @@ class Search(NamedTuple):
         common = torch.promote_types(query.dtype, key.dtype)
         tensors = (query.to(common), weight, key.to(common), first, last)
         return cls(*(x.contiguous() for x in tensors))
+
+    def top_k(self, part: Rows, group: int, pool: Tensor | None, block: int, out: Tensor) -> None:
+        """Write the best slots of a chunk. Its buffers are gone before the next chunk's are made."""
+        member = None if pool is None else members_of(pool, part, self.key.shape[1], block)
+        best = self.best_of_groups(part, group, member, block)
+        if group == 1:
+            self.choose(best, part, 1, out)
+            return
+        groups = torch.empty((part.lines, out.shape[-1]), dtype=torch.int32, device=best.device)
+        self.choose(best, part, group, groups)
+        del best
+        self.choose_listed(groups, part, group, member, block, out)
 
     def best_of_groups(self, part: Rows, group: int, member: Tensor | None, block: int) -> Tensor:
         """[lines, groups] float32; not written where no row of a tile sees a slot."""

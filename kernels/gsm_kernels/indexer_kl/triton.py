@@ -150,10 +150,7 @@ def _indexer_kl(
     grads = tuple(zeros_for(x) if wants_grad else _none(x) for x in student)
     loss, held, sees = torch.zeros((3, *position.shape), dtype=torch.float32, device=query.device).unbind()
     for part in row_chunks(position.shape, run.per_row()):
-        mass, score = run.compare(part)
-        run.diverge(part, mass, score, loss, held, sees)
-        if wants_grad:
-            run.add_gradients(part, score, grads)
+        run.chunk(part, loss, held, sees, grads if wants_grad else None)
     count = (position >= 0).sum().clamp(min=1)
     recall = held.sum() / sees.sum() if dense else torch.full_like(loss.sum(), torch.nan)
     query_grad, weight_grad, key_grad = (grad.div_(count) for grad in grads)
@@ -199,6 +196,14 @@ class _Run(NamedTuple):
         queries = heads * channels * self.teacher.bank.element_size() // 4 + heads
         more = self.compared // self.block // 4 if self.dense else self.compared * self.student[0].shape[3]
         return queries + 2 * self.compared + more
+
+    def chunk(self, part: Rows, loss: Tensor, held: Tensor, sees: Tensor, grads: tuple[Tensor, ...] | None) -> None:
+        """Everything of a chunk of rows. Its buffers are gone before the next chunk's are made."""
+        mass, score = self.compare(part)
+        self.diverge(part, mass, score, loss, held, sees)
+        del mass
+        if grads is not None:
+            self.add_gradients(part, score, grads)
 
     def compare(self, part: Rows) -> tuple[Tensor, Tensor]:
         """The teacher's mass and the indexer's scores, [lines, slots compared]."""
