@@ -144,7 +144,9 @@ def test_sizes_of_one_file_are_not_mixed(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("other", [{"commit": "another"}, {"threads": 7}, {"protocol": {**PROTOCOL, "chunk": 32}}])
+@pytest.mark.parametrize(
+    "other", [{"commit": "another"}, {"sources": "others"}, {"threads": 7}, {"protocol": {**PROTOCOL, "chunk": 32}}]
+)
 def test_rows_measured_in_another_way_are_not_mixed(other):
     assert len(comparisons.groups([row(), row("baseline")])) == 1
     assert len(comparisons.groups([row(), {**row("baseline"), **other}])) == 2

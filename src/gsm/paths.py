@@ -18,7 +18,8 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parents[1]
 """The repository, seen from an editable install; see `configs` for what happens without one."""
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import gsm_kernels
+
 from ..device import triton_version
 
+PACKAGE = Path(__file__).parents[1]
 CLOCKS = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -46,15 +52,49 @@ def chosen(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """What a file of results opens with."""
+def facts(device: torch.device, *folders: Path) -> dict[str, Any]:
+    """What a file of results opens with. Its `sources` are those of the kernels, and the code and yamls in these
+    folders; how they are measured does not count."""
+    files = [
+        path
+        for folder in (PACKAGE, *folders)
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".yaml") and path.relative_to(folder).parts[0] not in ("benchmark", "benchmarks")
+    ]
     return {
         "device": name(device),
         **(_gpu() if device.type == "cuda" else {"threads": torch.get_num_threads()}),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()},
         "command": shlex.join(sys.orig_argv),
         "commit": commit(),
+        "sources": fingerprint(files),
     }
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Twelve hexadecimal digits that change when the name or the content of one of the files does."""
+    digest = hashlib.sha256()
+    for path in sorted(set(files)):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def sources_of(op: str) -> list[Path]:
+    """The files that the results of an operation, by its name, depend on: those of the folder that it lies in, and
+    those that these import from the package."""
+    waiting, found = [getattr(gsm_kernels, op).reference.__module__.split(".")[1]], {"__init__"}
+    files: list[Path] = []
+    while waiting:
+        part = waiting.pop()
+        if part in found:
+            continue
+        found.add(part)
+        folder = PACKAGE / part
+        own, above = (sorted(folder.glob("*.py")), r"\.\.") if folder.is_dir() else ([PACKAGE / f"{part}.py"], r"\.")
+        files += own
+        for path in own:
+            waiting += re.findall(rf"^\s*from {above}(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return files
 
 
 def name(device: torch.device) -> str:
@@ -82,10 +122,13 @@ def clocks(device: torch.device) -> dict[str, float] | None:
 
 
 def commit() -> str | None:
-    """The commit of the repository that this file lies in, with `+` if it was changed since; None outside of one."""
-    here = ["git", "-C", str(Path(__file__).parent)]
+    """The commit of the repository that this file lies in, with `+` if it was changed since; outside of one, what
+    GSM_COMMIT says, or None."""
+    here = ["git", "-C", str(PACKAGE)]
     found = _said([*here, "rev-parse", "HEAD"])
-    return found and found + ("+" if _said([*here, "status", "--porcelain", "--untracked-files=no"]) else "")
+    if not found:
+        return os.environ.get("GSM_COMMIT")
+    return found + ("+" if _said([*here, "status", "--porcelain", "--untracked-files=no"]) else "")
 
 
 def _gpu() -> dict[str, Any]:

@@ -7,7 +7,6 @@ were tried least first.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import time
@@ -19,15 +18,27 @@ from typing import Any
 
 from . import machine
 
-FOLDER = Path("benchmarks/results")
-MARKS = ("device", "threads", "commit", "versions")  # what of the facts a row carries; a GPU has no threads
+FOLDER = Path(os.environ.get("GSM_RESULTS") or "benchmarks/results")
+CARRIED = (
+    "device",
+    "threads",
+    "versions",
+    "sources",
+    "commit",
+)  # what of the facts a row carries; a GPU has no threads
+
+
+def mark(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row has to share with others to be compared with them: the device, its threads, the versions, and the
+    sources that were measured; of a row that does not name its sources, the commit."""
+    return *(row.get(key) for key in CARRIED[:3]), row.get("sources") or row.get("commit")
 
 
 class Results:
     """Rows by name in a JSON file, with what they were measured on.
 
-    A row of another device, number of threads, commit or other versions is not this one's: it is measured again. So is
-    one that failed.
+    A row of another device, number of threads, of other versions or sources is not this one's: it is measured again. So
+    is one that failed.
 
     Args:
         path: of the file; it need not exist.
@@ -42,16 +53,15 @@ class Results:
         self.path, self.facts = path, dict(facts)
         content = read(path) if path.exists() else {}
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
-        same = all(content.get(key) == self.facts.get(key) for key in MARKS)
-        self.tried: dict[str, int] = content.get("tried", {}) if same else {}
+        self.tried: dict[str, int] = content.get("tried", {}) if mark(content) == mark(self.facts) else {}
         self._first = True
 
-    def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
-        """Whether there is a row of this name, measured on the same device and commit, with the same threads and
-        versions, and by this protocol, if it has one."""
+    def has(self, name: str, protocol: Mapping[str, Any] | None = None, sources: str | None = None) -> bool:
+        """Whether there is a row of this name, measured on the same device with the same threads and versions, by this
+        protocol, if it has one, and of the same sources: these, or the facts'."""
         row = self.rows.get(name, {"failed": "not measured"})
-        same = all(row.get(key) == self.facts.get(key) for key in MARKS)
-        return same and not row.get("failed") and row.get("protocol") == protocol
+        wanted = {**self.facts, **({"sources": sources} if sources else {})}
+        return mark(row) == mark(wanted) and not row.get("failed") and row.get("protocol") == protocol
 
     def times(self, name: str) -> int:
         """How often a row was begun and has failed, or not ended; those that were tried least go first."""
@@ -112,8 +122,8 @@ class Results:
         return self.path
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
-        """Put a row in place and write the file."""
-        self.rows[name] = {**row, **{key: self.facts[key] for key in MARKS if key in self.facts}}
+        """Put a row in place and write the file. A row may bring the `sources` that it depends on."""
+        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **row}
         if not row.get("failed"):
             self.tried.pop(name, None)
         self._write()
@@ -180,6 +190,5 @@ def read(path: Path, field: str | None = None) -> dict[str, Any]:
 
 
 def usual_path(facts: Mapping[str, Any], what: str) -> Path:
-    """`benchmarks/results/<device>-<date>-<what>.json`."""
-    today = datetime.date.today().isoformat()
-    return FOLDER / f"{machine.in_file_names(facts['device'])}-{today}-{what}.json"
+    """`<device>-<what>.json` in benchmarks/results, or in the folder that GSM_RESULTS names."""
+    return FOLDER / f"{machine.in_file_names(facts['device'])}-{what}.json"

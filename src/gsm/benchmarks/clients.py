@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gsm import paths
 from gsm.benchmarks.deepseek_v4 import DeepseekV4, library
 from gsm.benchmarks.room import available_bytes, out_of_memory
 from gsm.models.base import LanguageModel
@@ -145,7 +146,7 @@ def run(
             f"work {list(work)}: there are {', '.join(WORK)}"
         )
     where = machine.chosen(device)
-    facts = machine.facts(where)
+    facts = machine.facts(where, paths.PACKAGE, paths.configs())
     facts["versions"] |= {"transformers": library().__version__}
     file = Results(Path(output) if output else usual_path(facts, "clients"), facts)
     rows = [

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from gsm.benchmarks.turns import short
 from gsm_kernels.benchmark.report import table
-from gsm_kernels.benchmark.results import MARKS
+from gsm_kernels.benchmark.results import mark
 
 OURS = "gsm"
 AGAINST = (
@@ -46,10 +46,10 @@ class Crossing(NamedTuple):
 
 
 def groups(rows: Rows) -> list[list[Row]]:
-    """Rows that may be held against each other: of one protocol (and so one size), commit, device, versions."""
+    """Rows that may be held against each other: of one protocol (and so one size), device, versions and sources."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        key = json.dumps([row["protocol"], *(row.get(mark) for mark in MARKS)], sort_keys=True)
+        key = json.dumps([row["protocol"], *mark(row)], sort_keys=True)
         found.setdefault(key, []).append(row)
     return list(found.values())
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gsm import paths
 from gsm.benchmarks.paper import PAPER
 from gsm.data.corpus import Corpus, standard_library
 from gsm.data.module import TextData
@@ -68,7 +69,7 @@ def run(
             f"{', '.join(MEASURES)}, and 1 or more"
         )
     shape = compose([f"size={size}"])["size"]
-    facts = machine.facts(torch.device("cpu"))
+    facts = machine.facts(torch.device("cpu"), paths.PACKAGE, paths.configs())
     file = Results(Path(output) if output else usual_path(facts, "data"), facts)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), shape["vocabulary"], shape["context"], tokens, batch_size)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gsm import paths
 from gsm.benchmarks import comparisons, figures, goals, paper, projection, texts
 from gsm.benchmarks.requests import Protocol, Served
 from gsm.benchmarks.turns import Case, take_turns
@@ -101,7 +102,7 @@ def run(
         unpruned,
         first=size == goals.SIZE,
     )
-    facts = machine.facts(where)
+    facts = machine.facts(where, paths.PACKAGE, paths.configs())
     file = Results(Path(output) if output else usual_path(facts, "inference"), facts)
     served, errors = _served(protocol, where), Errors()
     left = [case for case in cases if force or not _has(file, case.name(protocol), protocol)]

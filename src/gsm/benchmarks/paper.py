@@ -10,7 +10,7 @@ from typing import Any
 from gsm.benchmarks.comparisons import OURS, Rows, find, speed_up
 from gsm.benchmarks.turns import short
 from gsm_kernels.benchmark.report import table
-from gsm_kernels.benchmark.results import MARKS
+from gsm_kernels.benchmark.results import mark
 
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 HEAD = ("", "baseline", "GSM", "GSM / baseline")
@@ -55,8 +55,9 @@ def _devices(paper: Mapping[str, Any], device: str) -> str:
 
 def alike(rows: Iterable[Mapping[str, Any]], model: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The row of another model that was trained as this one was."""
-    how = ("size", "batch_size", "context", "compiled", "recompute", "devices", "protocol", *MARKS)
-    same = (r for r in rows if r["model"] == model and all(r.get(key) == row.get(key) for key in how))
+    how = ("size", "batch_size", "context", "compiled", "recompute", "devices", "protocol")
+    alike = (r for r in rows if mark(r) == mark(row) and all(r.get(key) == row.get(key) for key in how))
+    same = (r for r in alike if r["model"] == model)
     return next((r for r in same if not r.get("failed")), None)
 
 

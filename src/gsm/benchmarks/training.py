@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from gsm import paths
 from gsm.benchmarks import distributed, paper
 from gsm.benchmarks.distributed import Found, Job
 from gsm.benchmarks.room import out_of_memory, watching
@@ -90,7 +91,7 @@ def run(
         raise ValueError(f"devices is {devices} and compile is true: compile is measured on one device; leave it out")
     where = machine.chosen(device)
     size = size or ("0p5b" if where.type == "cuda" else "nano")
-    facts = machine.facts(where)
+    facts = machine.facts(where, paths.PACKAGE, paths.configs())
     file = Results(Path(output) if output else usual_path(facts, "training"), facts)
     marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute is True}
     marks["recomputed in part"] = recompute == "selective"
