@@ -30,7 +30,7 @@ from gsm.runs.compare import CONTENTS
 from gsm.runs.compose import compose
 from gsm.runs.experiment import Experiment
 from gsm.runs.fit import train
-from gsm.runs.load import instantiate, load_model, read_checkpoint
+from gsm.runs.load import instantiate, load_model, read_checkpoint, vetted_node
 from gsm.runs.table import RunSummary, read_runs
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
     Raises:
         ValueError: it was trained on text. FileNotFoundError, CheckpointError: as ``load_model``.
     """
-    model, config = load_model(folder), read_checkpoint(folder, mmap=True)["hyper_parameters"]["config"]
-    if "task" not in config["data"]:
+    model, data = load_model(folder), vetted_node(read_checkpoint(folder, mmap=True), "data", folder)
+    if "task" not in data:
         raise ValueError(f"{folder} was trained on text, but this notebook asks for needles: give a run on data=needle")
-    return model, instantiate(config["data"], "data")
+    return model, instantiate(data, "data")
 
 
 def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:

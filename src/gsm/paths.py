@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -29,17 +30,29 @@ def hide_root() -> None:
 
 
 def configs() -> Path:
-    """Return the folder of the yaml files.
+    """The folder of the yaml files: the repository's, or where there is none, the copy that a wheel brings along.
 
-    Raises FileNotFoundError when gsm runs from a wheel: the configs are files to edit, so they stay in the repository.
+    Raises FileNotFoundError where there is neither.
     """
-    folder = ROOT / "configs"
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"no folder {folder}: gsm was installed without its configs; "
-            "clone the repository and run `pip install -e .` in it"
-        )
-    return folder
+    for folder in (ROOT / "configs", PACKAGE / "configs"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"no folder {ROOT / 'configs'}: gsm was installed without its configs; "
+        "clone the repository and run `pip install -e .` in it"
+    )
+
+
+def config_folders(more: Sequence[Path] = ()) -> list[Path]:
+    """The project's folder of yamls, those that GSM_CONFIGS names (``--config-dir`` sets it, for the processes that a
+    command starts as well), and more. Raises FileNotFoundError as `configs` does."""
+    own = [Path(name) for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    return list(dict.fromkeys([configs(), *own, *map(Path, more)]))
+
+
+def stamp(folders: Iterable[Path]) -> float:
+    """When a yaml or a folder in these changed last."""
+    return max(path.stat().st_mtime for folder in folders for path in [folder, *folder.rglob("*")])
 
 
 def variants(group: str) -> list[str]:

@@ -16,6 +16,7 @@ def run(
     force: bool = False,
     minutes: float = 7.5,
     only: str = "",
+    peers: bool = True,
     without: Sequence[str] = (),
     seconds: float = 10.0,
     rounds: int = 30,
@@ -24,13 +25,15 @@ def run(
 
     Args:
         results: a file of results; nothing is measured, and its table and picture are made again.
-        device, output, force, minutes, only, without, seconds, rounds: as in ``gsm_kernels.benchmark.kernels.run``.
+        device, output, force, minutes, only, peers, without, seconds, rounds: as in
+            ``gsm_kernels.benchmark.kernels.run``.
 
     Raises:
         ValueError: a value out of range, or a file that is none of results.
     """
-    measured = {"device": device, "output": output, "force": force, "minutes": minutes, "only": only}
-    path = Path(results) if results else kernels.run(**measured, without=without, seconds=seconds, rounds=rounds)
+    what = {"device": device, "output": output, "force": force, "minutes": minutes, "only": only}
+    how = {"peers": peers, "without": without, "seconds": seconds, "rounds": rounds}
+    path = Path(results) if results else kernels.run(**what, **how)
     text = report.markdown(path)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}")

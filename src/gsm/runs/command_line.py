@@ -54,7 +54,7 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
-    directories = [Path(parsed.config_dir).resolve()] if parsed.config_dir else []
+    directories = _own_configs(parsed.config_dir)
     with errors_as_sentences():
         check_available(parsed.overrides)
         check_overrides(parsed.overrides, directories, script)
@@ -72,7 +72,11 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
     (``*folders``), what is no ``name=value`` is one of them.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--config-dir" in given[:-1]:
+        place = given.index("--config-dir")
+        _own_configs(given[place + 1])
+        del given[place : place + 2]
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or "--help" in given or "-h" in given:
@@ -82,6 +86,15 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     words = [word for word in given if several and not NAMED.match(word)]
     with errors_as_sentences():
         function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
+
+
+def _own_configs(folder: str | None) -> list[Path]:
+    """The folder of the user's own yamls, noted for this process and for those that it starts (`paths`)."""
+    if not folder:
+        return []
+    path = Path(folder).resolve()
+    os.environ["GSM_CONFIGS"] = str(path)
+    return [path]
 
 
 def read_arguments(

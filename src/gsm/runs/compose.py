@@ -68,7 +68,7 @@ def finish(
     plain = _resolve(config)
     if reference is None:
         groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-        reference = _remembered(groups, tuple(directories), _stamp(directories), script)
+        reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
     check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
     return {**plain, "choices": chosen}
 
@@ -111,7 +111,7 @@ def _check_keys(
         if override.key_or_group not in groups and not (override.is_add() or override.is_force_add())
     ]
     for key in values:
-        _check_key(key, _remembered(first, tuple(directories), _stamp(directories), script), groups)
+        _check_key(key, _remembered(first, tuple(directories), paths.stamp(_folders(directories)), script), groups)
 
 
 def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -> DictConfig:
@@ -137,11 +137,6 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -
 def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
     """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
     return _hydra(overrides, directories, script)
-
-
-def _stamp(directories: Sequence[Path]) -> float:
-    """When a yaml or a folder of them changed last."""
-    return max(path.stat().st_mtime for folder in _folders(directories) for path in [folder, *folder.rglob("*")])
 
 
 def register_resolvers() -> None:

@@ -22,7 +22,7 @@ from gsm.models.gsm import GSM
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import OVERLAP_SEQUENCES
-from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, usable
+from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, usable, vetted_node
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress, read_masks
 from gsm_kernels import explain
 
@@ -176,9 +176,8 @@ def open_data(
 
     Only ``split`` is prepared: the other may take hours, or lie on the hub.
     """
-    config = saved["hyper_parameters"]["config"]
-    own = config["data"]
-    node = dict(own) if not (data or path) else _other(config, data or "folder", path)
+    config, own = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
+    node = own if not (data or path) else _other({**config, "data": own}, data or "folder", path)
     node["context"] = context or own["context"]
     node["batch_size"] = batch_size or own["batch_size"]
     if sequences:
@@ -200,12 +199,18 @@ def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
     size = [
         f"size.{name}={'null' if value is None else value}"
         for name, value in config["size"].items()
-        if name != "_target_"
+        if name.isidentifier() and name != "_target_" and _plain_number(value)
     ]
-    size += [f"model.state_size={state}"] if state else []
+    size += [f"model.state_size={state}"] if isinstance(state, int) else []
     composed = compose([*size, f"data={data}", *(["data.path=."] if path else [])])["data"]
     kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
     return {**composed, **kept, **({"path": path} if path else {})}
+
+
+def _plain_number(value: Any) -> bool:
+    """Whether a value of a file may become a word of a command line."""
+    items = value if isinstance(value, list) else [value]
+    return all(item is None or isinstance(item, bool | int | float) for item in items)
 
 
 def _overlap(

@@ -40,7 +40,7 @@ from gsm.runs.load import (
     instantiate,
     instantiate_data,
     instantiate_model,
-    load_model,
+    load_weights,
     read_checkpoint,
     refusals,
 )
@@ -216,7 +216,9 @@ def _conclude(run: Run) -> dict[str, Any]:
     """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
     status = "finished" if run.trainer.global_step >= run.trainer.max_steps else "stopped"
     if isinstance(run.trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
-        run = replace(run, model=load_model(run.config["callbacks"]["latest"]["path"]))
+        whole = instantiate_model(run.config)
+        load_weights(whole, read_checkpoint(run.config["callbacks"]["latest"]["path"]))
+        run = replace(run, model=whole)
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
         found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}

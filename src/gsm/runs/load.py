@@ -17,6 +17,7 @@ from gsm.distributed import shards
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError, check, few
 from gsm.runs.compose import compose
+from gsm.runs.trust import vetted
 
 
 class CheckpointError(ConfigError):
@@ -46,20 +47,25 @@ def build_model(
     return instantiate_model(config, seed)
 
 
-def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> LanguageModel:
-    """The trained model of a checkpoint, in evaluation mode.
+def load_model(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu", directories: Sequence[Path] = ()
+) -> LanguageModel:
+    """The trained model of a checkpoint, in evaluation mode. A file from a stranger runs no code (``gsm.runs.trust``).
 
     Args:
         path: a ``.ckpt`` file, or the folder of a run, which stands for its ``checkpoints/last.ckpt``.
         device: where the weights go.
+        directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is truncated, no checkpoint of this project, or its configuration no longer fits the code.
+        CheckpointError: it is truncated or damaged, no checkpoint of this project, names parts that no yaml names, or
+            its configuration no longer fits the code.
     """
     checkpoint = read_checkpoint(path)
+    node = vetted_node(checkpoint, "model", path, directories)
     try:
-        model = instantiate_model(checkpoint["hyper_parameters"]["config"])
+        model = instantiate_model({"model": node})
     except ConfigError as error:
         raise CheckpointError(
             f"the configuration in {path} no longer fits this version of the code: {error}"
@@ -69,6 +75,19 @@ def load_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
     load_weights(model, checkpoint)
     return model.to(device).eval()
+
+
+def vetted_node(
+    checkpoint: Mapping[str, Any], part: str, path: str | os.PathLike[str], directories: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The node of a checkpoint's configuration from which its ``model`` or its ``data`` may be built.
+
+    Raises CheckpointError, a ConfigError, for one that asks for more than the yamls know.
+    """
+    try:
+        return vetted(checkpoint["hyper_parameters"]["config"].get(part), part, directories)
+    except ConfigError as error:
+        raise CheckpointError(f"the configuration in {path} is not trusted: {error}") from error
 
 
 def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,157 @@
+"""A model file from a stranger is safe to open: it names parts that a yaml names, and nothing else is even imported."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsm import notebook, paths
+from gsm.runs.check import ConfigError
+from gsm.runs.compose import compose
+from gsm.runs.evaluate import open_data
+from gsm.runs.load import CheckpointError, build_model, instantiate_model, load_model
+from gsm.runs.trust import vetted
+
+PAYLOADS: dict[str, Any] = {
+    "writes a file": {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
+    "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/model.ckpt", "dst": "{folder}/mark"},
+    "runs a command": {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
+    "runs a shell": {"_target_": "os.system", "command": "touch {folder}/mark"},
+    "starts a child of ours": {"_target_": "gsm.runs.children.Child", "command": ["touch", "{folder}/mark"]},
+    "reads a pickle": {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
+    "evaluates an expression": {
+        "_target_": "builtins.len",
+        "_args_": [{"_target_": "sympy.parsing.sympy_parser.parse_expr", "s": "open('{folder}/mark', 'w')"}],
+    },
+    "fetches code": {"_target_": "torch.hub.load", "repo_or_dir": "{folder}", "model": "model", "source": "local"},
+    "calls what Hydra has": {"_target_": "hydra.utils.call", "config": {"_target_": "os.getcwd"}},
+    "gets an object": {"_target_": "hydra.utils.get_object", "path": "os.system"},
+    "imports a module": {"_target_": "strangers_module.anything"},
+    "a part of another group": {"_target_": "lightning.Trainer", "default_root_dir": "{folder}/mark"},
+    "a benchmark of ours": {"_target_": "gsm.benchmarks.plan.run", "output": "{folder}/mark"},
+    "no name": {"_target_": ["os.system"]},
+    "a name with a space": {"_target_": " gsm.models.gsm.GSM"},
+}
+
+
+def filled(payload: Any, folder: Path) -> Any:
+    if isinstance(payload, dict):
+        return {key: filled(value, folder) for key, value in payload.items()}
+    if isinstance(payload, list):
+        return [filled(value, folder) for value in payload]
+    return payload.replace("{folder}", str(folder)) if isinstance(payload, str) else payload
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    return compose(["size=pico", "data=needle"])
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    return {f"model.{name}": value for name, value in build_model("gsm", "pico", seed=0).state_dict().items()}
+
+
+def saved(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint of that configuration, as a run would leave it, with a stranger's files beside it."""
+    path = folder / "checkpoints/last.ckpt"
+    path.parent.mkdir()
+    torch.save({"state_dict": weights(), "hyper_parameters": {"config": config}, "global_step": 1}, path)
+    (folder / "strangers_module.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'mark')!r}).touch()\n")
+    (folder / "hubconf.py").write_text((folder / "strangers_module.py").read_text() + "def model(): pass\n")
+    return path
+
+
+PLACES = {
+    "as the model": lambda config, payload: config.update(model=payload),
+    "as a value of the model": lambda config, payload: config["model"].update(state_size=payload),
+    "as a part of it": lambda config, payload: config["model"].update(writer=payload),
+    "within a part of a part": lambda config, payload: config["model"]["retriever"].update(deeper={"still": payload}),
+    "in a list": lambda config, payload: config["model"].update(stages=[2, [payload]]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_no_code_of_a_checkpoint_s_choice_runs(name, place, config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    changed = copy.deepcopy(config)
+    PLACES[place](changed, filled(PAYLOADS[name], tmp_path))
+    path = saved(tmp_path, changed)
+    with pytest.raises(CheckpointError, match="is not trusted: model"):
+        load_model(path)
+    assert not (tmp_path / "mark").exists() and "strangers_module" not in sys.modules
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_nor_where_the_data_of_a_checkpoint_are_opened(name, config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    payload = filled(PAYLOADS[name], tmp_path)
+    for data in (payload, {**config["data"], "task": payload}):
+        changed = {**config, "data": data}
+        with pytest.raises(CheckpointError, match="is not trusted: data"):
+            open_data({"hyper_parameters": {"config": changed}})
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        saved(folder, changed)
+        with pytest.raises(CheckpointError, match="is not trusted: data"):
+            notebook.load(folder)
+    assert not (tmp_path / "mark").exists() and "strangers_module" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"state_size": "${oc.env:HOME}"}, "model.state_size is '.{oc.env:HOME}', which a saved configuration"),
+        ({"${oc.env:HOME}": 1}, "which a saved configuration does not hold"),
+        ({"state_size": torch.ones(2)}, "model.state_size is a Tensor, which is no plain value"),
+        ({"_recursive_": False}, "has the key '_recursive_', which has no place in a file"),
+        ({"_args_": [1]}, "has the key '_args_'"),
+        ({(1, 2): 3}, "has the key a tuple"),
+    ],
+)
+def test_what_is_no_plain_value_is_refused(change, said, config):
+    with pytest.raises(ConfigError, match=said):
+        vetted({**config["model"], **change}, "model")
+
+
+def test_a_value_nested_without_end_is_refused(config):
+    deep: Any = 1
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match="is nested deeper than 32 levels"):
+        vetted({**config["model"], "state_size": deep}, "model")
+
+
+@pytest.mark.parametrize("model", paths.variants("model"))
+def test_every_model_of_the_project_is_trusted(model):
+    node = compose([f"model={model}", "size=pico"])["model"]
+    assert vetted(node, "model") == node
+
+
+@pytest.mark.parametrize("data", paths.variants("data"))
+def test_all_data_of_the_project_are_trusted(data):
+    node = compose([f"data={data}", "data.path=." if data == "folder" else "seed=0"])["data"]
+    assert vetted(node, "data") == node
+
+
+def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
+    """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
+    (tmp_path / "own_writer.py").write_text("from gsm.writers.additive import Additive\nclass Own(Additive): pass\n")
+    (tmp_path / "yamls/model/writer").mkdir(parents=True)
+    (tmp_path / "yamls/model/writer/own.yaml").write_text("_target_: own_writer.Own\n_partial_: true\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = compose(["size=pico", "data=needle", "model/writer=own"], [tmp_path / "yamls"])
+    assert instantiate_model(own) is not None, "what was composed needs no trust"
+    path = saved(tmp_path, own)
+    with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model or size does"):
+        load_model(path)
+    assert type(load_model(path, directories=[tmp_path / "yamls"]).writer).__name__ == "Own"
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path / "yamls"))
+    assert type(load_model(path).writer).__name__ == "Own"
