@@ -4,7 +4,7 @@
 #   make train ARGS="model=baseline size=tiny"         arguments go to train.py, or to pytest
 #   make test JOBS=4                                   test processes
 #   make docs ARGS=serve                               the documentation, built again whenever a page is saved
-#   make gpu STAGE=kernels                             on a machine with a GPU, with its own Python; no .venv, no network
+#   make gpu STAGE=smoke ARGS="only=attend"            on a machine with a GPU, with its own Python; no .venv, no network
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -14,7 +14,6 @@ SHELL := bash
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
-STAGE ?= tests
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -54,19 +53,8 @@ docs: .venv/.docs  ## build the documentation into site/, without a warning or n
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
-# What the machine lacks may lie in wheels/ (pure Python): it is unpacked, and found first. A folder called kernels in the
-# current one would be found by other packages, so that one is left out of the import path.
-BESIDE := .gpu/site
-gpu_tests := benchmarks/gpu_tests.py
-gpu_kernels := -m gsm_kernels.benchmark kernels
-gpu_training := benchmark.py benchmark=training
-gpu_inference := benchmark.py benchmark=inference
-
-gpu:  ## measure on a GPU in stages of 8 minutes: STAGE=tests, kernels, training or inference; the same command goes on
-	@test -n "$(gpu_$(STAGE))" || { echo "STAGE is '$(STAGE)'; say tests, kernels, training or inference" >&2; exit 1; }
-	@for wheel in $(wildcard wheels/*.whl); do $(PYTHON) -m zipfile -e "$$wheel" $(BESIDE); done
-	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/$(BESIDE):$(CURDIR)/src:$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" \
-		timeout --signal=INT --kill-after=20 480 $(PYTHON) $(gpu_$(STAGE)) $(ARGS)
+gpu:  ## measure on a GPU in stages of 3 to 8 minutes: STAGE=smoke, tests, kernels, inference or training; no .venv needed
+	$(PYTHON) benchmarks/gpu.py $(STAGE) $(ARGS)
 
 clean:  ## remove .venv and the caches; logs/ stays
 	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist site
