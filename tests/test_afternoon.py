@@ -1,0 +1,59 @@
+"""`experiment=afternoon`: what its comment counts is what the cost model says, and fits one H100."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gsm.benchmarks.kept import kept
+from gsm.models.cost import cost
+from gsm.runs.compose import compose
+from gsm.runs.load import instantiate_model
+from gsm_kernels.device import triton_version
+
+FLOPS, BYTES = 790e12, 3.0e12  # of an H100, in a second
+GIVEN = ["experiment=afternoon"]
+
+
+def phases(arm: str) -> list[dict]:
+    """The configurations of its two phases that train."""
+    extend = compose(GIVEN)["phases"]["extend"]
+    lines = [f"{name}={value}" for name, value in extend.items()]
+    return [compose([*GIVEN, f"model={arm}", "phases=null", *more]) for more in ([], lines)]
+
+
+def seconds(config: dict) -> float:
+    """Of a phase on an H100, at the roof."""
+    with torch.device("meta"):
+        counted = cost(instantiate_model(config))
+    context, batch = config["data"]["context"], config["data"]["batch_size"]
+    times = config["trainer"]["max_steps"] * config["trainer"]["accumulate_grad_batches"]
+    flops, moved = batch * counted.training_flops(context).total(), counted.training_bytes(context, batch)
+    moved["optimizer"] //= config["trainer"]["accumulate_grad_batches"]
+    return times * (flops / FLOPS + moved.total() / BYTES)
+
+
+def test_at_half_of_the_roof_both_arms_train_for_an_hour_and_forty_minutes():
+    train_gsm, extend_gsm, train_baseline, extend_baseline = (
+        2 * seconds(config) for arm in ("gsm", "baseline") for config in phases(arm)
+    )
+    told = [2679, 332, 2683, 338]  # in the table of the yaml
+    assert [train_gsm, extend_gsm, train_baseline, extend_baseline] == pytest.approx(told, rel=0.01)
+    assert 1.6 < (train_gsm + extend_gsm + train_baseline + extend_baseline) / 3600 < 1.75
+
+
+def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_papers_steps():
+    train, extend = phases("gsm")
+    sizes = [one["data"]["batch_size"] * one["trainer"]["accumulate_grad_batches"] for one in (train, extend)]
+    assert sizes[0] * train["data"]["context"] * train["trainer"]["max_steps"] < train["data"]["max_tokens"]
+    assert (sizes[1] * extend["data"]["context"], extend["trainer"]["max_steps"]) == (2_097_152, 100)
+    assert extend["data"]["context"] == 65536 == 16 * train["data"]["context"]
+    assert train["data"]["max_tokens"] == extend["data"]["max_tokens"], "the same text, encoded once"
+
+
+@pytest.mark.skipif(triton_version() is None, reason="needs Triton, whose operations say what they keep")
+@pytest.mark.parametrize("arm", ["gsm", "baseline"])
+def test_a_batch_leaves_a_third_of_80_gb_to_everything_else(arm: str):
+    for config in phases(arm):
+        data = config["data"]
+        assert kept(arm, "tiny", False, data["context"]).total(data["batch_size"] * data["context"]) < 53e9
