@@ -45,7 +45,7 @@ def how_to_try() -> str | None:
         return None
     has = ".".join(map(str, torch.cuda.get_device_capability()))
     if torch.cuda.get_device_capability() < OLDEST:
-        return f"Triton kernels take compute capability 8.0 or newer, this device has {has}: PyTorch runs everything here."
+        return f"Triton kernels take compute capability 8.0 or newer, this device has {has}: PyTorch runs everything."
     return (
         f"Triton kernels are made for compute capability 9.0; GSM_KERNELS=triton tries them on {has}, and "
         "`python -m pytest tests/ops` says whether they are right there."

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from calls import cast, every_call, gradients
+from torch.utils.checkpoint import checkpoint
 from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_triton
 
 import gsm_kernels
@@ -22,6 +23,16 @@ each = pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 @each
 def test_outputs_and_gradients_are_the_reference_s(op):
     assert_agrees(op, CALLS[op.name])
+
+
+@each
+def test_their_gradients_are_the_same_where_activations_are_recomputed(op):
+    """A backward that looked at what it had saved twice was an error there alone."""
+    call, run = to_device(cast(CALLS[op.name], torch.float32)), with_triton(op)
+    _, expected = gradients(run, call)
+    _, grads = gradients(lambda **call: checkpoint(lambda: run(**call), use_reentrant=False), call)
+    for name, wanted in expected.items():
+        assert wanted is None or torch.equal(grads[name], wanted), f"gradient of {name}"
 
 
 @each

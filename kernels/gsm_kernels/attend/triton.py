@@ -253,8 +253,8 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad_BRHC, _):
-    grads = _backward(grad_BRHC, *ctx.saved_tensors, ctx.width)
-    given = ctx.saved_tensors[2:7]
+    saved = ctx.saved_tensors  # once: where activations are recomputed, a second look is an error
+    grads, given = _backward(grad_BRHC, *saved, ctx.width), saved[2:7]
     return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), *(None,) * 5
 
 
