@@ -54,6 +54,12 @@ CASES = {
         forward(documents=TOKENS[:, 1:]),
         r"documents must have the shape of tokens, \[2, 6\]",
     ),
+    "fractional targets": (
+        forward(targets=TOKENS.double()),
+        "targets must be whole numbers on the device of tokens, cpu",
+    ),
+    "fractional documents": (forward(documents=TOKENS.float()), "documents must be whole numbers .* got torch.float32"),
+    "targets that are true or false": (forward(targets=TOKENS > 3), "targets must be whole numbers .* got torch.bool"),
     "targets of another batch": (forward(targets=TOKENS[:1]), r"targets must have the shape of tokens, \[2, 6\]"),
     "a target that is no token": (
         forward(targets=TOKENS + 23),

@@ -243,8 +243,38 @@ def test_parts_that_are_missing_or_cut_off_are_named_before_anything_is_read(tmp
 
 def test_a_part_that_is_spoilt_inside_is_an_error_like_any_other(tmp_path: Path):
     path, part = in_parts(tmp_path)
+    small = read_checkpoint(path, mmap=True)
     part.write_bytes(b"\0" * part.stat().st_size)
-    with pytest.raises(CheckpointError, match=f"^the parts in {part.parent} cannot be read: "):
+    with pytest.raises(shards.Broken, match=f"^the parts in {part.parent} cannot be read: "):
+        shards.whole(small, path)
+    with pytest.raises(CheckpointError, match=f"^{part} is damaged from byte 0 on: "):
+        read_checkpoint(path)
+
+
+def test_a_flipped_bit_in_a_part_or_in_the_index_of_parts_is_found(tmp_path: Path):
+    path, part = in_parts(tmp_path)
+    index = part.parent / ".metadata"
+    shards.seal(part.parent)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["w"], torch.ones(999))
+    for file, said in (
+        (part, f"^{part} is damaged from byte 0 on: "),
+        (index, "cannot be read: its checksum is another$"),
+    ):
+        written = bytearray(file.read_bytes())
+        for place in (len(written) // 3, len(written) // 2):
+            file.write_bytes(bytes([*written[:place], written[place] ^ 4, *written[place + 1 :]]))
+            with pytest.raises(CheckpointError, match=said):
+                read_checkpoint(path)
+        file.write_bytes(written)
+    read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "a/b", ".."])
+def test_a_small_file_stands_for_parts_beside_it_alone(tmp_path: Path, name: str):
+    path, _ = in_parts(tmp_path)
+    small = torch.load(path, weights_only=True)
+    torch.save({**small, shards.FOLDER: {**small[shards.FOLDER], "folder": name}}, path)
+    with pytest.raises(CheckpointError, match="stands for parts in .* which are not there"):
         read_checkpoint(path)
 
 

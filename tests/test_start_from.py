@@ -93,7 +93,7 @@ def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):
     (tmp_path / "broken.ckpt").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="is truncated, or no checkpoint"):
+    with pytest.raises(CheckpointError, match="is truncated or damaged, or no checkpoint"):
         weights.digest(tmp_path / "broken.ckpt")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         weights.digest(tmp_path / "lost.ckpt")

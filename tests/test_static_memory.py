@@ -14,6 +14,7 @@ from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, choice
 from gsm.memory.memory import Memory, _tensors
 from gsm.memory.store import FixedWindow, Slab
 from gsm.mixers.sparse import SparseAttention
+from gsm.models import base
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 
@@ -139,6 +140,35 @@ def test_a_call_that_fails_on_the_way_changes_nothing_that_can_be_seen(monkeypat
         patch.setattr(model.decoder, "forward", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(tokens[:, 3:8], memory=memory)
+    assert memory.used == 10
+    assert_same(model(tokens[:, 10:], memory=memory).logits, full[:, 10:], "the call after the one that failed")
+
+
+FAILURES = {
+    "targets that are fractions": (lambda model, tokens, memory: model(tokens, memory=memory, targets=tokens.double())),
+    "documents that are fractions": (
+        lambda model, tokens, memory: model(tokens, memory=memory, documents=tokens.double())
+    ),
+    "a loss that cannot be computed": (lambda model, tokens, memory: model(tokens, memory=memory, targets=tokens)),
+    "a prompt of which the second chunk fails": (
+        lambda model, tokens, memory: model.prefill(tokens.where(torch.arange(6) < 4, 999), memory, chunk=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("case", MEMORIES)
+@torch.no_grad()
+def test_a_call_is_a_transaction(case, name, monkeypatch):
+    """Whatever fails, and wherever: a static memory is then what it was, and goes on as if nothing had been asked."""
+    model, tokens = build(case), random_tokens(2, 20)
+    memory, full = model.start(2, capacity=20), model(tokens).logits
+    model(tokens[:, :10], memory=memory)
+    with monkeypatch.context() as patch:
+        if "loss" in name:
+            patch.setattr(base, "linear_cross_entropy", lambda *arguments: 1 / 0)
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            FAILURES[name](model, tokens[:, 3:9], memory)
     assert memory.used == 10
     assert_same(model(tokens[:, 10:], memory=memory).logits, full[:, 10:], "the call after the one that failed")
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+BLOCK = 1 << 22  # bytes that are read at a time
+DIRECTORY = 0x10  # of a part of an archive: PyTorch takes one that is marked so for empty, and gives zeros
 PARTIAL = ".{}.partial"  # what a file is called while it is written; `{}` is its name and a part that no other has
 
 
@@ -43,6 +47,35 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Writes a file as a whole or not at all. Raises OSError."""
     with replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+class Damaged(ValueError):
+    """A file is not what was written; the message says where."""
+
+
+def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True) -> None:
+    """Compares the contents of a file that `torch.save` wrote with its checksums, which PyTorch does not do itself.
+
+    Args:
+        file: its path, or a file to read from.
+        tensors: also the tensors' own bytes; without, what describes them.
+
+    Raises:
+        Damaged: a part has another checksum, or it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for part in archive.infolist():
+                if part.external_attr & DIRECTORY:
+                    raise Damaged(f"{part.filename} is marked as a folder")
+                if tensors or "/data/" not in part.filename:
+                    with archive.open(part) as content:
+                        while content.read(BLOCK):
+                            pass
+    except Damaged:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError, zlib.error) as error:
+        raise Damaged(str(error) or type(error).__name__) from error
 
 
 def sweep(*folders: Path, name: str = "*") -> None:

@@ -22,6 +22,8 @@ from gsm.optimizer import AdamW, check_groups
 from gsm.standing import Standing, random_states, restore_random_states
 from gsm.watch import Broken, Watch, refuse
 
+ENTRIES = "optimizer_entries"  # of a checkpoint: for each optimiser, by parameter, the names of what is kept for it
+
 
 class LanguageModeling(lightning.LightningModule):
     """Next-token training of one model.
@@ -241,7 +243,7 @@ class LanguageModeling(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the tokenizer, so that a checkpoint is all that it takes to generate text, and where training stands."""
         checkpoint |= {"tokenizer": self.tokenizer, "fingerprint": self.fingerprint, "origin": self.origin}
-        checkpoint["started_from"] = self.started_from
+        checkpoint |= {"started_from": self.started_from, ENTRIES: _entries(checkpoint)}
         if self._standing is None:
             return
         standing, loops = self._standing, checkpoint["loops"]
@@ -347,3 +349,9 @@ class LanguageModeling(lightning.LightningModule):
             f"lower optimizer.learning_rate, which is {self.optimizer.learning_rate:g}, lengthen "
             "optimizer.warmup_steps, or use trainer.precision=32-true",
         )
+
+
+def _entries(checkpoint: Mapping[str, Any]) -> list[dict[int, list[str]]]:
+    """What a checkpoint holds of the optimisers, so that what is missing later can be named."""
+    states = (state["state"] for state in checkpoint.get("optimizer_states", ()))
+    return [{number: sorted(entry) for number, entry in state.items()} for state in states]

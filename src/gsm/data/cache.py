@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ from gsm import files
 from gsm.paths import ROOT
 
 log = logging.getLogger(__name__)
+CHECKSUM = "crc32"  # the key of a small file's own, over everything else in it
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
@@ -111,15 +112,24 @@ def checksum(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What a small file says; None if it is missing or unreadable."""
+    """What a small file says; None if it is missing, unreadable, or another than was written."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    kept = value.pop(CHECKSUM, None)
+    return value if kept in (None, _checksum_of(value)) else None
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a small file in one step; a refusal names the folder and how to choose another. Raises OSError."""
+    """Writes a small file in one step, with its checksum; a refusal names the folder and how to choose another.
+
+    Raises OSError."""
     with writable(path.parent):
-        files.write_json(path, value)
+        files.write_json(path, {**value, CHECKSUM: _checksum_of(value)})
+
+
+def _checksum_of(value: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())

@@ -232,9 +232,9 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     path = folder / "index.json"
     if not path.exists():
         return None
-    index = read_json(path) or {}
+    index = read_json(path)
     try:
-        harm = next(_harm(folder, index), None)
+        harm = next(_harm(folder, index), None) if index else f"{path} is not what was written"
     except (KeyError, TypeError, AttributeError) as error:
         harm = f"{path} cannot be read: {error!r}"
     if harm is None:

@@ -175,6 +175,7 @@ class Sharded(ModelParallelStrategy):
         upload.result()
 
         def write() -> None:
+            shards.seal(path.parent / shards.FOLDER / name)
             with replacing(path) as file:
                 file.write(content.getbuffer())
             shards.sweep(path.parent, keep=name)

@@ -9,9 +9,12 @@ in the parts depends on how many ranks have written them.
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 import shutil
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from gsm.files import Damaged, verify_archive, write_json
+
 FOLDER = "shards"  # beside the small file; also the key in it
+SEAL = "index.json"  # beside the parts: the checksum of their index
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 Tensors = dict[str, Tensor]
 
@@ -96,28 +102,53 @@ def fill(tensors: Tensors, reader: Reader, **options: Any) -> None:
         raise Broken(f"the parts in {reader.path} cannot be read: {causes[0]}") from error
 
 
-def check(checkpoint: Mapping[str, Any], path: Path) -> None:
+def check(checkpoint: Mapping[str, Any], path: Path, verify: bool = False) -> None:
     """Looks at names and sizes of the parts that a small file stands for; at nothing, for another checkpoint.
 
-    Raises Broken, which names a part that is missing or cut off.
+    Args:
+        checkpoint: what the small file holds.
+        path: of that file.
+        verify: also compare the contents of all parts with their checksums.
+
+    Raises Broken, which names a part that is missing, cut off or damaged.
     """
     if FOLDER not in checkpoint:
         return
-    reader, ends = Reader(folder_of(checkpoint, path)), dict[Path, int]()
+    reader, places = Reader(folder_of(checkpoint, path)), dict[Path, list[tuple[int, int]]]()
     for place in reader.read_metadata().storage_data.values():
-        part = Path(reader.path) / place.relative_path
-        ends[part] = max(ends.get(part, 0), place.offset + place.length)
-    for part, end in sorted(ends.items()):
+        part = reader.part(place.relative_path)
+        places.setdefault(part, []).append((place.offset, place.length))
+    for part, pieces in sorted(places.items()):
+        end = max(offset + length for offset, length in pieces)
         size = part.stat().st_size if part.is_file() else None
         if size is None or size < end:
             harm = "is missing" if size is None else f"is cut off, after {size} of {end} bytes"
             raise Broken(f"{part}, a part of {path}, {harm}")
+        if verify:
+            _verify(part, pieces)
+
+
+def _verify(part: Path, pieces: Sequence[tuple[int, int]]) -> None:
+    """Every piece of a part is a file of `torch.save` in itself, with checksums. Raises Broken."""
+    with part.open("rb") as file:
+        for offset, length in sorted(pieces):
+            file.seek(offset)
+            try:
+                verify_archive(io.BytesIO(file.read(length)))
+            except Damaged as error:
+                raise Broken(f"{part} is damaged from byte {offset} on: {error}") from error
+
+
+def seal(folder: Path) -> None:
+    """Notes the checksum of the index of complete parts beside it."""
+    write_json(folder / SEAL, {"crc32": zlib.crc32((folder / ".metadata").read_bytes())})
 
 
 def folder_of(checkpoint: Mapping[str, Any], path: Path) -> Path:
     """Where the parts are. Raises Broken if they are not."""
-    folder = path.parent / FOLDER / checkpoint[FOLDER]["folder"]
-    if not (folder / ".metadata").is_file():
+    name = str(checkpoint[FOLDER]["folder"])
+    folder = path.parent / FOLDER / name
+    if name in ("", "..") or Path(name).name != name or not (folder / ".metadata").is_file():
         raise Broken(
             f"{path} stands for parts in {folder}, which are not there: move both together, or make one file of them "
             "first with python -m gsm.runs.consolidate"
@@ -149,10 +180,12 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The index. Raises Broken for one that is damaged, or holds anything else."""
-        path = Path(self.path) / ".metadata"
+        path, seal = Path(self.path) / ".metadata", Path(self.path) / SEAL
         try:
-            with path.open("rb") as file:
-                metadata = _Index(file).load()
+            content = path.read_bytes()
+            if seal.is_file() and json.loads(seal.read_text(encoding="utf-8")).get("crc32") != zlib.crc32(content):
+                raise ValueError("its checksum is another")
+            metadata = _Index(io.BytesIO(content)).load()
             if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata:
                 raise ValueError("it is no index")
         except (
@@ -167,6 +200,12 @@ class Reader(dcp.FileSystemReader):
             raise Broken(f"{path}, the index of a checkpoint's parts, cannot be read: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def part(self, name: str) -> Path:
+        """The file of a part, by the name that the index has for it. Raises Broken for one that lies elsewhere."""
+        if Path(name).name != name:
+            raise Broken(f"the index in {self.path} names {name!r}, which is no file beside it")
+        return Path(self.path) / name
 
     def kinds(self) -> dict[str, TensorStorageMetadata]:
         """Shape and dtype of every tensor, by name."""

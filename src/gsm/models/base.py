@@ -175,15 +175,16 @@ class LanguageModel(nn.Module):
         trace = self.run(x_BTD, span, inner)
         tap("hidden", trace.hidden_BRD)
         hidden_BRD = self.norm(trace.hidden_BRD)
-        after = None
-        if memory is not None:
-            # A copy: of one token, the caller's own tensor would do for the memory, and may be written again.
-            books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
-            after = memory.advance(replace(trace.memory, **books), length, joined=one)
         losses, metrics = indexer_losses(trace.learned, self.indexer_weight)
         evened = even_out(trace.balances)
         losses, metrics = losses | evened.losses, trace.metrics | metrics | evened.metrics
-        return Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, after, evened.load_LE)
+        out = Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, None, evened.load_LE)
+        if memory is None:
+            return out
+        # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
+        # token, the caller's own tensor would do for the memory, and may be written again.
+        books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
+        return replace(out, memory=memory.advance(replace(trace.memory, **books), length, joined=one))
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
         """An empty memory for ``batch`` sequences.
@@ -230,6 +231,16 @@ class LanguageModel(nn.Module):
             )
         documents = padding if documents is None else documents
         memory.ledger.require(tokens.shape[1])
+        before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
+        try:
+            return self._read(tokens, documents, memory, chunk)
+        except BaseException:  # an interruption too: what was half read has not been read
+            if before is not None:
+                memory.rewind(before)
+            raise
+
+    def _read(self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int) -> Output:
+        """The chunks of a prompt, one after the other; the output of the last row, with the memory after it."""
         out = None
         for start in range(0, max(tokens.shape[1], 1), chunk):
             tokens_BT = tokens[:, start : start + chunk]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gsm.memory.memory import Memory
 
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IGNORED = -100  # target of a position that is not trained on
 
 
@@ -15,7 +16,7 @@ def check_call(
 ) -> None:
     """Raises ValueError for arguments of a forward that do not fit one another or the vocabulary. Values are looked at
     on the CPU alone: elsewhere that would stall the device."""
-    if tokens.ndim != 2 or tokens.is_floating_point():
+    if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
             f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
         )
@@ -25,6 +26,11 @@ def check_call(
     for name, other in (("documents", documents), ("targets", targets)):
         if other is not None and other.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
+        if other is not None and (other.dtype not in WHOLE or other.device != tokens.device):
+            raise ValueError(
+                f"{name} must be whole numbers on the device of tokens, {tokens.device}, got {other.dtype} on "
+                f"{other.device}"
+            )
     if rows is not None and not 1 <= rows <= length:
         raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -29,7 +29,7 @@ def consolidate(checkpoint: str, output: str) -> Path:
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
     if target.resolve() == path.resolve():
         raise ConfigError(f"output is {output}, the checkpoint itself: choose another file")
-    save_whole(shards.whole(read_checkpoint(path, mmap=True), path), target)
+    save_whole(shards.whole(read_checkpoint(path, mmap=True, verify=True), path), target)
     return target
 
 

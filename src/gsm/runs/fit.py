@@ -44,6 +44,7 @@ from gsm.runs.load import (
     read_checkpoint,
     refusals,
 )
+from gsm.runs.state import refuse_other_state
 from gsm.task import LanguageModeling
 from gsm_kernels import explain
 
@@ -137,6 +138,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     trainer = trainers.build(config, model, summary)
     trainers.refuse_divided(trainer, task)
     if start and start.checkpoint:
+        refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
         _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):

@@ -175,7 +175,7 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
     begun = _begun(path, config, fingerprint)
     if begun:
         return begun
-    checkpoint = read_checkpoint(path, mmap=True)
+    checkpoint = read_checkpoint(path, mmap=True, verify=True)
     divided = _same_step(checkpoint, config)
     changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
     if changes:
@@ -197,7 +197,7 @@ def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | Non
     if path == last.resolve() or not last.is_file() or _status(folder) == "finished":
         return None
     try:
-        checkpoint = read_checkpoint(last, mmap=True)
+        checkpoint = read_checkpoint(last, mmap=True, verify=True)
     except CheckpointError:  # the one that was asked for is there
         return None
     divided = _same_step(checkpoint, config)
@@ -259,12 +259,12 @@ def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def _read_last(last: Path) -> dict[str, Any]:
     """``last.ckpt``; where it is broken, the error says what can be done instead of starting over without a word."""
     try:
-        return read_checkpoint(last, mmap=True)
+        return read_checkpoint(last, mmap=True, verify=True)
     except CheckpointError as error:
         remedy = "resume=never starts over"
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             best = last.with_name("best.ckpt")
-            step = read_checkpoint(best, mmap=True)["global_step"]
+            step = read_checkpoint(best, mmap=True, verify=True)["global_step"]
             remedy = f"resume={best} goes on from step {step}, {remedy}"
         raise CheckpointError(f"{error}; {remedy}") from error
 

@@ -14,6 +14,7 @@ from hydra.errors import InstantiationException
 
 from gsm.data.tokenizer import Tokenizer
 from gsm.distributed import shards
+from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.runs.check import ConfigError, check, few
 from gsm.runs.compose import compose
@@ -114,17 +115,18 @@ def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Toke
     return Tokenizer.from_state(state)
 
 
-def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bool | None = None) -> dict[str, Any]:
     """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file.
 
     Args:
         path: of the file, or the folder of a run.
         mmap: leave tensors on the disk until they are looked at, and out where they were written in parts: for a look
             at the configuration alone; that they are there is seen to.
+        verify: compare the tensors with their checksums too; None: unless they are left on the disk.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is truncated or no checkpoint of this project, or its parts are missing or broken.
+        CheckpointError: it is truncated, damaged or no checkpoint of this project, or its parts are.
     """
     path = Path(path)
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
@@ -133,8 +135,12 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
         raise FileNotFoundError(
             f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else "")
         )
+    verify = not mmap if verify is None else verify
     try:
+        verify_archive(path, tensors=verify)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Damaged as error:
+        raise CheckpointError(f"{path} is truncated or damaged, or no checkpoint: {error}") from error
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
@@ -144,10 +150,8 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False) -> dict[st
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
         )
     try:
-        if not mmap:
-            return shards.whole(checkpoint, path, weights_alone=True)
-        shards.check(checkpoint, path)
-        return dict(checkpoint)
+        shards.check(checkpoint, path, verify=verify)
+        return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
     except shards.Broken as error:
         raise CheckpointError(str(error)) from error
 

@@ -1,0 +1,104 @@
+"""Whether what a checkpoint holds of the weights and of the optimiser can be taken up by this model, entry by entry.
+
+PyTorch takes an optimiser's state as it finds it: a moment of another shape crashes the fused step, one in half
+precision or a missing one trains on without a word. So names, shapes and dtypes are compared before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.distributed import shards
+from gsm.models.base import LanguageModel
+from gsm.optimizer import AdamW
+from gsm.runs.check import few
+from gsm.runs.load import CheckpointError, read_checkpoint
+from gsm.task import ENTRIES
+
+HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def refuse_other_state(path: Path, model: LanguageModel, settings: AdamW, precision: str | None) -> None:
+    """Compares names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
+
+    Args:
+        path: of the checkpoint; its tensors stay on the disk.
+        model: before it is divided, or converted to the trainer's precision.
+        settings: of its optimiser.
+        precision: the trainer's.
+
+    Raises CheckpointError, which names what does not fit.
+    """
+    checkpoint = read_checkpoint(path, mmap=True)
+    half = HALVES.get(precision or "")
+    known = {f"model.{name}": value for name, value in model.state_dict().items()}
+    names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+    groups = settings.build(model.parameter_groups()).param_groups
+    ordered = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    ordered = checkpoint.get(shards.FOLDER, {}).get("names", ordered)  # parts go by the names that they were given
+    try:
+        found = _described(checkpoint, path, ordered)
+    except (shards.Broken, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
+    wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
+    wrong += _missing(checkpoint.get(ENTRIES, ()), found, ordered)
+    if wrong:
+        raise CheckpointError(
+            f"{path} cannot be gone on from: {few(wrong)}; resume=PATH goes on from another checkpoint, resume=never "
+            "starts over"
+        )
+
+
+def _described(checkpoint: Mapping[str, Any], path: Path, ordered: list[str]) -> Described:
+    """Shape and dtype of every tensor, under the names that parts of a checkpoint have (`gsm.distributed.shards`)."""
+    if shards.FOLDER in checkpoint:
+        kinds = shards.Reader(shards.folder_of(checkpoint, path)).kinds()
+        return {name: (tuple(kind.size), kind.properties.dtype) for name, kind in kinds.items()}
+    tensors, _ = shards.take_apart(checkpoint, ordered)
+    return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
+def _wrong_weights(found: Described, known: Mapping[str, Tensor], half: torch.dtype | None) -> Iterator[str]:
+    saved = {name.removeprefix(shards.WEIGHTS): kind for name, kind in found.items() if name.startswith(shards.WEIGHTS)}
+    for name in sorted(known.keys() | {name for name in saved if name.startswith("model.")}):
+        if name not in saved or name not in known:
+            yield f"{name} is {'missing' if name in known else 'no parameter of this model'}"
+        else:
+            yield from _other(name, saved[name], tuple(known[name].shape), _dtype(known[name], half))
+
+
+def _wrong_moments(found: Described, known: Mapping[str, Tensor], half: torch.dtype | None) -> Iterator[str]:
+    for key, kind in found.items():
+        if key.startswith(shards.OPTIMIZER):
+            name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
+            counts = entry == "step"
+            shape, dtype = ((), torch.float32) if counts else (tuple(known[name].shape), _dtype(known[name], half))
+            yield from _other(f"the optimiser's {entry} of {name}", kind, shape, dtype)
+
+
+def _missing(saved: Any, found: Described, ordered: list[str]) -> Iterator[str]:
+    """Entries that were there when the checkpoint was written; an older one does not say."""
+    for state in saved:
+        for number, keys in state.items():
+            for key in keys:
+                if f"{shards.OPTIMIZER}{ordered[number]}/{key}" not in found:
+                    yield f"the optimiser's {key} of {ordered[number]} is missing"
+
+
+def _other(name: str, kind: tuple[Any, torch.dtype], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+    if kind != (shape, dtype):
+        yield f"{name} is {_shown(*kind)}, but has to be {_shown(shape, dtype)}"
+
+
+def _dtype(value: Tensor, half: torch.dtype | None) -> torch.dtype:
+    return half if half is not None and value.is_floating_point() else value.dtype
+
+
+def _shown(shape: Any, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

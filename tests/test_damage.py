@@ -1,0 +1,173 @@
+"""Files that are not what was written: one flipped bit, a missing moment, one of another shape. Each is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from short_runs import arguments, no_death, started
+
+import gsm
+from gsm.data.cache import read_json, write_json
+from gsm.runs.compose import compose
+from gsm.runs.fit import assemble
+from gsm.runs.folder import prepare
+from gsm.runs.load import CheckpointError, read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def stopped(home: Path, processes: Any) -> Path:
+    """A run that was interrupted after its last step: its command would go on."""
+    log = home / "damage.log"
+    child = started(processes, arguments(home, "damage", "trainer.max_steps=6"), log, no_death)
+    child.join()
+    assert child.exitcode == 0, log.read_text()
+    folder = home / "logs/damage/gsm/seed0"
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def going_on(home: Path, folder: Path) -> Callable[[], object]:
+    """What the run's own command does before its first step."""
+    config = compose(arguments(home, "damage", "trainer.max_steps=6", f"folder={folder}"))
+    return lambda: assemble(config, prepare(config))
+
+
+@pytest.fixture
+def copy(stopped: Path, tmp_path: Path) -> Path:
+    shutil.copytree(stopped, tmp_path / "copy")
+    last = tmp_path / "copy/checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    checkpoint["hyper_parameters"]["config"]["folder"] = str(tmp_path / "copy")
+    torch.save(checkpoint, last)
+    return tmp_path / "copy"
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equality of nested containers with tensors."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return one == two
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_never_taken_for_what_was_written(copy: Path):
+    """Where it changes nothing, as in what fills the file up to the next tensor, nothing is refused."""
+    last, draw = copy / "checkpoints/last.ckpt", random.Random(0)
+    written, meant, refused = last.read_bytes(), torch.load(last, weights_only=True), 0
+    assert same(read_checkpoint(last), meant)
+    for _ in range(60):
+        flip(last, draw.randrange(8 * len(written)))
+        try:
+            assert same(read_checkpoint(last), meant)
+        except CheckpointError as error:
+            assert str(last) in str(error)
+            refused += 1
+        last.write_bytes(written)
+    assert refused > 40, "most of a checkpoint are tensors"
+
+
+def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: Path, copy: Path):
+    last = copy / "checkpoints/last.ckpt"
+    weight = max(torch.load(last, weights_only=True)["state_dict"].values(), key=torch.numel)
+    flip(last, 8 * last.read_bytes().find(weight.numpy().tobytes()) + 5)
+    said = r"last.ckpt is truncated or damaged, or no checkpoint: Bad CRC-32 for file .*/data/\d+"
+    for use in (lambda: gsm.load_model(copy), going_on(home, copy)):
+        with pytest.raises(CheckpointError, match=said):
+            use()
+
+
+STATE = "optimizer_states"
+CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
+    "a moment of another shape": (
+        lambda saved: saved[STATE][0]["state"][0].update(exp_avg=torch.zeros(3)),
+        r"the optimiser's exp_avg of model\..* is float32 \[3\], but has to be float32 \[\d+.*\]",
+    ),
+    "a moment in half precision": (
+        lambda saved: saved[STATE][0]["state"][1].update(exp_avg_sq=saved[STATE][0]["state"][1]["exp_avg_sq"].half()),
+        r"the optimiser's exp_avg_sq of model\..* is float16 .*, but has to be float32",
+    ),
+    "a missing moment": (
+        lambda saved: saved[STATE][0]["state"][2].pop("exp_avg"),
+        r"the optimiser's exp_avg of model\..* is missing",
+    ),
+    "no state of a parameter": (
+        lambda saved: saved[STATE][0]["state"].pop(3),
+        r"the optimiser's exp_avg of model\..* is missing, the optimiser's exp_avg_sq of",
+    ),
+    "state of a parameter that is not there": (
+        lambda saved: saved[STATE][0]["state"].update({999: saved[STATE][0]["state"][0]}),
+        "holds no state of this model's optimiser",
+    ),
+    "a count of steps of another shape": (
+        lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
+        r"the optimiser's step of model\..* is float32 \[7\], but has to be float32 \[\]",
+    ),
+    "a weight in half precision": (
+        lambda saved: saved["state_dict"].update(
+            {"model.embedding.weight": saved["state_dict"]["model.embedding.weight"].half()}
+        ),
+        r"model\.embedding\.weight is float16 .*, but has to be float32",
+    ),
+    "a weight of another shape": (
+        lambda saved: saved["state_dict"].update({"model.embedding.weight": torch.zeros(2, 2)}),
+        r"model\.embedding\.weight is float32 \[2, 2\], but has to be",
+    ),
+    "a missing weight": (
+        lambda saved: saved["state_dict"].pop("model.embedding.weight"),
+        r"model\.embedding\.weight is missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_state_that_does_not_fit_is_named_before_anything_is_loaded(name: str, home: Path, copy: Path):
+    """A moment of another shape used to end the process by a segmentation fault; half precision trained on."""
+    change, said = CHANGES[name]
+    last = copy / "checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, last)
+    with pytest.raises(CheckpointError, match=said):
+        going_on(home, copy)()
+
+
+def test_what_is_sound_goes_on(home: Path, copy: Path):
+    going_on(home, copy)()
+
+
+def test_a_flipped_bit_in_a_note_of_the_cache_is_no_note(tmp_path: Path):
+    path, draw = tmp_path / "index.json", random.Random(0)
+    value = {"tokens": 1234567, "dtype": "uint16", "shards": [{"checksum": 99, "changed": 1.5}], "text": "a\nb"}
+    write_json(path, value)
+    written = path.read_bytes()
+    assert read_json(path) == value
+    for _ in range(300):
+        flip(path, draw.randrange(8 * len(written)))
+        assert read_json(path) in (None, value) or re.search(rb'"crc32"', path.read_bytes()) is None
+        path.write_bytes(written)
+
+
+def test_an_index_of_a_cache_that_was_changed_makes_the_cache_anew(home: Path, copy: Path):
+    (index, *_) = sorted((home / "cache").glob("tokens-*/train/index.json"))
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({**content, "tokens": content["tokens"] - 8}))
+    data = gsm.runs.load.instantiate(compose(arguments(home, "damage"))["data"], "data")
+    data.prepare_data()
+    assert json.loads(index.read_text())["tokens"] == content["tokens"]
