@@ -11,6 +11,7 @@ import lightning
 from lightning.pytorch.callbacks import Checkpoint
 
 from gsm.callbacks.files import save
+from gsm.runs.check import ConfigError
 from gsm.task import LanguageModeling
 
 
@@ -23,13 +24,25 @@ class Best(Checkpoint):
     """
 
     def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
+        if not monitor.startswith("val/"):
+            raise ValueError(
+                f"callbacks.best.monitor is '{monitor}', but has to be what validations find: val/loss, ..."
+            )
         self.path, self.monitor = Path(path), monitor
         self.lowest = math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Judges; also where a run that was cut off in its very last validation makes up for it on its own."""
-        if trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
+        """Judges; also where a run that was cut off in its very last validation makes up for it on its own.
+
+        Raises ConfigError where validations do not find what is monitored: there would never be a checkpoint.
+        """
+        if trainer.sanity_checking:
             return
+        if self.monitor not in trainer.callback_metrics:
+            known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+            raise ConfigError(
+                f"callbacks.best.monitor is '{self.monitor}', but validations find {', '.join(known)}: say one of them"
+            )
         found = float(trainer.callback_metrics[self.monitor])
         if found < self.lowest:
             self.lowest = found

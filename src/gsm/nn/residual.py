@@ -92,7 +92,7 @@ class HyperConnection(nn.Module):
         coefficients = 2 * streams + streams * streams
         self.phi = nn.Parameter(torch.empty(coefficients, streams * dim))
         self.bias = nn.Parameter(torch.zeros(coefficients))
-        self.scale = nn.Parameter(torch.full((3,), gate))
+        self.scale = nn.Parameter(torch.full((3,), float(gate)))
         draw(self.phi, 0.02)
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:

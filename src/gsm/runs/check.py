@@ -11,6 +11,7 @@ import collections.abc
 import difflib
 import importlib
 import inspect
+import math
 import re
 import types
 import typing
@@ -21,6 +22,40 @@ from typing import Any
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 NAMED_PARTS = {"callbacks", "logger"}  # groups whose mapping holds parts under names that anyone may add to
 SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+
+# From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
+# refuses by itself is not here, nor what may be any number. None: no end.
+RANGES: dict[str, tuple[float, float | None]] = {
+    "seed": (0, 2**32 - 1),
+    "jobs": (1, None),
+    "data.seed": (0, 2**32 - 1),
+    "data.examples": (1, None),
+    "data.num_workers": (0, None),
+    "data.task.power": (0, None),
+    "model.indexer_weight": (0, None),
+    "model.indexer_training.dense_limit": (0, None),
+    "model.residual.sinkhorn_rounds": (1, None),
+    "model.retriever.seed": (0, 2**32 - 1),
+    "model.feed_forward.balance_weight": (0, None),
+    "model.feed_forward.bias_step": (0, None),
+    "model.feed_forward.route_scale": (0, None),
+    "rope_base": (1, None),
+    "bank_rope_base": (1, None),
+    "yarn_factor": (1, None),
+    "yarn_mscale": (0, None),
+    "optimizer.learning_rate": (0, 1e3),
+    "trainer.max_steps": (1, None),
+    "trainer.devices": (1, None),
+    "trainer.num_nodes": (1, None),
+    "trainer.accumulate_grad_batches": (1, None),
+    "trainer.gradient_clip_val": (0, None),
+    "trainer.log_every_n_steps": (1, None),
+    "trainer.val_check_interval": (1, None),
+    "trainer.num_sanity_val_steps": (-1, None),
+    "callbacks.latest.minutes": (0, None),
+    "callbacks.latest.share": (0, None),
+}
+SIZES = ("size.", "model.geometry.")
 
 
 class ConfigError(ValueError):
@@ -39,7 +74,9 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
         ConfigError: a key that nothing takes, or a value of a type that its taker does not accept.
     """
     # What the others repeat comes first, so that an error names the place where it was made.
-    for key, value in sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model")):
+    ordered = sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model"))
+    _check_numbers(flat(dict(ordered)))
+    for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration", directories)
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
@@ -122,6 +159,19 @@ def fits(value: Any, hint: Any) -> bool:
         inner = [option for option in typing.get_args(hint) if option is not ...]
         return isinstance(value, list | tuple) and (len(inner) != 1 or all(fits(item, inner[0]) for item in value))
     return True
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Checks that numbers are finite, and where they are in `RANGES`. Raises ConfigError."""
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} is {value}, but has to be a finite number")
+        low, high = RANGES.get(key.rpartition(".")[2] if key.startswith(SIZES) else key, (-math.inf, None))
+        if value < low or (high is not None and value > high):
+            limits = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{key} is {value}, but has to be {limits}")
 
 
 def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, directories: Collection[Path]) -> None:

@@ -80,7 +80,7 @@ class Delta(Additive):
         self.query = Linear(shape.dim, shape.entry_dim)
         self.sink = nn.Parameter(torch.zeros(1))
         self.rate = Linear(shape.dim, 1, gain=0.0)
-        self.bias = nn.Parameter(torch.full((1,), bias))
+        self.bias = nn.Parameter(torch.full((1,), float(bias)))
         self.corrected_norm = RMSNorm(shape.entry_dim)
 
     def start(self, batch: int) -> DeltaMemory:

@@ -31,7 +31,7 @@ class Gated(StateWriter):
         super().__init__(shape, state_size=state_size, rope=rope)
         self.gate_norm = RMSNorm(2 * shape.dim)
         self.gate = Linear(2 * shape.dim, shape.dim, gain=0.0)
-        self.bias = nn.Parameter(torch.full((shape.dim,), bias))
+        self.bias = nn.Parameter(torch.full((shape.dim,), float(bias)))
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """Adds as much of the sum of all increments as the gates let through."""
