@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +61,8 @@ def row(case="rms_norm 16K", direction="forward", share=0.5, ratio=2.0, extra=No
         "ceilings": ROOF._asdict(),
         "peers": {"compile": {"ms": spread, "ratio": ratio}, "liger": {"absent": "liger_kernel is not installed"}},
         "ms": spread,
+        "timed": "events",
+        "host_ms": 0.1,
         "share_of_floor": share,
         "extra_mib": extra,
     }
@@ -80,6 +84,135 @@ def test_all_take_turns_and_each_begins_as_often():
 
 def test_time_that_is_over_ends_the_rounds_but_not_before_a_few():
     assert timing.take_turns({"a": lambda: None}, CPU, rounds=100, seconds=0)["a"].laps == timing.FEWEST
+
+
+class FakeGPU:
+    """Launches take as long as a run says; some runs cannot be captured."""
+
+    clock_khz = 2_000_000.0
+
+    def __init__(self, capturable=True):
+        self.capturable, self.asked = capturable, 0
+
+    def host_ms(self, run):
+        return run()
+
+    def captured(self, run):
+        self.asked += 1
+        return (lambda: "replayed") if self.capturable else None
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "capturable", "how", "pause_ms"),
+    [
+        (0.3, True, "events", 0.5),
+        (0.4, True, "replay", 0.5),
+        (7.0, False, "long pause", 10.0),
+        (900.0, False, "long pause", timing.LONGEST),
+    ],
+)
+def test_launches_that_take_longer_than_a_pause_are_replayed_or_get_a_longer_one(host_ms, capturable, how, pause_ms):
+    gpu = FakeGPU(capturable)
+    found = timing.prepare(lambda: host_ms, gpu)
+    assert (found.how, found.host_ms) == (how, host_ms) and found.pause / gpu.clock_khz == pytest.approx(pause_ms)
+    assert found.run() == ("replayed" if how == "replay" else host_ms) and gpu.asked == (how != "events")
+
+
+class FakeGraph:
+    def __init__(self):
+        self.replayed, self.gone = 0, False
+
+    def replay(self):
+        self.replayed += 1
+
+    def reset(self):
+        self.gone = True
+
+
+@contextlib.contextmanager
+def a_gpu(monkeypatch, captures):
+    """As much of `torch.cuda` as graphs need; yields what it was asked for."""
+    said, mode = [], ["default"]
+
+    def allowed(mode_now):
+        mode[0] = mode_now
+        said.append(mode_now)
+
+    @contextlib.contextmanager
+    def graph(graph, pool, stream):
+        said.append("capture")
+        yield
+        if not captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    class Stream:
+        def __init__(self, device=None):
+            pass
+
+        def wait_stream(self, other):
+            pass
+
+    default = Stream()
+    fakes = {
+        "get_device_properties": lambda device: SimpleNamespace(clock_rate=1_980_000),
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: said.append("empty"),
+        "current_stream": lambda device: default,
+        "default_stream": lambda device: default,
+        "current_device": lambda: 0,
+        "Stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": FakeGraph,
+        "graph_pool_handle": lambda: (0, 1),
+        "graph": graph,
+        "get_sync_debug_mode": lambda: mode[0],
+        "set_sync_debug_mode": allowed,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda index, pool: said.append("ended"), raising=False)
+    timing._stream.cache_clear()
+    yield said
+    timing._stream.cache_clear()
+
+
+def test_a_graph_is_captured_after_a_run_that_may_not_wait_and_is_freed(monkeypatch):
+    with a_gpu(monkeypatch, captures=True) as said:
+        modes = []
+        with timing._Graphs(torch.device("cuda")) as gpu:
+            replay = gpu.captured(lambda: modes.append(torch.cuda.get_sync_debug_mode()))
+            assert replay is not None
+            replay()
+            (graph,) = gpu.graphs
+        assert isinstance(graph, FakeGraph)
+        assert modes == ["error", "default"] and graph.replayed == 1 and graph.gone
+        assert said == ["error", "default", "capture", "empty"] and gpu.clock_khz == 1_980_000
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_cannot_be_captured_leaves_nothing_behind(monkeypatch, waits):
+    def run():
+        if waits and torch.cuda.get_sync_debug_mode() == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with a_gpu(monkeypatch, captures=False) as said, timing._Graphs(torch.device("cuda")) as gpu:
+        assert gpu.captured(run) is None and not gpu.graphs
+        assert torch.cuda.get_sync_debug_mode() == "default"
+        assert said == ["error", "default", *([] if waits else ["capture"]), "ended"]
+
+
+def test_launches_are_measured_three_times_or_less_where_they_are_slow(monkeypatch):
+    with a_gpu(monkeypatch, captures=True), timing._Graphs(torch.device("cuda")) as gpu:
+        clock = itertools.chain([0.0, 0.002, 0.1, 0.101, 0.2, 0.204, 1.0, 1.9])
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+        calls = []
+        assert gpu.host_ms(lambda: calls.append(0)) == pytest.approx(1.0) and len(calls) == 3
+        assert gpu.host_ms(lambda: calls.append(0)) == pytest.approx(900.0) and len(calls) == 4
+
+
+def test_on_a_cpu_the_clock_is_read_and_nothing_is_launched():
+    found = timing.kernel_turns({"a": lambda: None}, CPU, rounds=3)["a"]
+    assert (found.spread.laps, found.how, found.host_ms) == (3, "clock", None)
 
 
 def test_the_floor_is_the_slower_of_products_and_bytes():
@@ -121,6 +254,7 @@ def test_every_case_is_measured_on_a_cpu(case):
     for direction in case.work:
         found = kernels.measure(case, direction, CPU, ROOF, rounds=1, seconds=0)
         assert found["ms"]["laps"] == 1 and found["implementation"] == "reference", found.get("failed")
+        assert (found["timed"], found["host_ms"]) == ("clock", None)
         assert all(peer["ratio"] > 0 for peer in found["peers"].values())
         work = case.work[direction]
         assert found["share_of_floor"] == pytest.approx(ROOF.floor(work.flops, 2 * work.bytes) / found["ms"]["median"])
@@ -201,26 +335,82 @@ def test_a_verdict_names_goal_and_measurement():
 
 
 def test_what_is_in_the_file_is_not_measured_again(tmp_path, monkeypatch):
-    measured = []
-    monkeypatch.setattr(kernels, "measure", lambda case, *_: measured.append(case.name) or row(case.name))
+    measured = fake_measure(monkeypatch)
     options = {"cases": TINY[2:4], "output": str(tmp_path / "a.json")}
     kernels.run(**options)
     kernels.run(**options)
-    assert measured == ["index_top_k tiny", "indexer_kl tiny"]
+    assert measured == [("index_top_k", None), ("indexer_kl", None), ("index_top_k", ()), ("indexer_kl", ())]
     kernels.run(**options, force=True, only="indexer")
-    assert measured[2:] == ["indexer_kl tiny"]
+    assert measured[4:] == [("indexer_kl", ())]
     monkeypatch.setattr(machine, "commit", lambda: "another")
+    kernels.run(**options)
+    assert len(measured) == 5
+    monkeypatch.setattr(machine, "fingerprint", lambda files: "another")
+    kernels.run(**options, peers=False)
+    assert measured[5:] == [("index_top_k", None), ("indexer_kl", None)]
+
+
+def fake_measure(monkeypatch, wrong=lambda op, without: None):
+    """Nothing is measured; returns what would be: the operation, and the peers that are left out (None: all). What
+    `wrong` raises or returns, if anything, is what comes of a row."""
+    measured = []
+
+    def measure(case, direction, device, roof, without, *_):
+        measured.append((case.op, without))
+        return wrong(case.op, without) or row(case.name, direction)
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    return measured
+
+
+def test_all_rows_are_measured_alone_before_any_with_its_peers(tmp_path, monkeypatch, capsys):
+    def killed(op, without):
+        if without is not None:
+            assert all(found["alone"] and not found["peers"] for found in read(path)["rows"].values())
+            assert len(read(path)["rows"]) == 2
+            raise KeyboardInterrupt
+
+    path = tmp_path / "a.json"
+    fake_measure(monkeypatch, killed)
+    options = {"cases": TINY[2:4], "output": str(path)}
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run(**options)
+    assert "| measured alone so far |" in path.with_suffix(".md").read_text()
+    measured = fake_measure(monkeypatch)
+    kernels.run(**options, peers=False)
+    assert measured == []
+    kernels.run(**options)
+    assert measured == [("index_top_k", ()), ("indexer_kl", ())]
+    assert all(found["peers"] and not found.get("alone") for found in read(path)["rows"].values())
+    assert "of 2 rows, 0 to measure alone, 2 with their peers" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_with_the_peers_leaves_what_was_measured_alone(tmp_path, monkeypatch):
+    def broken(op, without):
+        if op == "index_top_k" and without is not None:
+            raise ZeroDivisionError("division by zero")
+
+    path = tmp_path / "a.json"
+    measured = fake_measure(monkeypatch, broken)
+    options = {"cases": TINY[2:4], "output": str(path)}
+    with pytest.raises(ZeroDivisionError):
+        kernels.run(**options)
+    found = read(path)["rows"]["index_top_k tiny, forward"]
+    assert found["ms"] and found["unfinished"] == "ZeroDivisionError: division by zero" and "failed" not in found
+    assert "measured alone, since with its peers: ZeroDivisionError" in path.with_suffix(".md").read_text()
+    kernels.run(**options)
+    assert measured[4:] == [("index_top_k", None)]
+    assert read(path)["rows"]["index_top_k tiny, forward"]["unfinished"].startswith("ZeroDivisionError")
     kernels.run(**options)
     assert len(measured) == 5
 
 
 def test_an_interruption_leaves_the_rows_before_it(tmp_path, monkeypatch):
-    def measure(case, *_):
-        if interrupted and case.name == "indexer_kl tiny":
+    def measure(op, without):
+        if interrupted and op == "indexer_kl":
             raise KeyboardInterrupt
-        return row(case.name)
 
-    monkeypatch.setattr(kernels, "measure", measure)
+    fake_measure(monkeypatch, measure)
     path, interrupted = tmp_path / "a.json", True
     with pytest.raises(KeyboardInterrupt):
         kernels.run(cases=TINY[2:5], output=str(path))
@@ -231,21 +421,22 @@ def test_an_interruption_leaves_the_rows_before_it(tmp_path, monkeypatch):
 
 
 def test_a_row_that_ended_its_process_is_tried_again_behind_the_others_and_without_peers(tmp_path, monkeypatch):
-    tried = []
-
-    def measure(case, direction, device, roof, without, *_):
-        tried.append((case.op, without))
-        if len(tried) == 1:
+    def ends_twice(op, without):
+        if len(measured) in (1, 4):
             raise SystemExit  # as good as a process that was killed: nobody gets to say anything
-        return row(case.name)
 
-    monkeypatch.setattr(kernels, "measure", measure)
+    measured = fake_measure(monkeypatch, ends_twice)
     options = {"cases": TINY[2:4], "output": str(tmp_path / "a.json")}
     with pytest.raises(SystemExit):
         kernels.run(**options)
     assert read(tmp_path / "a.json")["tried"] == {"index_top_k tiny, forward": 1}
+    with pytest.raises(SystemExit):
+        kernels.run(**options)
+    assert measured[1:] == [("indexer_kl", None), ("index_top_k", None), ("index_top_k", ())]
+    assert read(tmp_path / "a.json")["tried"] == {"index_top_k tiny, forward": 1}
     kernels.run(**options)
-    assert tried[1:] == [("indexer_kl", ()), ("index_top_k", None)] and "tried" not in read(tmp_path / "a.json")
+    assert measured[4:] == [("indexer_kl", ()), ("index_top_k", None)]
+    assert "tried" not in read(tmp_path / "a.json")
 
 
 def test_what_goes_wrong_in_a_row_leaves_the_others(tmp_path, monkeypatch):
@@ -277,8 +468,8 @@ def test_a_gpu_that_is_lost_ends_the_process_and_the_row_says_who_did_it(tmp_pat
     with pytest.raises(machine.Lost, match="after index_top_k tiny, forward the GPU reports"):
         kernels.run(cases=TINY[2:4], output=str(tmp_path / "a.json"))
     content = read(tmp_path / "a.json")
-    assert [said in found["failed"] for found in content["rows"].values()] == [True]
-    assert content["tried"] == {"index_top_k tiny, forward": 1}
+    assert [said in found.get("unfinished", "") for found in content["rows"].values()] == [True, False]
+    assert all(found["ms"] for found in content["rows"].values())
 
 
 def results(path, **facts):
@@ -296,7 +487,8 @@ def test_an_interruption_counts_only_against_what_a_process_began_with(tmp_path)
         return file.times(names[-1])
 
     assert (interrupted("a", "b"), interrupted("b"), interrupted("b")) == (0, 1, 2)
-    assert results(tmp_path / "a.json").times("b") == 2 and results(tmp_path / "a.json", commit="other").times("b") == 0
+    assert results(tmp_path / "a.json").times("b") == 2
+    assert results(tmp_path / "a.json", sources="other").times("b") == 0
 
 
 def test_an_error_of_one_row_is_raised_when_the_others_are_measured(tmp_path, capsys):
@@ -319,7 +511,7 @@ def test_an_error_of_one_row_is_raised_when_the_others_are_measured(tmp_path, ca
 
 
 def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "measure", lambda case, *_: row(case.name))
+    fake_measure(monkeypatch)
     clock = itertools.count(0, 40)
     monkeypatch.setattr(kernels.time, "monotonic", lambda: next(clock))
     path = kernels.run(cases=TINY[4:7], output=str(tmp_path / "a.json"), minutes=1)
@@ -334,7 +526,8 @@ def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
     file.add("two", {**row(direction="backward"), "ms": None, "failed": "out of memory"})
     text = markdown(tmp_path / "a.json")
     assert "a GPU, " in text and "commit c0ffee" in text and "SM clocks 1980 to 1980 MHz" in text
-    assert "| rms_norm 16K | forward | triton | 1 (1 to 1) | 50% of 1 ms | 1 TFLOP/s, 1 TB/s | compile 2.00 x |" in text
+    measured = "1 (1 to 1) | events, launched in 0.1 ms | 50% of 1 ms | 1 TFLOP/s, 1 TB/s"
+    assert f"| rms_norm 16K | forward | triton | {measured} | compile 2.00 x |" in text
     assert "| failed: out of memory |" in text and "* liger: liger_kernel is not installed" in text
     pytest.importorskip("matplotlib")
     from gsm.benchmarks import kernels as with_picture
@@ -414,8 +607,10 @@ def test_kernels_are_compiled_for_hopper_without_a_gpu(tmp_path):
     words = ["-m", "gsm_kernels.benchmark", "compiled", "only=swiglu", f"output={tmp_path}/a.json"]
     subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True, cwd=tmp_path)
     rows = list(json.loads((tmp_path / "a.json").read_text())["rows"].values())
-    assert [found["kernel"] for found in rows] == ["forward", "backward"]
+    named = [(found["case"], found["kernel"]) for found in rows]
+    assert named == [(dtype, name) for dtype in ("", "float16", "float32") for name in ("forward", "backward")]
     for found in rows:
+        assert found["seconds"] > 0 and "failed" not in found
         assert 16 <= found["REG"] <= 128 and found["STACK"] == 0 and found["wgmma"] == 0
         assert found["loads"] == found["wide_loads"] > 0 and found["constants"] == {"BLOCK": 2048}
     assert "| swiglu | forward | 4 |" in (tmp_path / "a.md").read_text()

@@ -1,8 +1,11 @@
 """The indexer's Triton kernels: selection on whole numbers, where scores are exact and tie, and scores of slots."""
 
+import random
+from collections.abc import Iterator
+
 import pytest
 import torch
-from calls import scoring, selection
+from calls import cast, scoring, selection
 from oracles import normal
 from triton_check import assert_agrees, assert_as_good_as_eager, each_size, to_device, with_reference, with_triton
 
@@ -147,17 +150,37 @@ def test_in_bfloat16_scores_err_no_more_than_eager(width):
     assert_as_good_as_eager(score_slots, scoring(rows=300, entries=420, heads=4, width=width, k=130, ratio=1))
 
 
+FEW, MANY = (1, 16), (17, 100)  # rows: a tile has 16, or 64
+SEARCHED = [  # heads, width, k, rows and slots: what a search is compiled for, and from how many on and up to how many
+    (1, 1, 1, FEW, (1, 16)),
+    (2, 16, 7, MANY, (33, 64)),
+    (5, 24, 20, FEW, (129, 256)),
+    (16, 128, 128, MANY, (257, 512)),
+    (64, 8, 50, MANY, (513, 1024)),
+    (8, 64, 100, MANY, (1025, 2048)),
+    (3, 100, 33, FEW, (2049, 4096)),
+    (12, 80, 128, MANY, (4097, 8192)),
+    (8, 64, 128, MANY, (8193, 16_384)),  # groups of 2
+    (7, 33, 5, FEW, (8193, 16_384)),
+    (8, 64, 128, FEW, (16_385, 20_000)),  # groups of 4
+    (13, 127, 65, MANY, (16_385, 20_000)),
+]
+
+
+def random_calls() -> Iterator[dict]:
+    """On whole numbers bfloat16 is exact as well."""
+    draw = random.Random(0)
+    for heads, width, k, rows, slots in SEARCHED:
+        for seed in range(20):
+            sizes = {"rows": draw.randint(*rows), "slots": draw.randint(*slots)}
+            low = draw.randrange(min(50, sizes["slots"]))
+            yield cast(searching(**sizes, heads=heads, width=width, k=k, seed=seed, low=low), torch.bfloat16)
+
+
 @pytest.mark.gpu
 def test_random_shapes():
-    """On whole numbers bfloat16 is exact as well."""
-    sizes = torch.Generator().manual_seed(0)
-    for seed in range(1000):
-        rows, slots, heads, width, k = (
-            int(torch.randint(1, top, (), generator=sizes)) for top in (100, 20_000, 17, 129, 129)
-        )
-        call = searching(rows=rows, slots=slots, heads=heads, width=width, k=k, seed=seed, low=seed % 50 % slots)
-        low = {n: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in call.items()}
-        assert_same_slots(index_top_k, low)
+    for call in random_calls():
+        assert_same_slots(index_top_k, call)
 
 
 @pytest.mark.gpu

@@ -54,10 +54,11 @@ class Inputs(NamedTuple):
         bank = None if self.bank_BFC is None else self.bank_BFC.to(dtype)
         return self._replace(window_BEC=self.window_BEC.to(dtype), bank_BFC=bank)
 
-    def last_rows(self, rows: int) -> Inputs:
-        """The call of these rows of the first sequence: what is compiled for it serves the whole."""
+    def first_rows(self, rows: int) -> Inputs:
+        """The call of these rows of the first sequence: what is compiled for it serves the whole, since its tensors
+        begin at the same addresses."""
         each = ("query_BRHC", "bias_BRK", "index_BRK", "position_BR", "cos_BRP", "sin_BRP")
-        fewer = {name: x[:1, -rows:] for name, x in self._asdict().items() if name in each and x is not None}
+        fewer = {name: x[:1, :rows] for name, x in self._asdict().items() if name in each and x is not None}
         whole = {
             name: x[:1] for name, x in self._asdict().items() if name in ("window_BEC", "bank_BFC") and x is not None
         }

@@ -119,7 +119,7 @@ def attend(
         inputs = inputs.in_one_dtype()
     if query_BRHC.numel() and learns:
         key = ("attend", query_BRHC.device, query_BRHC.dtype, *inputs.constants().values())
-        few = inputs.last_rows(64)
+        few = inputs.first_rows(64)
         lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
         build_once(key, lambda: _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few))
     return _forward(*inputs)[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __doc__ as usage
-from . import compiled, kernels
+from . import compiled, kernels, smoke
 from .report import markdown
 
 READ: dict[str, Callable[[str], Any]] = {
@@ -22,7 +22,7 @@ READ: dict[str, Callable[[str], Any]] = {
 
 def main(words: Sequence[str]) -> None:
     """Calls what the first word names with the `name=value` words behind it; errors become one sentence."""
-    commands = {"kernels": kernels.run, "compiled": compiled.run}
+    commands = {"smoke": smoke.run, "kernels": kernels.run, "compiled": compiled.run}
     if words[:1] == ["table"] and len(words) == 2:
         command: Callable[[], object] = lambda: print(markdown(Path(words[1])))  # noqa: E731
     elif words and words[0] in commands:

@@ -113,6 +113,23 @@ def flex(call: Call) -> Run:
     return run
 
 
+def fla_local(call: Call) -> Run:
+    """flash-linear-attention's plain attention, which has windows, sinks and shared heads of its own."""
+    reason = absent("fla", "fla.ops.attn.parallel")
+    if reason is not None:
+        raise Absent(reason)
+    attention = importlib.import_module("fla.ops.attn.parallel").parallel_attn
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        query, key = turn(query_BRHC, cos_BRP, sin_BRP), entry_BEC[:, :, None]
+        return turn(attention(query, key, key, window_size=width, sink_bias=sink_H), cos_BRP, sin_BRP, True)
+
+    return run
+
+
 def xformers_local(call: Call) -> Run:
     """xformers' local attention, forward alone: its form that gives the sum of exponentials away has no backward."""
     reason = absent("xformers", "xformers.ops.fmha")
@@ -224,4 +241,4 @@ def block_mask(call: Call) -> Any:
 
 ON_A_CPU = {"dense mask": dense_mask, f"flex, {NO_SINK}": flex}
 ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "sdpa, gathered": sdpa_gathered, "flex": flex}
-BAND = {"xformers": xformers_local, "flash-attn 4": flash_local}
+BAND = {"fla": fla_local, "xformers": xformers_local, "flash-attn 4": flash_local}

@@ -11,8 +11,8 @@ import contextlib
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import gsm_kernels
 
 from .. import launch
 from ..dispatch import using
-from . import machine, workloads
+from . import machine
 from .kernels import bound
 from .report import table
 from .results import FOLDER, Results, read
+from .samples import samples
 from .workloads import Case
 
-CAPABILITY = 90
+CAPABILITY, MOST_SHARED = 90, 227 << 10  # bytes of shared memory that a program can have
 HEAD = ("operation", "kernel", "warps", "stages", "registers", "spilled", "shared", "matrix", "loads", "constants")
 # Instructions by what they tell; a suffix narrows them.
 INSTRUCTIONS = {
@@ -40,33 +41,6 @@ INSTRUCTIONS = {
     "wide_loads": r"LDG\.E\.(?:\w+\.)*128|LDGSTS\.E\.(?:\w+\.)*128|UTMALDG",
     "loads": r"LDG|LDGSTS|UTMALDG",
 }
-
-
-def samples() -> tuple[Case, ...]:
-    """A call of every operation with the widths of the real models and a few rows: the grid alone knows how many. What
-    chooses among slots, or sums over them, is also compiled for as many as a long text has."""
-    return (
-        workloads.attend("32 heads", 1, 512),
-        workloads.attend("64 heads", 1, 512, heads=64),
-        _last_rows(workloads.attend("32 heads", 1, 512), 1),
-        workloads.attend_band("32 heads", 1, 512),
-        workloads.attend_band("64 heads", 1, 512, heads=64),
-        workloads.index_top_k("", 1, 512),
-        _last_rows(workloads.index_top_k("of 64K", 1, 65536), 64),
-        _last_rows(workloads.index_top_k("of 64K", 1, 65536), 1),
-        workloads.candidate_pool("", 1, 512),
-        _last_rows(workloads.candidate_pool("of 64K", 1, 65536), 64),
-        workloads.score_slots("", 1, 512),
-        workloads.indexer_kl("dense", 1, 512),
-        _last_rows(workloads.indexer_kl("dense, of 4K", 1, 4096), 64),
-        workloads.indexer_kl("selected", 1, 512, dense=False),
-        workloads.pool_groups("", 512),
-        workloads.mhc_boundary("", 64),
-        workloads.mhc_boundary("mixed precision", 64, mixed=True),
-        workloads.rms_norm("", 64),
-        workloads.swiglu("", 64),
-        workloads.linear_cross_entropy("", 16),
-    )
 
 
 def run(only: str = "", output: str = "") -> Path:
@@ -101,13 +75,16 @@ def run(only: str = "", output: str = "") -> Path:
 
 
 def rows_of(case: Case) -> Iterator[dict[str, Any]]:
-    """A row for every kernel that a call launches forward or backward, once; one that fails says why."""
+    """A row for every kernel that a call launches forward or backward, once; one that fails says why. Its `seconds` are
+    those of compiling it, or of finding it where Triton keeps what it has compiled."""
     launched: dict[Any, dict[str, Any]] = {}
 
     def instead(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
         row = {"op": case.op, "case": case.name, "kernel": kernel.__name__}
         try:
+            began = time.perf_counter()
             compiled = kernel.warmup(*args, grid=(1,), **options)
+            row["seconds"] = round(time.perf_counter() - began, 3)
             if compiled.hash not in launched:
                 launched[compiled.hash] = row | describe(compiled) | {"constants": _constants(kernel, args, options)}
         except Exception as error:  # the compiler may fail in any way, and the other kernels are still worth a look
@@ -130,6 +107,8 @@ def describe(compiled: Any) -> dict[str, Any]:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         used, code = (_cuobjdump(flag, cubin.name) for flag in ("--dump-resource-usage", "-sass"))
+    if metadata.shared > MOST_SHARED:
+        row["failed"] = f"needs {metadata.shared} bytes of shared memory, and there are {MOST_SHARED}"
     row |= {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", used)}
     operations = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
     return row | {
@@ -142,20 +121,11 @@ def markdown(path: Path) -> str:
     content = read(path)
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     opening = f"Compiled for sm_{content['capability']}, nothing launched: {versions}, commit {content['commit']}."
-    rows = [_cells(row) for row in content["rows"].values()]
-    return f"# {path.stem}\n\n{opening}\n\n{table(HEAD, rows)}\n"
-
-
-def _last_rows(case: Case, rows: int) -> Case:
-    """The last rows of a case, without a backward of its own. Of one row, as when a token is decoded, other kernels
-    take care."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        call = case.make(device, dtype)
-        return {name: x[:, -rows:].contiguous() if "_BR" in name else x for name, x in call.items()}
-
-    work = {direction: work for direction, work in case.work.items() if direction != "backward"}
-    return replace(case, name=f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", make=make, work=work)
+    rows = content["rows"].values()
+    failed, spilling = (sum(bool(row.get(what)) for row in rows) for what in ("failed", "STACK"))
+    seconds = sum(row.get("seconds", 0) for row in rows)
+    found = f"{len(rows)} kernels in {seconds:.0f} s: {failed} failed, {spilling} spill registers."
+    return f"# {path.stem}\n\n{opening} {found}\n\n{table(HEAD, map(_cells, rows))}\n"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -21,14 +21,21 @@ class Goal(NamedTuple):
     level: Literal["must", "aim"]
 
 
+# Peers that can run wherever PyTorch does, beside Liger's and flash-linear-attention's kernels, which are wheels of
+# Python alone. Two that were named at first cannot: TileLang's sparse attention is an example in its repository and no
+# function of a package, and Transformer Engine's hyper-connections take their coefficients from another site. Where
+# they stood, with the same numbers:
+#   attend backward, 2 x TileLang         2 x gathered SDPA, the other attention to single picked entries; fla 0.6
+#                                         picks blocks (nsa), or single ones in a reference with dense logits (dsa)
+#   attend forward, 1.5 x TileLang        nothing: 3 x gathered SDPA is asked already
+#   mhc_boundary, 1.2 and 1.5 x TE        Liger's, the same function; and 1.2 x torch.compile of the reference
 GOALS = (
     Goal("attend 4 x 4K", "forward", "best peer", 1.0, "must"),
     Goal("attend 4 x 4K", "backward", "best peer", 1.0, "must"),
     Goal("attend 64K", "forward", "sdpa, gathered", 3.0, "must"),
     Goal("attend 64K", "forward", "eager", 3.0, "must"),
-    Goal("attend 64K", "forward", "tilelang", 1.5, "must"),
     Goal("attend 64K", "forward", "floor", 0.40, "aim"),
-    Goal("attend 64K", "backward", "tilelang", 2.0, "must"),
+    Goal("attend 64K", "backward", "sdpa, gathered", 2.0, "must"),
     Goal("attend 64K", "backward", "floor", 0.28, "aim"),
     Goal("attend_band 64K", "forward", "flex", 1.2, "must"),
     Goal("attend_band 64K", "forward", "flash-attn 4", 1.0, "aim"),
@@ -53,12 +60,14 @@ GOALS = (
     Goal("swiglu 16K", "backward", "compile", 1.0, "must"),
     Goal("swiglu 16K", "backward", "floor", 0.80, "aim"),
     Goal("mhc_boundary 16K", "forward", "eager", 10.0, "must"),
-    Goal("mhc_boundary 16K", "forward", "transformer-engine", 1.2, "must"),
-    Goal("mhc_boundary 16K", "forward", "transformer-engine", 1.5, "aim"),
+    Goal("mhc_boundary 16K", "forward", "compile", 1.2, "must"),
+    Goal("mhc_boundary 16K", "forward", "liger", 1.2, "must"),
+    Goal("mhc_boundary 16K", "forward", "liger", 1.5, "aim"),
     Goal("mhc_boundary 16K", "forward", "floor", 0.85, "aim"),
     Goal("mhc_boundary 16K", "backward", "eager", 10.0, "must"),
-    Goal("mhc_boundary 16K", "backward", "transformer-engine", 1.2, "must"),
-    Goal("mhc_boundary 16K", "backward", "transformer-engine", 1.5, "aim"),
+    Goal("mhc_boundary 16K", "backward", "compile", 1.2, "must"),
+    Goal("mhc_boundary 16K", "backward", "liger", 1.2, "must"),
+    Goal("mhc_boundary 16K", "backward", "liger", 1.5, "aim"),
     Goal("mhc_boundary 16K", "backward", "floor", 0.75, "aim"),
     Goal("linear_cross_entropy 16K", "both", "liger", 3.0, "must"),
     Goal("linear_cross_entropy 16K", "both", "liger", 5.0, "aim"),

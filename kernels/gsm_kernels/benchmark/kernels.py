@@ -1,14 +1,17 @@
 """One row for every operation and direction: its time, its share of the floor, and its peers in the same run.
 
-On a GPU at the sizes that goals are set for; on a CPU the attention of small models, forward.
+On a GPU at the sizes that goals are set for; on a CPU the attention of small models, forward. First all rows are
+measured alone, which takes a minute or two, then again in turns with their peers, which takes most of the time to
+compile: wherever that ends, the file holds our times of everything.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +33,14 @@ OURS = "ours"
 FIXED = ("cos_BRP", "sin_BRP")  # floating-point arguments without a gradient
 # Relative error in bfloat16 beyond which a peer computes something else; gradients pass through a rounded result.
 TOLERANCE = {"forward": 2e-2, "backward": 5e-2, "both": 5e-2}
+ALONE = 2.0  # seconds of a row that is measured alone, at most
 
 
 def run(
     device: str = "auto",
     cases: Sequence[Case] | None = None,
     only: str = "",
+    peers: bool = True,
     without: Iterable[str] = (),
     output: str = "",
     force: bool = False,
@@ -49,12 +54,13 @@ def run(
         device: cpu, cuda; auto: a GPU if there is one.
         cases: what is measured; None: what suits the device.
         only: measure those alone whose name begins so.
+        peers: whether rows are measured again with their peers, once each was measured alone.
         without: peers that are left out. A row that did not end, or failed, is tried again behind the others, and
             without any peer.
-        output: the file; left out: benchmarks/results/<device>-<date>-kernels.json.
+        output: the file; left out: benchmarks/results/<device>-kernels.json.
         force: also what the file holds already.
         minutes: after which nothing new is begun; the same command then goes on.
-        seconds: of a row, after which no round of it is begun.
+        seconds: of a row with its peers, after which no round of it is begun.
         rounds: of a row, at most.
 
     Raises:
@@ -67,39 +73,95 @@ def run(
     wanted = [case for case in cases if case.name.startswith(only)]
     if not wanted:
         raise ValueError(f"no case begins with '{only}'; there are {', '.join(case.name for case in cases)}")
-    facts, began = machine.facts(where), time.monotonic()
+    facts = machine.facts(where)
     results = Results(Path(output) if output else usual_path(facts, "kernels"), facts)
-    rows = {f"{case.name}, {direction}": (case, direction) for case in wanted for direction in case.work}
-    left = sorted((name for name in rows if force or not results.has(name)), key=results.times)
-    print(f"{facts['device']}: {len(left)} of {len(rows)} rows to measure, to {results.path}")
-    roof, errors = ceilings.measure(where) if left else None, Errors()
+    plan = _Plan(results, wanted, where, time.monotonic(), minutes, rounds)
+    alone = [name for name in plan.rows if not plan.has(name) or (force and not peers)]
+    both = [name for name in plan.rows if force or not plan.is_complete(name)] if peers else []
+    print(f"{facts['device']}: of {len(plan.rows)} rows, {len(alone)} to measure alone, ", end="")
+    print(f"{len(both)} with their peers, to {results.path}", flush=True)
     try:
-        for number, name in enumerate(left):
-            if time.monotonic() - began > 60 * minutes:
-                print(f"{minutes:g} minutes are over and {len(left) - number} rows left: the same command goes on")
-                break
-            assert roof is not None
-            peers = None if results.times(name) and not results.has(name) else without
-            with results.trying(name):
-                results.add(name, _measured(errors, *rows[name], where, roof, peers, rounds, seconds))
-            print(line(results.rows[name]), flush=True)
-            machine.still_alive(name)
+        if plan.measure_alone(alone, min(seconds, ALONE)):
+            plan.measure_with_peers(both, tuple(without), seconds)
     finally:
         if results.rows:
             results.path.with_suffix(".md").write_text(markdown(results.path), encoding="utf-8")
-    errors.raise_first()
+    plan.errors.raise_first()
     return results.path
 
 
-def _measured(
-    errors: Errors, case: Case, direction: str, device: torch.device, roof: ceilings.Ceilings, *how: Any
-) -> dict[str, Any]:
-    """As `measure`; of what went wrong outside of the contest, a row that says so: the others are still to come."""
-    try:
-        return measure(case, direction, device, roof, *how)
-    except Exception as error:  # whatever it is, the row says it, and it is raised when the others are measured
-        errors.note(error)
-        return {"case": case.name, "direction": direction, "ceilings": roof._asdict(), **_nothing(sentence(error))}
+class _Plan:
+    """The rows of a file, till the minutes are over. What goes wrong in a row is raised when the others are measured;
+    machine.Lost at once, where the GPU takes no more work from this process."""
+
+    def __init__(
+        self, results: Results, cases: Iterable[Case], device: torch.device, began: float, minutes: float, rounds: int
+    ) -> None:
+        self.results, self.device, self.began, self.minutes, self.rounds = results, device, began, minutes, rounds
+        self.rows = {f"{case.name}, {direction}": (case, direction) for case in cases for direction in case.work}
+        self.sources = {op: machine.fingerprint(machine.sources_of(op)) for op in {case.op for case in cases}}
+        self.errors = Errors()
+
+    def has(self, name: str) -> bool:
+        """Whether the file has this row, measured alone at least."""
+        return self.results.has(name, sources=self.sources[self.rows[name][0].op])
+
+    def is_complete(self, name: str) -> bool:
+        """Whether the peers of this row had their chance."""
+        return self.has(name) and not self.results.rows[name].get("alone")
+
+    def measure_alone(self, names: Iterable[str], seconds: float) -> bool:
+        """These rows without peers; whether there was time for all."""
+        for name in self._in_time(names):
+            with self.results.trying(name):
+                self._add(name, {**self._measured(name, None, seconds), "peers": {}, "alone": True})
+            machine.still_alive(name)
+        return not self._is_over()
+
+    def measure_with_peers(self, names: Iterable[str], without: Iterable[str], seconds: float) -> None:
+        """Those of these rows that could be measured alone. Where that fails or ends the process, the row stays what it
+        was alone, and the next time its peers are left out."""
+        for name in self._in_time([name for name in names if self.has(name)]):
+            before = self.results.rows[name]
+            why = before.get("unfinished") or ("it did not end" if self.results.times(name) else None)
+            spared = before.get("alone") and why is not None
+            with self.results.trying(name):
+                row = self._measured(name, None if spared else without, seconds)
+                if row.get("failed"):
+                    row = {**before, "unfinished": row["failed"]}
+                self._add(name, {**row, "unfinished": why} if spared else row)
+            machine.still_alive(name)
+
+    def _measured(self, name: str, without: Iterable[str] | None, seconds: float) -> dict[str, Any]:
+        """As `measure`; of what went wrong outside of the contest, a row that says so."""
+        case, direction = self.rows[name]
+        try:
+            return measure(case, direction, self.device, self.roof, without, self.rounds, seconds)
+        except Exception as error:  # whatever it is, the row says it, and it is raised when the others are measured
+            self.errors.note(error)
+            known = {"case": case.name, "direction": direction, "ceilings": self.roof._asdict()}
+            return {**known, **_nothing(sentence(error))}
+
+    def _add(self, name: str, row: Mapping[str, Any]) -> None:
+        self.results.add(name, {**row, "sources": self.sources[self.rows[name][0].op]})
+        print(line(self.results.rows[name]), flush=True)
+
+    def _in_time(self, names: Iterable[str]) -> Iterator[str]:
+        """Those that were tried least first, till the time is over."""
+        left = sorted(names, key=self.results.times)
+        for number, name in enumerate(left):
+            if self._is_over():
+                print(f"{self.minutes:g} minutes are over and {len(left) - number} rows left: the same command goes on")
+                return
+            yield name
+
+    def _is_over(self) -> bool:
+        return time.monotonic() - self.began > 60 * self.minutes
+
+    @functools.cached_property
+    def roof(self) -> ceilings.Ceilings:
+        """Of the device, measured when it is first asked for."""
+        return ceilings.measure(self.device)
 
 
 def measure(
@@ -120,22 +182,27 @@ def measure(
     torch.manual_seed(0)
     torch.compiler.reset()  # which compiles a function for so many calls alone, and then no more
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    contest, work = Contest(case.op, case.make(device, dtype), direction), case.work[direction].at(dtype)
-    contest.enter_all(without)
-    floor, absent = roof.floor(*work), {name: {"absent": reason} for name, reason in contest.absent.items()}
-    row = {"case": case.name, "direction": direction, **work._asdict(), "floor_ms": floor, "ceilings": roof._asdict()}
-    row |= {"implementation": contest.chosen, "reason": getattr(gsm_kernels, case.op).explain()[1]}
-    if OURS not in contest.runs:
-        return {**row, **_nothing(contest.absent[OURS])}
-    extra = {name: _mib(timing.extra_bytes(run, device)) for name, run in contest.runs.items()}
-    times = timing.take_turns(contest.runs, device, rounds, seconds)
-    ours = times.pop(OURS)
-    found = {
-        name: {"ms": spread._asdict(), "ratio": spread.median / ours.median, "extra_mib": extra[name]}
-        for name, spread in times.items()
-    }
-    row |= {"ms": ours._asdict(), "share_of_floor": floor / ours.median, "extra_mib": extra[OURS]}
-    return {**row, "peers": found | absent, "clocks": machine.clocks(device)}
+    with timing.own_stream(device):
+        contest, work = Contest(case.op, case.make(device, dtype), direction), case.work[direction].at(dtype)
+        contest.enter_all(without)
+        row = {"case": case.name, "direction": direction, **work._asdict(), "floor_ms": roof.floor(*work)}
+        row |= {"ceilings": roof._asdict(), "implementation": contest.chosen}
+        row |= {"reason": getattr(gsm_kernels, case.op).explain()[1]}
+        if OURS not in contest.runs:
+            return {**row, **_nothing(contest.absent[OURS])}
+        extra = {name: _mib(timing.extra_bytes(run, device)) for name, run in contest.runs.items()}
+        times = timing.kernel_turns(contest.runs, device, rounds, seconds)
+    found = {name: {**_shown(timed), "extra_mib": extra[name]} for name, timed in times.items()}
+    ours, median = found.pop(OURS), times[OURS].spread.median
+    compared = {name: {**one, "ratio": one["ms"]["median"] / median} for name, one in found.items()}
+    absent = {name: {"absent": reason} for name, reason in contest.absent.items()}
+    row |= {**ours, "share_of_floor": row["floor_ms"] / median, "peers": compared | absent}
+    return {**row, "clocks": machine.clocks(device)}
+
+
+def _shown(timed: timing.Timed) -> dict[str, Any]:
+    """How long it takes, how that was timed, and how long the host takes to launch it."""
+    return {"ms": timed.spread._asdict(), "timed": timed.how, "host_ms": timed.host_ms}
 
 
 def _nothing(reason: str) -> dict[str, Any]:

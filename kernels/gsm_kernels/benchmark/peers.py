@@ -26,8 +26,7 @@ Peer = Callable[..., Any]
 Maker = Callable[[Call], Peer]
 
 IN_CHUNKS, FEW_ROWS = ("attend", "attend_band", "index_top_k", "indexer_kl"), 16384
-TILELANG = "its kernels of this form are examples in its repository, not functions that a program can import"
-TRANSFORMER_ENGINE = "its hyper-connections are computed in another order, with coefficients from the same site"
+LIGER = "liger_kernel.transformers.functional"
 
 
 def peers_of(op: str, call: Call) -> dict[str, Maker]:
@@ -79,26 +78,67 @@ def plain_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) 
 
 def liger_rms_norm(call: Call) -> Peer:
     """Liger's, with the weight in the dtype that it wants."""
-    norm = _function("liger_kernel", "liger_kernel.transformers.functional", "liger_rms_norm")
+    norm = _function("liger_kernel", LIGER, "liger_rms_norm")
     return lambda x, weight: norm(x, weight.to(x.dtype), 1e-6)
 
 
 def liger_swiglu(call: Call) -> Peer:
-    """Liger's, which clamps nothing; random numbers of this size do not reach the limit."""
-    swiglu = _function("liger_kernel", "liger_kernel.transformers.functional", "liger_swiglu")
-    return lambda gate, up, limit: swiglu(gate, up)
+    """Liger's, which clamps nothing; random numbers of this size do not reach the limit. Its backward writes the
+    gradients over its inputs, so it gets copies of its own where there will be one; they are made before it."""
+    swiglu = _function("liger_kernel", LIGER, "liger_swiglu")
+
+    def run(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        return swiglu(gate.clone(), up.clone()) if torch.is_grad_enabled() else swiglu(gate, up)
+
+    return run
+
+
+def liger_mhc_boundary(call: Call) -> Peer:
+    """Liger's three functions: coefficients, streams past a site, and the mixture that the next site reads. Its matrix
+    of a projection is the transpose of ours; as we do, it is rounded to the streams' dtype."""
+    names = ("liger_mhc_coeffs", "liger_mhc_post_res", "liger_mhc_pre")
+    coefficients, past, read = (_function("liger_kernel", LIGER, name) for name in names)
+
+    def run(
+        streams_BRXD: Tensor, update_BRD: Tensor, phi: Tensor, bias: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        dtype = streams_BRXD.dtype
+        turned, alphas = phi.T.to(dtype, memory_format=torch.contiguous_format), scale.unbind()
+        options = {"allow_fp32": dtype == torch.float32, "rms_eps": 1e-6, "pre_eps": 1e-6, "sinkhorn_eps": 1e-6}
+        reading, writing, mixing = coefficients(streams_BRXD, turned, bias, *alphas, tmax=20, post_mult=2.0, **options)
+        left = past(streams_BRXD, update_BRD, writing, mixing.mT.contiguous())
+        return left, read(left, reading)
+
+    return run
 
 
 def liger_cross_entropy(call: Call) -> Peer:
     """Liger's fused head and loss."""
-    module = "liger_kernel.transformers.functional"
-    loss = _function("liger_kernel", module, "liger_fused_linear_cross_entropy")
+    loss = _function("liger_kernel", LIGER, "liger_fused_linear_cross_entropy")
 
     def run(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
         result = loss(hidden_ND, weight_VD, target_N)
         return result if isinstance(result, Tensor) else result[0]
 
     return run
+
+
+def fla_rms_norm(call: Call) -> Peer:
+    """flash-linear-attention's, with the weight in its own dtype."""
+    norm = _function("fla", "fla.modules.norm.layernorm", "rms_norm")
+    return lambda x, weight: norm(x, weight, None, eps=1e-6)
+
+
+def fla_swiglu(call: Call) -> Peer:
+    """flash-linear-attention's, which clamps nothing."""
+    swiglu = _function("fla", "fla.modules.activations", "swiglu")
+    return lambda gate, up, limit: swiglu(gate, up)
+
+
+def fla_cross_entropy(call: Call) -> Peer:
+    """flash-linear-attention's head and loss, in eight chunks."""
+    loss = _function("fla", "fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss")
+    return lambda hidden_ND, weight_VD, target_N: loss(hidden_ND, target_N, weight_VD)
 
 
 def quack_rms_norm(call: Call) -> Peer:
@@ -123,26 +163,16 @@ def _function(package: str, module: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _never(package: str, reason: str) -> Maker:
-    """A peer that is named and has no part yet."""
-
-    def make(call: Call) -> Peer:
-        raise Absent(absent(package) or reason)
-
-    return make
-
-
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     "rms_norm": plain_rms_norm,
     "swiglu": plain_swiglu,
     "linear_cross_entropy": plain_cross_entropy,
 }
 _OTHERS: Mapping[str, Mapping[str, Maker]] = {
-    "attend": {**attention_peers.ON_A_GPU, "tilelang": _never("tilelang", TILELANG)},
+    "attend": attention_peers.ON_A_GPU,
     "attend_band": {**attention_peers.ON_A_GPU, **attention_peers.BAND},
-    "index_top_k": {"tilelang": _never("tilelang", TILELANG)},
-    "mhc_boundary": {"transformer-engine": _never("transformer_engine", TRANSFORMER_ENGINE)},
-    "rms_norm": {"liger": liger_rms_norm, "quack": quack_rms_norm},
-    "swiglu": {"liger": liger_swiglu},
-    "linear_cross_entropy": {"liger": liger_cross_entropy, "quack": quack_cross_entropy},
+    "mhc_boundary": {"liger": liger_mhc_boundary},
+    "rms_norm": {"liger": liger_rms_norm, "fla": fla_rms_norm, "quack": quack_rms_norm},
+    "swiglu": {"liger": liger_swiglu, "fla": fla_swiglu},
+    "linear_cross_entropy": {"liger": liger_cross_entropy, "fla": fla_cross_entropy, "quack": quack_cross_entropy},
 }

@@ -10,14 +10,14 @@ from typing import Any
 from .goals import goals_of, verdict
 from .results import read
 
-HEAD = ("operation", "direction", "ran", "ms (quartiles)", "of the floor", "rate", "faster than", "goals")
+HEAD = ("operation", "direction", "ran", "ms (quartiles)", "timed by", "of the floor", "rate", "faster than", "goals")
 
 
 def line(row: Mapping[str, Any]) -> str:
     """One row in one line."""
     if row.get("failed"):
         return f"{row['case']}, {row['direction']}: failed: {row['failed']}"
-    against = f"; {_ratios(row)}" if row["peers"] else ""
+    against = f"; {_ratios(row)}" if row["peers"] or row.get("unfinished") else ""
     return f"{row['case']}, {row['direction']} ({row['implementation']}): {_time(row['ms'])} ms, {_share(row)}{against}"
 
 
@@ -58,10 +58,10 @@ def _measured_on(content: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     ran, goals = (row["case"], row["direction"], row["implementation"]), map(partial(verdict, row=row), goals_of(row))
     if row.get("failed"):
-        return *ran, f"failed: {row['failed']}", "", "", "", "; ".join(goals)
+        return *ran, f"failed: {row['failed']}", "", "", "", "", "; ".join(goals)
     seconds = row["ms"]["median"] / 1e3
     rates = f"{rate(row['flops'] / seconds, 'FLOP/s')}, {rate(row['bytes'] / seconds, 'B/s')}"
-    return *ran, _time(row["ms"]), _share(row), rates, _ratios(row), "; ".join(goals)
+    return *ran, _time(row["ms"]), _how(row), _share(row), rates, _ratios(row), "; ".join(goals)
 
 
 def rate(number: float, unit: str) -> str:
@@ -73,9 +73,23 @@ def _time(ms: Mapping[str, float]) -> str:
     return f"{ms['median']:.4g} ({ms['low']:.4g} to {ms['high']:.4g})"
 
 
+def _how(row: Mapping[str, Any]) -> str:
+    """How a row or a peer was timed, and how long the host takes to launch it."""
+    host = row.get("host_ms")
+    return row.get("timed", "") + (f", launched in {host:.2g} ms" if host is not None else "")
+
+
 def _share(row: Mapping[str, Any]) -> str:
     return f"{row['share_of_floor']:.0%} of {row['floor_ms']:.3g} ms"
 
 
 def _ratios(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {peer['ratio']:.2f} x" for name, peer in row["peers"].items() if "ratio" in peer)
+    """How many times as long the peers take; of those that are not timed as most are, how they were."""
+    if row.get("unfinished"):
+        return f"measured alone, since with its peers: {row['unfinished']}"
+    if row.get("alone"):
+        return "measured alone so far"
+    ratios = [(f"{name} {peer['ratio']:.2f} x", peer) for name, peer in row["peers"].items() if "ratio" in peer]
+    return ", ".join(
+        f"{words} ({_how(peer)})" if peer.get("timed") in ("replay", "long pause") else words for words, peer in ratios
+    )

@@ -90,11 +90,12 @@ def attend(
     channels: int = CHANNELS,
     width: int = WIDTH,
     picks: int = PICKS,
+    angles: int = ANGLES,
 ) -> Case:
     """One document a sequence; a row's slots lie anywhere among those it sees, one in each of `picks` equal parts."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        rows = _rows(batch, length, heads, channels, device, dtype)
+        rows = _rows(batch, length, heads, channels, angles, device, dtype)
         window = rows.pop("entry_BEC")
         bank = torch.randn(batch, length // RATIO, channels, device=device, dtype=dtype)
         return {
@@ -110,12 +111,18 @@ def attend(
 
 
 def attend_band(
-    name: str, batch: int, length: int, heads: int = 32, channels: int = CHANNELS, width: int = STATE
+    name: str,
+    batch: int,
+    length: int,
+    heads: int = 32,
+    channels: int = CHANNELS,
+    width: int = STATE,
+    angles: int = ANGLES,
 ) -> Case:
     """One document a sequence."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        return {**_rows(batch, length, heads, channels, device, dtype), "width": width}
+        return {**_rows(batch, length, heads, channels, angles, device, dtype), "width": width}
 
     return Case(
         name, "attend_band", make, _attention(batch, length, heads, channels, seen_entries(length, width), 1, 0)
@@ -134,12 +141,19 @@ def index_top_k(name: str, batch: int, length: int, heads: int = INDEX_HEADS, wi
 
 
 def indexer_kl(
-    name: str, batch: int, length: int, heads: int = 32, channels: int = CHANNELS, dense: bool = True
+    name: str,
+    batch: int,
+    length: int,
+    heads: int = 32,
+    channels: int = CHANNELS,
+    dense: bool = True,
+    index_heads: int = INDEX_HEADS,
+    index_width: int = INDEX_WIDTH,
 ) -> Case:
     """The teacher's logits, the scores, and their gradients, which come with the loss: on all slots, or the picked."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        searched = _searched(batch, length, INDEX_HEADS, INDEX_WIDTH, device, dtype)
+        searched = _searched(batch, length, index_heads, index_width, device, dtype)
         student = {f"index_{key}": x for key, x in searched.items()}
         return {
             **attend("", batch, length, heads, channels).make(device, dtype),
@@ -150,34 +164,33 @@ def indexer_kl(
 
     slots = batch * seen_entries(length, length if dense else PICKS, RATIO)
     teacher = 2 * heads * channels * (batch * seen_entries(length, WIDTH) + slots)
-    scores = 3 * 2 * INDEX_HEADS * INDEX_WIDTH * slots
+    scores = 3 * 2 * index_heads * index_width * slots
     tokens = batch * length
-    moved = 2 * tokens * (heads * channels + channels * (1 + 1 / RATIO)) + 4 * tokens * INDEX_WIDTH * (
-        INDEX_HEADS + 1 / RATIO
-    )
+    read = 2 * tokens * (heads * channels + channels * (1 + 1 / RATIO))
+    moved = read + 4 * tokens * index_width * (index_heads + 1 / RATIO)
     return Case(name, "indexer_kl", make, {"both": Work(teacher + scores, moved)})
 
 
-def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False) -> Case:
+def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False, streams: int = STREAMS) -> Case:
     """Streams written, mixed and read; its parameters are float32, as in training. In mixed precision the streams are
     float32 too, since nothing rounds what the embedding gives."""
-    numbers = 2 * STREAMS + STREAMS * STREAMS
+    numbers = 2 * streams + streams * streams
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         return {
             "streams_BRXD": torch.randn(
-                1, tokens, STREAMS, width, device=device, dtype=torch.float32 if mixed else dtype
+                1, tokens, streams, width, device=device, dtype=torch.float32 if mixed else dtype
             ),
             "update_BRD": torch.randn(1, tokens, width, device=device, dtype=dtype),
-            "phi": torch.randn(numbers, STREAMS * width, device=device) * (STREAMS * width) ** -0.5,
+            "phi": torch.randn(numbers, streams * width, device=device) * (streams * width) ** -0.5,
             "bias": torch.randn(numbers, device=device),
             "scale": torch.full((3,), 0.1, device=device),
         }
 
-    products, moved = 2 * numbers * STREAMS * width * tokens, 2 * width * tokens
+    products, moved = 2 * numbers * streams * width * tokens, 2 * width * tokens
     wide = 2 if mixed else 1
-    per_token = wide * (2 * STREAMS + 1) + 1  # streams in and out, the mixture out; the update in
-    backward = wide * (3 * STREAMS + 1) + 2  # also the streams themselves, and the update
+    per_token = wide * (2 * streams + 1) + 1  # streams in and out, the mixture out; the update in
+    backward = wide * (3 * streams + 1) + 2  # also the streams themselves, and the update
     return Case(
         name,
         "mhc_boundary",
@@ -208,19 +221,20 @@ def swiglu(name: str, tokens: int, width: int = INNER) -> Case:
     return Case(name, "swiglu", make, _streaming(tokens * width, 3, 5))
 
 
-def pool_groups(name: str, tokens: int, channels: int = CHANNELS) -> Case:
-    """Pairs of tokens."""
+def pool_groups(name: str, tokens: int, channels: int = CHANNELS, ratio: int = RATIO) -> Case:
+    """Groups of `ratio` tokens; of one token, without gates, which would change nothing."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         value, gate = (torch.randn(1, tokens, channels, device=device, dtype=dtype) for _ in range(2))
         return {
             "value_BSC": value,
-            "gate_BSC": gate,
-            "end_BF": torch.arange(1, tokens, RATIO, device=device)[None],
-            "ratio": RATIO,
+            "gate_BSC": gate if ratio > 1 else None,
+            "end_BF": torch.arange(ratio - 1, tokens, ratio, device=device)[None],
+            "ratio": ratio,
         }
 
-    return Case(name, "pool_groups", make, _streaming(tokens * channels, 2 + 1 / RATIO, 4 + 1 / RATIO))
+    read = 2 if ratio > 1 else 1
+    return Case(name, "pool_groups", make, _streaming(tokens * channels, read + 1 / ratio, 2 * read + 1 / ratio))
 
 
 def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary: int = VOCABULARY) -> Case:
@@ -237,15 +251,15 @@ def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary:
     return Case(name, "linear_cross_entropy", make, {"both": Work(6 * tokens * width * vocabulary, moved)})
 
 
-def score_slots(name: str, batch: int, length: int) -> Case:
+def score_slots(name: str, batch: int, length: int, heads: int = INDEX_HEADS, width: int = INDEX_WIDTH) -> Case:
     """The scores of slots that were picked."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        searched = _searched(batch, length, INDEX_HEADS, INDEX_WIDTH, device, dtype)
+        searched = _searched(batch, length, heads, width, device, dtype)
         return {**searched, "index_BRK": picked(batch, length, PICKS, device)}
 
-    products = 2 * INDEX_HEADS * INDEX_WIDTH * batch * seen_entries(length, PICKS, RATIO)
-    moved = batch * length * (2 * INDEX_HEADS * INDEX_WIDTH + 2 * INDEX_WIDTH / RATIO + 6 * PICKS)
+    products = 2 * heads * width * batch * seen_entries(length, PICKS, RATIO)
+    moved = batch * length * (2 * heads * width + 2 * width / RATIO + 6 * PICKS)
     return Case(
         name, "score_slots", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
     )
@@ -280,9 +294,11 @@ def picked(batch: int, length: int, picks: int, device: torch.device) -> Tensor:
     return torch.where(sees_R1 > picks, spread_BRK, torch.where(first_K < sees_R1, first_K, -1))
 
 
-def _rows(batch: int, length: int, heads: int, channels: int, device: torch.device, dtype: torch.dtype) -> Call:
+def _rows(
+    batch: int, length: int, heads: int, channels: int, angles: int, device: torch.device, dtype: torch.dtype
+) -> Call:
     position_BR = torch.arange(length, device=device).expand(batch, -1)
-    angles = min(ANGLES, channels // 2)
+    angles = min(angles, channels // 2)
     angle_BRP = position_BR[..., None] * 160_000.0 ** -(torch.arange(angles, device=device) / angles)
     return {
         "query_BRHC": torch.randn(batch, length, heads, channels, device=device, dtype=dtype),
