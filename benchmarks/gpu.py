@@ -30,12 +30,15 @@ GRACE = 20, 10  # seconds: from the end of its minutes until a stage is interrup
 
 
 class Stage(NamedTuple):
-    """What it answers, how many minutes it takes at most, its own words, and what Python runs."""
+    """What it answers, how many minutes it takes at most, its own words, what Python runs, and what it runs with on a
+    GPU, or in a rehearsal without one."""
 
     answers: str
     minutes: float
     words: tuple[str, ...]
     command: tuple[str, ...]
+    on_gpu: tuple[str, ...] = ()
+    on_cpu: tuple[str, ...] = ("device=cpu",)
 
 
 STAGES = {
@@ -48,7 +51,7 @@ STAGES = {
     "tests": Stage(
         "are results and gradients right, test by test, and does compute-sanitizer find anything?",
         7.5,
-        ("only", "keep", "device", "workers"),
+        ("only", "keep", "workers"),
         ("benchmarks/gpu_tests.py",),
     ),
     "kernels": Stage(
@@ -61,16 +64,20 @@ STAGES = {
         "how fast do the models read and go on, at 4K, 64K and 256K first, GSM and its baseline first?",
         7.5,
         ("benchmark.",),
-        ("benchmark.py", "benchmark=inference", "device=cuda", "benchmark.text=random"),
+        ("benchmark.py", "benchmark=inference", "benchmark.text=random"),
+        ("device=cuda",),
+        (
+            *("device=cpu", "benchmark.size=pico", "benchmark.models=[gsm,baseline]", "benchmark.lengths=[256]"),
+            "benchmark.synthetic_lengths=[]",
+        ),
     ),
     "training": Stage(
         "how fast do they train, 1.5B parameters, 4 sequences, with recomputation, GSM and its baseline first?",
         7.5,
         ("benchmark.",),
-        (
-            *("benchmark.py", "benchmark=training", "device=cuda"),
-            *("benchmark.size=1p5b", "benchmark.batch_size=4", "benchmark.recompute=true"),
-        ),
+        ("benchmark.py", "benchmark=training", "benchmark.recompute=true"),
+        ("device=cuda", "benchmark.size=1p5b", "benchmark.batch_size=4"),
+        ("device=cpu", "benchmark.size=pico", "benchmark.batch_size=1", "benchmark.steps=2"),
     ),
 }
 
@@ -83,11 +90,11 @@ WORDS = {
     "only": "PREFIX of the rows that are measured; of tests, a part of their names",
     "peers": "false: ours alone",
     "keep": "true: a result counts, whatever was changed since",
-    "device": "cpu: a rehearsal without a GPU, in Triton's interpreter",
+    "device": "cpu: a rehearsal without a GPU, at toy sizes",
     "workers": "NUMBER of processes that run tests, where pytest-xdist is",
     "benchmark.": "NAME=VALUE, as benchmark.py takes it: benchmark.models=[gsm]",
 }
-EVERYWHERE = ("results", "earlier", "commit", "minutes", "force")
+EVERYWHERE = ("results", "earlier", "commit", "minutes", "force", "device")
 TRUTH = ("force", "peers", "keep")
 
 MEASURED = ("smoke", "kernels", "inference", "training")
@@ -277,6 +284,7 @@ def run(stage: str, words: Mapping[str, str], environment: Mapping[str, str], be
     """
     minutes, status = float(words.get("minutes", STAGES[stage].minutes)), 0
     own = [f"{word}={value}" for word, value in words.items() if word == "force" or word not in EVERYWHERE]
+    own = [*(STAGES[stage].on_cpu if words.get("device") == "cpu" else STAGES[stage].on_gpu), *own]
     for _ in range(3):
         left, now = max(0.0, minutes - (time.monotonic() - began) / 60), time.time()
         command = [sys.executable, *STAGES[stage].command, *own, f"minutes={left:.2f}"]
