@@ -15,7 +15,9 @@ from gsm.paths import ROOT
 
 FLOORS = {
     "gsm_kernels": 0,
-    **dict.fromkeys(["__version__", "paths", "files", "shapes", "signals", "span", "observe", "memory", "graphs"], 1),
+    **dict.fromkeys(
+        ["__version__", "paths", "files", "errors", "shapes", "signals", "span", "observe", "memory", "graphs"], 1
+    ),
     "nn": 2,
     **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
     "models": 4,

@@ -11,7 +11,7 @@ import lightning
 from lightning.pytorch.callbacks import Checkpoint
 
 from gsm.callbacks.files import save
-from gsm.runs.check import ConfigError
+from gsm.errors import ConfigError
 from gsm.task import LanguageModeling
 
 

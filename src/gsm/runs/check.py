@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gsm.errors import ConfigError
+
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 NAMED_PARTS = {"callbacks", "logger"}  # groups whose mapping holds parts under names that anyone may add to
 SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
@@ -56,10 +58,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "callbacks.latest.share": (0, None),
 }
 SIZES = ("size.", "model.geometry.")
-
-
-class ConfigError(ValueError):
-    """The configuration is wrong; the message is one sentence for the person who wrote it."""
 
 
 def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: Collection[Path]) -> None:
