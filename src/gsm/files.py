@@ -49,6 +49,15 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The object in a small file; None if it is missing, unreadable, or holds anything else."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 class Damaged(ValueError):
     """A file is not what was written; the message says where."""
 

@@ -113,11 +113,8 @@ def checksum(path: Path) -> int:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """What a small file says; None if it is missing, unreadable, or another than was written."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(value, dict):
+    value = files.read_json(path)
+    if value is None:
         return None
     kept = value.pop(CHECKSUM, None)
     return value if kept in (None, _checksum_of(value)) else None

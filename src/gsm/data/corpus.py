@@ -22,7 +22,7 @@ from pathlib import Path
 from gsm.data.cache import file_digest
 from gsm.data.damage import Damage
 from gsm.data.names import SURE, fits, fraction, hashed, patterns, role
-from gsm.data.reading import SUFFIXES, Moved, Piece, holds_many, read_pieces
+from gsm.data.reading import LONGEST_LINE, SUFFIXES, Moved, Piece, holds_many, read_pieces
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Corpus:
         files: patterns (as in a shell; `*` crosses folders) of the files to take, relative to `root`; None: all.
         validation: patterns of the files (or folders) to hold out, relative to `root` or absolute; None: as above.
         text_field: where the text stands in a line of JSON, or the name of the column in parquet.
+        longest_line: bytes that a line of JSON may have, unpacked: it is read as a whole.
         suffixes: which files are text.
         excluded: patterns of file and folder names that are left out, at every depth.
         validation_share: expected share held out, between 0 and 1.
@@ -82,6 +83,7 @@ class Corpus:
         files: str | Sequence[str] | None = None,
         validation: str | Sequence[str] | None = None,
         text_field: str = "text",
+        longest_line: int = LONGEST_LINE,
         suffixes: tuple[str, ...] = SUFFIXES,
         excluded: tuple[str, ...] = ("__pycache__", ".*"),
         validation_share: float = 0.05,
@@ -91,6 +93,7 @@ class Corpus:
         self.root, self.name, self.suffixes, self.excluded = Path(root), name, suffixes, excluded
         self.taken, self.held_out = patterns(files), patterns(validation)
         self.text_field, self.validation_share, self.notes = text_field, validation_share, notes
+        self.longest_line = longest_line
         self.damage = Damage(on_corrupt)
         if not self.root.exists():
             raise FileNotFoundError(
@@ -188,7 +191,7 @@ class Corpus:
         }
 
     def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
-        return read_pieces(self._path(name), self.text_field, moved)
+        return read_pieces(self._path(name), self.text_field, moved, self.longest_line)
 
     def _path(self, name: str) -> Path:
         return self.root if self.root.is_file() and name == self.root.name else self.root / name

@@ -36,6 +36,7 @@ class TextData(Placed):
         files: patterns of the files below `path` to take; None: all that hold text.
         validation: patterns of the files to hold out; None: chosen by hash (see `Corpus`).
         text_field: where the text stands in JSON lines and in parquet; None: in `text`.
+        longest_line: bytes that a line of JSON may have; None: 32 MiB.
         on_corrupt: "stop" at a damaged file, or "skip" the rest of it; None: stop.
         corpus: a source of text instead of `path`.
         max_tokens: at most so many tokens are trained on, the first ones; None: all.
@@ -65,6 +66,7 @@ class TextData(Placed):
         files: str | list[str] | None = None,
         validation: str | list[str] | None = None,
         text_field: str | None = None,
+        longest_line: int | None = None,
         on_corrupt: str | None = None,
         corpus: Corpus | None = None,
         max_tokens: int | None = None,
@@ -84,7 +86,9 @@ class TextData(Placed):
         _require("max_tokens", max_tokens, context + 1)
         _require("max_validation_tokens", max_validation_tokens, context + 1)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
+        _require("longest_line", longest_line, 1)
         told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
+        told["longest_line"] = longest_line
         self.corpus = corpus or _corpus(path, **told)
         if corpus and _given(path=path, **told):
             raise ValueError(f"path {path!r} (or {', '.join(told)}) and a corpus were both given; leave one out")

@@ -19,8 +19,9 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
-ZSTD_INPUT = 1 << 14  # bytes at a time: what they unpack to is held in memory
+ZSTD_INPUT = 1 << 11  # bytes at a time: what they unpack to, at most 32,000 times as much, is in memory
 ROWS = 256  # of parquet at a time
+LONGEST_LINE = 1 << 25  # bytes of a line of JSON, unless data.longest_line says otherwise
 WHOLE = 1 << 24  # characters: a longer text file is read, and encoded, in pieces of about this size
 
 Moved = Callable[[int], None]
@@ -42,7 +43,9 @@ def holds_many(name: str) -> bool:
     return without_packing(name).endswith((".jsonl", ".parquet"))
 
 
-def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
+def read_pieces(
+    path: Path, field: str = "text", moved: Moved | None = None, longest_line: int = LONGEST_LINE
+) -> Iterator[Piece]:
     """The documents of one file in their order, those without any text left out.
 
     In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell; null is
@@ -52,10 +55,11 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
         path: the file.
         field: where the text stands in a line of JSON, or the name of the column in parquet.
         moved: called now and then with the number of bytes of the file that were taken in since the last call.
+        longest_line: bytes that a line of JSON may have, unpacked.
 
     Raises:
-        Damaged: the file is cut short, a line is not JSON, parquet is not UTF-8 or has no rows, or `field` is missing
-            or no text.
+        Damaged: the file is cut short, a line is not JSON or too long, parquet is not UTF-8 or has no rows, or `field`
+            is missing or no text.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
     moved = moved or (lambda count: None)
@@ -64,7 +68,7 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
         yield from _parquet(path, field, moved)
     else:
         with _opened(path, moved) as file:
-            yield from _json_lines(path, file, field) if kind.endswith(".jsonl") else _plain(file)
+            yield from _json_lines(path, file, field, longest_line) if kind.endswith(".jsonl") else _plain(file)
 
 
 def sound_text(value: object, where: str, field: str) -> str:
@@ -97,14 +101,16 @@ def _block(file: IO[bytes]) -> bytes:
     return raw + file.readline(WHOLE) if len(raw) == WHOLE else raw
 
 
-def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
-    for number, line in enumerate(file, start=1):
+def _json_lines(path: Path, file: IO[bytes], field: str, longest: int) -> Iterator[Piece]:
+    for number, line in enumerate(iter(lambda: file.readline(longest + 1), b""), start=1):
+        where = f"{path}, line {number},"
+        if len(line) > longest:
+            raise Damaged(f"{where} has more than {longest:,} bytes; cut it, or set data.longest_line to what it has")
         if not line.strip():
             continue
-        where = f"{path}, line {number},"
         try:
             row = json.loads(line.decode("utf-8", errors="replace").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # what is nested too deep is a RecursionError
             raise Damaged(
                 f"{where} is not JSON ({error}); each line has to be an object with its text in field {field!r}"
             ) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from gsm.callbacks.metrics_file import read_metrics
 from gsm.eval import plots
-from gsm.files import replacing
+from gsm.files import read_json, replacing
 from gsm.runs.check import ConfigError, few, unknown
 from gsm.runs.folder import unlike
 from gsm.runs.report import shown as shown_path
@@ -323,11 +323,10 @@ def _keys(summary: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 def _state(run: Path) -> str:
     """What is known of a run that is not finished; empty if it is."""
-    try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        status, steps, reason = (summary.get(key) for key in ("status", "steps", "reason"))
-    except (OSError, ValueError, AttributeError):
+    summary = read_json(run / "summary.json")
+    if summary is None:
         return "without a summary.json that can be read: it has ended before training began, or waits"
+    status, steps, reason = (summary.get(key) for key in ("status", "steps", "reason"))
     if status == "finished":
         return ""
     how = "running, or killed," if status == "running" else str(status)

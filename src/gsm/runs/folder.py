@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gsm.distributed import shards
-from gsm.files import sweep
+from gsm.files import read_json, sweep
 from gsm.runs import weights
 from gsm.runs.check import ConfigError, few, flat
 from gsm.runs.load import CheckpointError, read_checkpoint
@@ -163,10 +163,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _status(folder: Path) -> str | None:
     """How the last run in this folder ended; None if it did not say."""
-    try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("status")
-    except (OSError, ValueError):
-        return None
+    return (read_json(folder / "summary.json") or {}).get("status")
 
 
 def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None) -> Start:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import sys
@@ -30,7 +29,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 
 from gsm import paths
-from gsm.files import write_json
+from gsm.files import read_json, write_json
 from gsm.runs import commands, folder, report, scoring, weights
 from gsm.runs.arms import NAME, NOT_FOR_ARMS, WORDS, check_overrides, key
 from gsm.runs.check import ConfigError, flat
@@ -317,10 +316,7 @@ def _known(place: Path) -> dict[str, Any] | None:
 
 def _summary(place: Path) -> dict[str, Any]:
     """What lies in a folder's summary; empty if there is none."""
-    try:
-        return json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(place / "summary.json") or {}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from gsm.callbacks.progress import clock
+from gsm.files import read_json
 from gsm.runs.check import ConfigError
 from gsm.runs.trainers import best_precision
 
@@ -38,9 +38,8 @@ def checkpoints(path: str) -> list[Path]:
 def _is_last(file: Path) -> bool:
     """Whether a checkpoint is of a run in one go, or of the last of a run's phases that have one."""
     phase, run = file.parent.parent.name, file.parent.parent.parent
-    try:
-        trained = json.loads((run / "summary.json").read_text(encoding="utf-8"))[TRAINED]
-    except (OSError, ValueError, KeyError):
+    trained = (read_json(run / "summary.json") or {}).get(TRAINED)
+    if not isinstance(trained, list):
         return True
     there = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
     return phase in there[-1:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 import re
@@ -18,6 +17,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gsm.files import read_json
 
 COLUMNS = ("bits_per_byte", "val_loss")
 WIDTH = 100
@@ -201,11 +202,8 @@ def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
     found = []
     for file in sorted(Path(folder).glob("*/seed*/summary.json")):
         number = re.fullmatch(r"seed(-?\d+)", file.parent.name)
-        try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if number and isinstance(summary, dict):
+        summary = read_json(file)
+        if number and summary is not None:
             found.append(RunSummary(file.parent.parent.name, int(number[1]), file.parent, summary))
     return sorted(found, key=lambda run: (run.arm, run.seed))
 
