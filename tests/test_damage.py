@@ -129,6 +129,14 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda saved: saved["state_dict"].update({"model.embedding.weight": torch.zeros(2, 2)}),
         r"model\.embedding\.weight is float32 \[2, 2\], but has to be",
     ),
+    "a weight that is not finite": (
+        lambda saved: saved["state_dict"]["model.embedding.weight"][0].fill_(torch.nan),
+        r"weights/model\.(embedding|head)\.weight is not finite",
+    ),
+    "a moment that is not finite": (
+        lambda saved: saved[STATE][0]["state"][0]["exp_avg_sq"].fill_(torch.inf),
+        r"optimizer/model\..*/exp_avg_sq is not finite",
+    ),
     "a missing weight": (
         lambda saved: saved["state_dict"].pop("model.embedding.weight"),
         r"model\.embedding\.weight is missing",
@@ -146,6 +154,15 @@ def test_state_that_does_not_fit_is_named_before_anything_is_loaded(name: str, h
     torch.save(checkpoint, last)
     with pytest.raises(CheckpointError, match=said):
         going_on(home, copy)()
+
+
+def test_a_model_that_broke_is_named_where_it_is_loaded(copy: Path):
+    last = copy / "checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    checkpoint["state_dict"]["model.embedding.weight"][0] = torch.inf
+    torch.save(checkpoint, last)
+    with pytest.raises(CheckpointError, match="are of a model that broke: .*embedding.weight"):
+        gsm.load_model(copy)
 
 
 def test_what_is_sound_goes_on(home: Path, copy: Path):

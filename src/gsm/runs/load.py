@@ -74,6 +74,8 @@ def load_model(
     wrong = misfits(model, checkpoint)
     if wrong:
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
+    if broken := not_finite(_weights(checkpoint)):
+        raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
     load_weights(model, checkpoint)
     return model.to(device).eval()
 
@@ -95,6 +97,11 @@ def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
     """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
     weights = _weights(checkpoint)
     return sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+
+
+def not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """The names of those that hold infinities or NaN: whoever computes with them fails later, and far away."""
+    return [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
 
 
 def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from gsm.distributed import shards
 from gsm.models.base import LanguageModel
 from gsm.optimizer import AdamW
 from gsm.runs.check import few
-from gsm.runs.load import CheckpointError, read_checkpoint
+from gsm.runs.load import CheckpointError, not_finite, read_checkpoint
 from gsm.task import ENTRIES
 
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
@@ -48,6 +48,9 @@ def refuse_other_state(path: Path, model: LanguageModel, settings: AdamW, precis
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
     wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
     wrong += _missing(checkpoint.get(ENTRIES, ()), found, ordered)
+    if not wrong and shards.FOLDER not in checkpoint:  # of parts, each rank reads its share alone
+        tensors, _ = shards.take_apart(checkpoint, ordered)
+        wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(
             f"{path} cannot be gone on from: {few(wrong)}; resume=PATH goes on from another checkpoint, resume=never "
