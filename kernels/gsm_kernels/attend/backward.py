@@ -124,7 +124,7 @@ def query_gradient(
     tl.store(query_grad_ptr + at, query_grad.to(loaded.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["width", "R", "E"])  # as above
+@triton.jit
 def window_gradient(
     query_ptr,
     grad_ptr,

@@ -118,8 +118,10 @@ def attend(
     if learns:
         inputs = inputs.in_one_dtype()
     if query_BRHC.numel() and learns:
-        key = ("attend", query_BRHC.device, query_BRHC.dtype, *inputs.constants().values())
-        few = inputs.first_rows(64)
+        by_16 = query_BRHC.shape[1] % 16 == 0
+        key = ("attend", query_BRHC.device, query_BRHC.dtype, by_16, *inputs.constants().values())
+        # Divided by 16 or not, as the rows themselves: kernels are built for that, too.
+        few = inputs.first_rows(64 if by_16 else 63)
         lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
         build_once(key, lambda: _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few))
     return _forward(*inputs)[0]
