@@ -9,7 +9,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: train test lint format docs gpu clean help
+.PHONY: train test lint format docs gpu adversary clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -56,12 +56,15 @@ docs: .venv/.docs  ## build the documentation into site/, without a warning or n
 gpu:  ## measure on a GPU in stages of 3 to 8 minutes: STAGE=smoke, tests, kernels, inference or training; no .venv needed
 	$(PYTHON) benchmarks/gpu.py $(STAGE) $(ARGS)
 
+adversary: $(STAMP)  ## attack the project with cases drawn from seeds: ARGS="cases=2000 seed=0", or ARGS="class=2 seed=123"
+	PYTHONPATH=tests $(BIN)/python -m adversary $(ARGS)
+
 clean:  ## remove .venv and the caches; logs/ stays
 	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## say what there is
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or name it: PYTHON=python3.12 make ..." >&2; exit 1; }

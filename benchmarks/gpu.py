@@ -97,6 +97,8 @@ WORDS = {
 EVERYWHERE = ("results", "earlier", "commit", "minutes", "force", "device")
 TRUTH = ("force", "peers", "keep")
 
+IN_WHEELS = ("hydra", "omegaconf", "antlr4", "tokenizers", "pytest", "xdist", "pytest_timeout")
+CARRIED = " (install it, or lay its wheel into wheels/: python benchmarks/wheels.py, where there is a network)"
 MEASURED = ("smoke", "kernels", "inference", "training")
 MODELS = ("inference", "training")
 
@@ -125,8 +127,9 @@ NEEDS = (
     Need("pytest", ("tests",)),
     Need("xdist", (), ("tests",), "tests run one by one, in one process"),
     Need("pytest_timeout", (), ("tests",), "a test that hangs takes the rest of the stage"),
-    Need("fla", (), MEASURED, "delta_rule runs its chunked form"),
-    Need("einops", (), MEASURED, "fla cannot be imported"),
+    Need("fla", (), MODELS, "delta_rule runs its chunked form"),
+    Need("fla", (), ("kernels",), "it is no peer"),
+    Need("einops", (), (*MODELS, "kernels"), "fla cannot be imported"),
     Need("liger_kernel", (), ("kernels",), "it is no peer"),
     Need("matplotlib", (), MODELS[:1], "pictures are drawn later, from the file of results"),
 )
@@ -194,11 +197,8 @@ def folder_of_results(words: Mapping[str, str]) -> Path:
 def missing(stage: str, words: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """What this stage cannot do without, and what it goes without: a clause each, with what to do."""
     gone = {need.module for need in NEEDS if importlib.util.find_spec(need.module) is None}
-    fatal = [f"the package {need.module}" for need in NEEDS if need.module in gone and stage in need.required]
-    if fatal:
-        fatal[-1] += (
-            " (install it, or lay its wheel into wheels/: python benchmarks/wheels.py, where there is a network)"
-        )
+    lacking = [need.module for need in NEEDS if need.module in gone and stage in need.required]
+    fatal = [f"the package {module}{CARRIED if module in IN_WHEELS else ' (install it)'}" for module in lacking]
     spared = [
         f"the package {need.module}: {need.without}" for need in NEEDS if need.module in gone and stage in need.optional
     ]
@@ -207,15 +207,28 @@ def missing(stage: str, words: Mapping[str, str]) -> tuple[list[str], list[str]]
             fatal.append(
                 "a C compiler, with which Triton builds what launches a kernel (install gcc, or name one in CC)"
             )
-        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-            fatal.append(f"Python.h in {sysconfig.get_paths()['include']}, for Triton (install Python's headers)")
-        if stage == "tests" and not shutil.which("compute-sanitizer"):
-            spared.append("compute-sanitizer on the PATH: reads out of bounds and races are not looked for")
+        if not (headers() / "Python.h").exists():
+            spared.append(f"Python.h in {headers()}: Triton may build nothing (install Python's headers)")
+        if stage == "tests" and not sanitizer():
+            spared.append(
+                "compute-sanitizer on the PATH and in /usr/local/cuda/bin: reads out of bounds and races are not looked for"
+            )
         if stage in MEASURED and not shutil.which("nvidia-smi"):
             spared.append("nvidia-smi on the PATH: clocks are not noted")
     if "commit" not in words and "GSM_COMMIT" not in os.environ and not in_git():
         spared.append("git: results name no commit; say commit=ID")
     return fatal, spared
+
+
+def headers() -> Path:
+    """Where Triton looks for Python's own."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+
+
+def sanitizer() -> str | None:
+    """The path of compute-sanitizer, which CUDA's images often leave off the PATH."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
 def in_git() -> bool:
@@ -280,7 +293,8 @@ def run(stage: str, words: Mapping[str, str], environment: Mapping[str, str], be
     """Runs a stage to its end, or to that of its minutes, counted from `began`; returns the exit status.
 
     A measurement that ends in an error may have been taken down by one row, which is then tried behind all others: as
-    long as rows are written, it is started again, twice at most. The tests see to that themselves.
+    long as rows are written, it is started again, twice at most. The tests see to that themselves, and `kernels` ends
+    with 1 where rows have failed and all others were measured.
     """
     minutes, status = float(words.get("minutes", STAGES[stage].minutes)), 0
     own = [f"{word}={value}" for word, value in words.items() if word == "force" or word not in EVERYWHERE]
@@ -290,7 +304,8 @@ def run(stage: str, words: Mapping[str, str], environment: Mapping[str, str], be
         command = [sys.executable, *STAGES[stage].command, *own, f"minutes={left:.2f}"]
         status = once(start(command, environment), 60 * left)
         wrote = any(path.stat().st_mtime > now for path in folder_of_results(words).glob(f"*-{stage}.json"))
-        if stage == "tests" or status in (0, INTERRUPTED) or not wrote or time.monotonic() - began + 30 > 60 * minutes:
+        is_done = stage == "tests" or status in (0, INTERRUPTED) or (stage == "kernels" and status == 1)
+        if is_done or not wrote or time.monotonic() - began + 30 > 60 * minutes:
             break
         print(f"{stage} has ended with exit status {status}: it is started again behind what was written", flush=True)
     return status

@@ -254,7 +254,7 @@ def main(
     marks = {key: facts[key] for key in ("device", "versions")}
     stage = Stage(path, marks, only, keep, force, workers, began + 60 * minutes)
     paths = files()
-    table, sanitizer = fingerprints(paths), shutil.which("compute-sanitizer")
+    table, sanitizer = fingerprints(paths), gpu.sanitizer()
     today = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     gpu_lines.append(path, {"marks": marks, "commit": facts["commit"], "command": facts["command"], "at": today})
     try:

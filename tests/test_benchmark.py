@@ -139,7 +139,7 @@ def a_gpu(monkeypatch, captures):
         said.append(mode_now)
 
     @contextlib.contextmanager
-    def graph(graph, pool, stream):
+    def graph(graph, pool=None, stream=None):
         said.append("capture")
         yield
         if not captures:
@@ -171,6 +171,9 @@ def a_gpu(monkeypatch, captures):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda index, pool: said.append("ended"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: said.append("released"), raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: said.append("drawn"))
     timing._stream.cache_clear()
     yield said
     timing._stream.cache_clear()
@@ -198,7 +201,26 @@ def test_what_cannot_be_captured_leaves_nothing_behind(monkeypatch, waits):
     with a_gpu(monkeypatch, captures=False) as said, timing._Graphs(torch.device("cuda")) as gpu:
         assert gpu.captured(run) is None and not gpu.graphs
         assert torch.cuda.get_sync_debug_mode() == "default"
-        assert said == ["error", "default", *([] if waits else ["capture"]), "ended"]
+        mended = ["ended", "released", "capture", "drawn"]
+        assert said == ["error", "default", *([] if waits else ["capture"]), *mended]
+
+
+def test_a_process_whose_random_numbers_a_failed_capture_has_spoilt_ends(monkeypatch):
+    """All rows after it would fail, one by one; another process goes on with them."""
+
+    def spoilt(*shape, device):
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    with a_gpu(monkeypatch, captures=False), timing._Graphs(torch.device("cuda")) as gpu:
+        monkeypatch.setattr(torch, "rand", spoilt)
+        with pytest.raises(machine.Lost, match="a capture that failed .* has spoilt this process"):
+            gpu.captured(lambda: None)
+
+
+def test_only_ours_becomes_a_graph():
+    """A capture that fails, as other people's code may make it, can spoil what comes after it."""
+    gpu = FakeGPU()
+    assert timing.prepare(lambda: 7.0, gpu, may_replay=False).how == "long pause" and gpu.asked == 0
 
 
 def test_launches_are_measured_three_times_or_less_where_they_are_slow(monkeypatch):

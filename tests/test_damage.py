@@ -119,6 +119,25 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
         r"the optimiser's step of model\..* is float32 \[7\], but has to be float32 \[\]",
     ),
+    "a group that trains uphill": (
+        lambda saved: saved[STATE][0]["param_groups"][0].update(maximize=True),
+        "the optimiser's maximize of .* is True, but has to be False",
+    ),
+    "another weight decay": (
+        lambda saved: saved[STATE][0]["param_groups"][0].update(weight_decay=50.0),
+        "the optimiser's weight_decay of .* is 50.0, but has to be",
+    ),
+    "a group less": (
+        lambda saved: saved[STATE][0]["param_groups"].pop(),
+        r"the optimiser has \d+ groups of parameters, but has to have \d+",
+    ),
+    "another rate": (lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]), "the schedule's base_lrs is"),
+    "another place in the schedule": (
+        lambda saved: saved["lr_schedulers"][0].update(last_epoch=9999),
+        "the schedule stands at 9999, but the run at step 6",
+    ),
+    "no schedule": (lambda saved: saved.pop("lr_schedulers"), "does not say where its training stood"),
+    "no counters": (lambda saved: saved.pop("loops"), "does not say where its training stood"),
     "a weight in half precision": (
         lambda saved: saved["state_dict"].update(
             {"model.embedding.weight": saved["state_dict"]["model.embedding.weight"].half()}

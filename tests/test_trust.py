@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import pickle
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from gsm import notebook, paths
+from gsm.distributed import shards
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.evaluate import open_data
-from gsm.runs.load import CheckpointError, build_model, instantiate_model, load_model
+from gsm.runs.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
 from gsm.runs.trust import vetted
 
 PAYLOADS: dict[str, Any] = {
@@ -114,6 +120,8 @@ def test_nor_where_the_data_of_a_checkpoint_are_opened(name, config, tmp_path, m
         ({"_recursive_": False}, "has the key '_recursive_', which has no place in a file"),
         ({"_args_": [1]}, "has the key '_args_'"),
         ({(1, 2): 3}, "has the key a tuple"),
+        ({7: 3}, "has the key 7"),
+        ({"_partial_": True}, "has to be a mapping with a _target_"),
     ],
 )
 def test_what_is_no_plain_value_is_refused(change, said, config):
@@ -141,6 +149,19 @@ def test_all_data_of_the_project_are_trusted(data):
     assert vetted(node, "data") == node
 
 
+def test_a_file_does_not_say_where_a_cache_is_made(config, tmp_path):
+    node = {**compose(["data=stdlib"])["data"], "cache_dir": str(tmp_path)}
+    assert vetted(node, "data")["cache_dir"] is None
+    (tmp_path / "tokens-0a1b").mkdir()
+    assert vetted(node, "data")["cache_dir"] == str(tmp_path), "it is one already"
+
+
+def test_a_broken_yaml_beside_the_others_names_nothing(config, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/broken.yaml").write_text("a: [1\n!!python/name:os.system")
+    assert vetted(config["model"], "model", [tmp_path]) == config["model"]
+
+
 def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
     """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
     (tmp_path / "own_writer.py").write_text("from gsm.writers.additive import Additive\nclass Own(Additive): pass\n")
@@ -150,8 +171,74 @@ def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, 
     own = compose(["size=pico", "data=needle", "model/writer=own"], [tmp_path / "yamls"])
     assert instantiate_model(own) is not None, "what was composed needs no trust"
     path = saved(tmp_path, own)
-    with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model or size does"):
+    with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model, size, experiment does"):
         load_model(path)
     assert type(load_model(path, directories=[tmp_path / "yamls"]).writer).__name__ == "Own"
     monkeypatch.setenv("GSM_CONFIGS", str(tmp_path / "yamls"))
     assert type(load_model(path).writer).__name__ == "Own"
+
+
+# The parts of a checkpoint that several ranks have written: their index is a pickle.
+
+
+def in_parts(folder: Path, index: bytes | None = None, **more: Any) -> Path:
+    """A checkpoint in parts, with more entries besides a tensor, or with an index of one's own."""
+    parts = folder / "checkpoints/shards/p"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        content = {"weights/model.x": torch.ones(3), **more}
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
+    if index is not None:
+        (parts / ".metadata").write_bytes(index)
+    small = {"shards": {"folder": "p", "names": []}, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
+    torch.save({**small, "optimizer_states": []}, folder / "checkpoints/last.ckpt")
+    return folder / "checkpoints/last.ckpt"
+
+
+class Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_what_is_no_tensor_in_the_parts_of_a_checkpoint_is_not_unpickled(tmp_path):
+    """PyTorch reads such an entry as a pickle, without a look at what it runs."""
+    path = in_parts(tmp_path, extra=Runs(tmp_path / "mark"))
+    for read in (load_model, read_checkpoint):
+        with pytest.raises(CheckpointError, match="BytesStorageMetadata, which is not of a checkpoint"):
+            read(path)
+    with pytest.raises(shards.Broken, match="holds 'extra' as something else than a tensor"):
+        shards._TensorsAlone().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="extra")), None)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_an_index_of_parts_changes_no_class(tmp_path):
+    """A few bytes would have changed what a path answers, for the whole process."""
+    index = b"cpathlib\nPosixPath\n}(S'is_file'\ncpathlib\nPosixPath\nub."
+    with pytest.raises(CheckpointError, match="an index of shards changes a type"):
+        read_checkpoint(in_parts(tmp_path, index))
+    assert not Path("/nope").is_file()
+
+
+@pytest.mark.parametrize("change", ["key", "kind", "attribute", "place"])
+def test_an_index_of_parts_is_of_exact_types(change, tmp_path):
+    path = in_parts(tmp_path)
+    file = path.parent / "shards/p/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    known, places = metadata.state_dict_metadata, metadata.storage_data
+    (name, kind), (place, info) = *known.items(), *places.items()
+    if change == "key":
+        known[5] = kind
+    elif change == "kind":
+        known[name] = info
+    elif change == "attribute":
+        object.__setattr__(place, "startswith", Path)
+    else:
+        info.offset = -1
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="the index of a checkpoint's parts, cannot be read"):
+        read_checkpoint(path)

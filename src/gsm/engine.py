@@ -24,7 +24,7 @@ from gsm.memory.memory import Memory
 from gsm.models.base import LanguageModel
 from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
-from gsm.models.sampling import continuation
+from gsm.models.sampling import check_sampling, continuation
 
 CHUNK = 4096  # tokens of a long prompt that are read at a time
 SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
@@ -135,9 +135,9 @@ class Engine:
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)
         self._memory.ledger.require(1)
         self._token_B.copy_(token_B)
-        step = self._decoding()
+        logits_BV = self._decoding()()
         self._memory.ledger.claim(1)
-        return step()
+        return logits_BV
 
     def stream(
         self,
@@ -154,6 +154,7 @@ class Engine:
             ValueError: as ``prefill``; before anything is read if there is no room for prompt and new tokens.
         """
         tokens_BT, _ = as_batch(prompt, self.device)
+        check_sampling(temperature, top_p, generator, self.device)
         check_room(self.capacity, tokens_BT.shape[1], max_new_tokens, self._memory.used)
         logits_BV = self.prefill(prompt)
         yield from continuation(logits_BV, self.decode, max_new_tokens, temperature, top_p, generator)
@@ -212,8 +213,9 @@ class Engine:
         bucket.documents[:, :padding] = -1
         bucket.documents[:, padding:] = 0 if documents_BT is None else documents_BT
         bucket.tokens[:, padding:] = tokens_BT
+        logits_BV = bucket.replay()
         self._memory.ledger.claim(tokens_BT.shape[1], joined=documents_BT is None)
-        return bucket.replay()
+        return logits_BV
 
     def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Call:
         """Records a call of the model on these buffers; the memory is left as it was."""

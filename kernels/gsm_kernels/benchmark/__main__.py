@@ -10,8 +10,10 @@ from typing import Any
 
 from . import __doc__ as usage
 from . import compiled, kernels, smoke
+from .machine import Lost
 from .report import markdown
 
+LOST = 75  # the exit status where the GPU takes no more work from this process: another one goes on
 READ: dict[str, Callable[[str], Any]] = {
     "str": str,
     "float": float,
@@ -32,6 +34,9 @@ def main(words: Sequence[str]) -> None:
         return
     try:
         command()
+    except Lost as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(LOST) from error
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt as error:

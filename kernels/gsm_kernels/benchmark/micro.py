@@ -18,8 +18,10 @@ from torch import Tensor
 from .. import launch
 from ..index_top_k.triton import Rows, Search
 from . import timing
+from .machine import Lost
 from .report import rate
 from .results import sentence
+from .timing import end_capture
 
 LINE = 2048  # int32 of a block of `read`: four accesses of 16 bytes for each of 128 threads
 WORDS = 64  # int32 of an entry: 256 bytes, 128 channels in bfloat16
@@ -230,16 +232,26 @@ def _gaps(runs: dict[str, Run], device: torch.device, sizes: Sizes) -> dict[str,
                 raise ArithmeticError("a launch was lost")
             found[f"eager, {name}"] = {"us": _microseconds(run.launch, sizes.launches, device)}
             if device.type == "cuda":
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    for _ in range(sizes.launches):
-                        run.launch()
+                graph = _captured(run, sizes.launches, device)
                 found[f"graph, {name}"] = {"us": _microseconds(graph.replay, 1, device) / sizes.launches}
         except Exception as error:
-            if name == "plain" or isinstance(error, torch.AcceleratorError):
+            if name == "plain" or isinstance(error, Lost):
                 raise
             found[name] = {"failed": sentence(error)}  # what the compiler or the driver does not know yet
     return found
+
+
+def _captured(run: Run, launches: int, device: torch.device) -> torch.cuda.CUDAGraph:
+    """So many launches as a graph. Raises whatever keeps them from being captured, with nothing left behind."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            for _ in range(launches):
+                run.launch()
+    except Exception as error:
+        end_capture(device, pool, error)
+        raise
+    return graph
 
 
 def _hosts(runs: dict[str, Run], device: torch.device, sizes: Sizes) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .machine import Lost
+
 FEWEST = 3  # rounds, however long they take
 WARM_UP = 2  # rounds that do not count
 PAUSE = 1_000_000  # cycles of the GPU before a lap: about half a millisecond, in which the host runs ahead
@@ -118,25 +120,29 @@ def take_turns(
 
 
 def kernel_turns(
-    runs: Mapping[str, Run], device: torch.device, rounds: int = 30, seconds: float = 15.0
+    runs: Mapping[str, Run], device: torch.device, rounds: int = 30, seconds: float = 15.0, replayed: str = "ours"
 ) -> dict[str, Timed]:
     """As `take_turns`, and on a GPU without the launches, as far as that can be. A run is called some times more than
-    there are rounds, and must do the same work each time."""
+    there are rounds, and must do the same work each time.
+
+    Only the run called `replayed` may become a graph: a capture that fails, as other people's code may make it, can
+    leave the process's random numbers and memory in a state that spoils all rows after it.
+    """
     if device.type != "cuda":
         return {name: Timed(x, "clock", None) for name, x in take_turns(runs, device, rounds, seconds).items()}
     with _Graphs(device) as gpu:
-        ready = {name: prepare(run, gpu) for name, run in runs.items()}
+        ready = {name: prepare(run, gpu, may_replay=name == replayed) for name, run in runs.items()}
         pauses = {name: one.pause for name, one in ready.items()}
         found = take_turns({name: one.run for name, one in ready.items()}, device, rounds, seconds, pauses)
     return {name: Timed(found[name], one.how, one.host_ms) for name, one in ready.items()}
 
 
-def prepare(run: Run, gpu: Device) -> Prepared:
+def prepare(run: Run, gpu: Device, may_replay: bool = True) -> Prepared:
     """How the laps of a run are timed, by the time that the host takes to launch it."""
     host_ms = gpu.host_ms(run)
     if host_ms <= COVERED * PAUSE / gpu.clock_khz:
         return Prepared(run, "events", host_ms)
-    replay = gpu.captured(run)
+    replay = gpu.captured(run) if may_replay else None
     if replay is not None:
         return Prepared(replay, "replay", host_ms)
     return Prepared(run, "long pause", host_ms, int(min(host_ms / COVERED, LONGEST) * gpu.clock_khz))
@@ -238,9 +244,8 @@ class _Graphs:
                 run()  # in this stream, for which libraries set up workspaces
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 run()
-        except Exception:  # whatever keeps it from being captured, it can be timed without
-            _end_capture(self.device, pool)
-            torch.cuda.synchronize(self.device)
+        except Exception as error:  # whatever keeps it from being captured, it can be timed without
+            end_capture(self.device, pool, error)
             return None
         now.wait_stream(stream)
         self.graphs.append(graph)
@@ -258,11 +263,23 @@ def _waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _end_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """After a capture that failed, PyTorch's allocator still waits for its end, and gives no memory back till then."""
+def end_capture(device: torch.device, pool: tuple[int, int], error: Exception) -> None:
+    """Mends what a capture that failed with this error leaves behind.
+
+    PyTorch's allocator waits for its end, and keeps its pool; its random numbers for a GPU stay those of a capture, so
+    that every later draw would fail, until another capture ends well. Raises machine.Lost if they still do.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(RuntimeError):  # it was ended, or never began
-        torch._C._cuda_endAllocateToPool(index, pool)
+    for mend in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # it was ended, or never began
+            mend(index, pool)
+    torch.cuda.synchronize(device)
+    try:
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device)):
+            torch.zeros(1, device=device)
+        torch.rand(1, device=device)
+    except RuntimeError as still:
+        raise Lost(f"a capture that failed ({error}) has spoilt this process: the same command goes on") from still
 
 
 @functools.cache

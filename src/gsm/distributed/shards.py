@@ -23,7 +23,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from gsm.files import Damaged, verify_archive, write_json
 
@@ -31,6 +39,7 @@ FOLDER = "shards"  # beside the small file; also the key in it
 SEAL = "index.json"  # beside the parts: the checksum of their index
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 Tensors = dict[str, Tensor]
+_Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue] # the one in Python
 
 
 class Broken(RuntimeError):
@@ -96,7 +105,7 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
 def fill(tensors: Tensors, reader: Reader, **options: Any) -> None:
     """Reads tensors from parts, in place. Raises Broken."""
     try:
-        dcp.load(tensors, storage_reader=reader, **options)
+        dcp.load(tensors, storage_reader=reader, planner=_TensorsAlone(), **options)
     except CheckpointException as error:  # which is no Exception
         causes = [cause for cause, _ in error.failures.values()]
         raise Broken(f"the parts in {reader.path} cannot be read: {causes[0]}") from error
@@ -185,9 +194,7 @@ class Reader(dcp.FileSystemReader):
             content = path.read_bytes()
             if seal.is_file() and json.loads(seal.read_text(encoding="utf-8")).get("crc32") != zlib.crc32(content):
                 raise ValueError("its checksum is another")
-            metadata = _Index(io.BytesIO(content)).load()
-            if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata:
-                raise ValueError("it is no index")
+            metadata = _described(_Index(io.BytesIO(content)).load())
         except (
             pickle.UnpicklingError,
             EOFError,
@@ -209,23 +216,72 @@ class Reader(dcp.FileSystemReader):
 
     def kinds(self) -> dict[str, TensorStorageMetadata]:
         """Shape and dtype of every tensor, by name."""
-        return {
-            name: kind
-            for name, kind in self.read_metadata().state_dict_metadata.items()
-            if isinstance(kind, TensorStorageMetadata)
-        }
+        return dict(self.read_metadata().state_dict_metadata)  # pyright: ignore[reportReturnType] # `_described`
 
 
-class _Index(pickle.Unpickler):
-    """Knows the classes that describe tensors in files, and no others."""
+class _TensorsAlone(dcp.DefaultLoadPlanner):
+    """Reads tensors. What else parts may hold PyTorch reads as a pickle, with whatever that runs."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Raises Broken."""
+        raise Broken(f"a part holds {read_item.dest_index.fqn!r} as something else than a tensor")
+
+
+def _described(metadata: Any) -> Metadata:
+    """An index of tensors in files, and of nothing else. Types are exact: what derives from one may answer otherwise.
+
+    Raises ValueError.
+    """
+    if type(metadata) is not Metadata or not metadata.state_dict_metadata:
+        raise ValueError("it is no index")
+    entries: dict[Any, Any] = metadata.state_dict_metadata
+    for name, kind in entries.items():
+        chunks: list[Any] = kind.chunks if type(name) is str and type(kind) is TensorStorageMetadata else [None]
+        if any(type(chunk) is not ChunkStorageMetadata for chunk in chunks):
+            raise ValueError(f"{name!r:.60} in it is no tensor")
+        if not all(map(_is_size, (kind.size, *(s for chunk in chunks for s in (chunk.sizes, chunk.offsets))))):
+            raise ValueError(f"{name!r:.60} in it has no shape")
+    for place, info in (metadata.storage_data or {}).items():
+        numbers = (info.offset, info.length) if type(info) is _StorageInfo else (None,)
+        named = type(place) is MetadataIndex and type(place.fqn) is str and place.fqn in metadata.state_dict_metadata
+        if not named or any(type(n) is not int or n < 0 for n in numbers) or type(info.relative_path) is not str:
+            raise ValueError(f"it says no place of {place!r:.60}")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{info.relative_path} in it is to be transformed")
+    metadata.planner_data = None
+    return metadata
+
+
+def _is_size(size: Any) -> bool:
+    return type(size) is torch.Size and all(type(n) is int and n >= 0 for n in size)
+
+
+class _Index(_Unpickler):
+    """Knows the classes that describe tensors in files, and no others, and sets their fields alone.
+
+    In Python: of the one in C it cannot be said that a class is not to be changed, which would be one for good.
+    """
 
     DESCRIPTIONS = ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
     KNOWN = {
         *(("torch.distributed.checkpoint.metadata", name) for name in DESCRIPTIONS),
-        *(("torch.distributed.checkpoint.metadata", f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
+        *(("torch.distributed.checkpoint.metadata", f"{kind}StorageMetadata") for kind in ("Chunk", "Tensor")),
         *(("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")),
         *(("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")),
     }
+    dispatch = dict(_Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Fields of an object of one of these classes. Raises pickle.UnpicklingError for anything else."""
+        *_, inst, state = self.stack
+        fields = getattr(type(inst), "__dataclass_fields__", None)
+        if type(inst) is TensorProperties and isinstance(state, tuple):  # it has a way of its own, without attributes
+            return super().load_build()
+        if fields is None or type(state) is not dict or not all(type(key) is str and key in fields for key in state):
+            raise pickle.UnpicklingError(f"an index of shards changes a {type(inst).__name__}")
+        return super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         """A class by name. Raises pickle.UnpicklingError."""

@@ -25,7 +25,7 @@ from gsm.models.balancing import even_out, layers_with_experts
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
-from gsm.models.sampling import continuation
+from gsm.models.sampling import check_sampling, continuation
 from gsm.nn.convolution import ShortConvolution
 from gsm.nn.feed_forward import Balance
 from gsm.nn.indexer_training import IndexerTraining, indexer_losses
@@ -156,6 +156,7 @@ class LanguageModel(nn.Module):
         check_call(self.vocabulary, tokens, documents, targets, rows)
         if memory is not None:
             check_memory(memory, self._layout(), tokens)
+        tokens, targets = tokens.long(), None if targets is None else targets.long()
         batch, length = tokens.shape
         books = memory or Memory(**fresh_bookkeeping(batch, tokens.device))
         one = documents is None
@@ -230,6 +231,10 @@ class LanguageModel(nn.Module):
                 f"and no documents of their own; this memory has read {memory.used} tokens"
             )
         documents = padding if documents is None else documents
+        if documents is not None and documents.shape != tokens.shape:
+            raise ValueError(
+                f"documents must have the shape of tokens, {list(tokens.shape)}, got {list(documents.shape)}"
+            )
         memory.ledger.require(tokens.shape[1])
         before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
         try:
@@ -285,6 +290,7 @@ class LanguageModel(nn.Module):
             ValueError: as ``forward``; for fewer new tokens than 1, or a capacity that does not hold them all.
         """
         tokens, documents = as_batch(prompt, self.embedding.weight.device)
+        check_sampling(temperature, top_p, generator, self.embedding.weight.device)
         check_room(capacity, tokens.shape[1], max_new_tokens)
         with self.evaluating():
             out = self.prefill(tokens, self.start(tokens.shape[0], capacity), chunk, documents)

@@ -46,6 +46,8 @@ def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | Non
     """Tokens [B, T] and documents of what a user may give as a prompt: a tensor [B, T] or [T], a sequence of ids, or a
     sequence of prompts, which may differ in length. Documents are None where nothing had to be filled up. Raises
     ValueError as ``left_pad`` does."""
+    if isinstance(prompt, Tensor) and prompt.is_meta and device.type != "meta":
+        raise ValueError("prompt lies on the meta device, where tensors have no values: give one with values")
     if isinstance(prompt, Tensor) or (len(prompt) and torch.as_tensor(prompt[0]).ndim == 0):
         return torch.atleast_2d(torch.as_tensor(prompt, device=device)), None
     tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@ to the next. Nothing here waits for the device: only who reads an id does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,10 +26,7 @@ def sample(
     Raises:
         ValueError: for a temperature below 0, or top_p outside of (0, 1]; on a CPU also for scores that are not finite.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    check_sampling(temperature, top_p)
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     probability_BV = (promoted(logits_BV) / temperature).softmax(dim=-1)
@@ -43,6 +41,20 @@ def sample(
     # variables with rates p race, and i is first with probability p_i.
     clock_BV = torch.empty_like(probability_BV).exponential_(generator=generator)
     return (probability_BV / clock_BV).argmax(dim=-1)
+
+
+def check_sampling(
+    temperature: float, top_p: float, generator: torch.Generator | None = None, device: torch.device | None = None
+) -> None:
+    """Raises ValueError for a temperature below 0, top_p outside of (0, 1], and a generator of another device."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if generator is not None and device is not None and generator.device.type != device.type:
+        raise ValueError(f"generator is of {generator.device}, but draws on {device}; make it there")
 
 
 def continuation(

@@ -153,6 +153,8 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (bool, int, float, str):
         taken = (int, float) if hint is float else hint
         return isinstance(value, taken) and (hint is bool or not isinstance(value, bool))
+    if inspect.isclass(hint) and hint.__module__.partition(".")[0] == "gsm":
+        return isinstance(value, hint)
     if (typing.get_origin(hint) or hint) in SEQUENCES:
         inner = [option for option in typing.get_args(hint) if option is not ...]
         return isinstance(value, list | tuple) and (len(inner) != 1 or all(fits(item, inner[0]) for item in value))
@@ -204,7 +206,8 @@ def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
     """Checks the type of a value against the hint of the parameter that takes it."""
     hint = parameter.annotation
-    if isinstance(value, Mapping) or value is None and parameter.default is None or fits(value, hint):
+    is_part = isinstance(value, Mapping) and "_target_" in value
+    if is_part or value is None and parameter.default is None or fits(value, hint):
         return
     name = hint.__name__ if inspect.isclass(hint) else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
     raise ConfigError(f"{path} is {value!r} ({type(value).__name__}), but takes {name}")

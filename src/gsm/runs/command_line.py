@@ -73,10 +73,8 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     (``*folders``), what is no ``name=value`` is one of them.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--config-dir" in given[:-1]:
-        place = given.index("--config-dir")
-        _own_configs(given[place + 1])
-        del given[place : place + 2]
+    own, given = _config_dir(given)
+    _own_configs(own)
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or "--help" in given or "-h" in given:
@@ -88,11 +86,24 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
         function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
 
 
+def _config_dir(given: list[str]) -> tuple[str | None, list[str]]:
+    """The folder of the user's own yamls, as Hydra takes it, and the other words."""
+    flags = ("--config-dir", "-cd")
+    for place, word in enumerate(given):
+        if word in flags and place + 1 < len(given):
+            return given[place + 1], [*given[:place], *given[place + 2 :]]
+        if word.partition("=")[0] in flags and "=" in word:
+            return word.partition("=")[2], [*given[:place], *given[place + 1 :]]
+    return None, given
+
+
 def _own_configs(folder: str | None) -> list[Path]:
     """The folder of the user's own yamls, noted for this process and for those that it starts (`paths`)."""
     if not folder:
         return []
     path = Path(folder).resolve()
+    if not path.is_dir():
+        raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
     os.environ["GSM_CONFIGS"] = str(path)
     return [path]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from gsm.analysis.interventions import ablations
 from gsm.callbacks.summary import commit, versions
 from gsm.data.packing import validation_indices
-from gsm.data.tokenizer import Tokenizer
 from gsm.eval import losses, show
 from gsm.eval import overlap as overlaps
 from gsm.files import write_json
@@ -22,7 +21,7 @@ from gsm.models.gsm import GSM
 from gsm.runs.check import ConfigError
 from gsm.runs.compose import compose
 from gsm.runs.fit import OVERLAP_SEQUENCES
-from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, usable, vetted_node
+from gsm.runs.load import instantiate_data, load_model, read_checkpoint, refusals, tokenizer_of, usable, vetted_node
 from gsm.runs.scoring import autocast, checkpoints, device_name, home, precision_of, progress, read_masks
 from gsm_kernels import explain
 
@@ -187,7 +186,7 @@ def open_data(
             raise ConfigError(
                 "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
             )
-    made = instantiate_data(node, Tokenizer.from_state(saved["tokenizer"]) if saved.get("tokenizer") else None)
+    made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
     with refusals("data"):
         _ = getattr(made, f"{split}_set", None)
     return made

@@ -11,6 +11,7 @@ from typing import Any
 import hydra
 import torch
 from hydra.errors import InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gsm.data.tokenizer import Tokenizer
 from gsm.distributed import shards
@@ -119,7 +120,10 @@ def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Toke
     state = saved.get("tokenizer")
     if not state:
         raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
-    return Tokenizer.from_state(state)
+    try:
+        return Tokenizer.from_state(state)
+    except Exception as error:  # the library raises whatever it meets, a bare Exception among it
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error
 
 
 def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bool | None = None) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def refusals(place: str) -> Iterator[None]:
         yield
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError | TypeError | OSError | ImportError):
+        if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
             raise ConfigError(f"{place}: {cause}") from error
         raise
     except (ValueError, OSError, ImportError) as error:

@@ -6,6 +6,7 @@ precision or a missing one trains on without a word. So names, shapes and dtypes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,19 @@ def refuse_other_state(path: Path, model: LanguageModel, settings: AdamW, precis
     half = HALVES.get(precision or "")
     known = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
-    groups = settings.build(model.parameter_groups()).param_groups
+    optimizer = settings.build(model.parameter_groups())
+    groups = optimizer.param_groups
     ordered = [names[id(parameter)] for group in groups for parameter in group["params"]]
     ordered = checkpoint.get(shards.FOLDER, {}).get("names", ordered)  # parts go by the names that they were given
     try:
         found = _described(checkpoint, path, ordered)
     except (shards.Broken, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
-    wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
-    wrong += _missing(checkpoint.get(ENTRIES, ()), found, ordered)
+    try:
+        wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
+        wrong += [*_missing(checkpoint.get(ENTRIES, ()), found, ordered), *_wrong_settings(checkpoint, optimizer)]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
     if not wrong and shards.FOLDER not in checkpoint:  # of parts, each rank reads its share alone
         tensors, _ = shards.take_apart(checkpoint, ordered)
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
@@ -64,6 +69,9 @@ def _described(checkpoint: Mapping[str, Any], path: Path, ordered: list[str]) ->
         kinds = shards.Reader(shards.folder_of(checkpoint, path)).kinds()
         return {name: (tuple(kind.size), kind.properties.dtype) for name, kind in kinds.items()}
     tensors, _ = shards.take_apart(checkpoint, ordered)
+    other = [name for name, value in tensors.items() if value.layout is not torch.strided]
+    if other:
+        raise TypeError(f"{few(other)} is sparse")
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
@@ -83,6 +91,32 @@ def _wrong_moments(found: Described, known: Mapping[str, Tensor], half: torch.dt
             counts = entry == "step"
             shape, dtype = ((), torch.float32) if counts else (tuple(known[name].shape), _dtype(known[name], half))
             yield from _other(f"the optimiser's {entry} of {name}", kind, shape, dtype)
+
+
+def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """What the optimiser and its schedule are set to, which is what the configuration says, and where they stand."""
+    step, standing = checkpoint["global_step"], checkpoint.get("standing")
+    (state,), schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    here = optimizer.state_dict()["param_groups"]
+    if len(checkpoint.get(ENTRIES, [state])) != 1:
+        yield f"{ENTRIES} is of {len(checkpoint[ENTRIES])} optimisers"
+    if len(state["param_groups"]) != len(here):
+        yield f"the optimiser has {len(state['param_groups'])} groups of parameters, but has to have {len(here)}"
+    for saved, own in zip(state["param_groups"], here, strict=False):
+        if type(saved.get("lr")) is not float or not math.isfinite(saved["lr"]):
+            yield f"the optimiser's lr of {own.get('name')} is {saved.get('lr')!r:.40}, but has to be a number"
+        for key in sorted(own.keys() - {"lr", "initial_lr"}):
+            if saved.get(key) != own[key] and not (isinstance(own[key], tuple) and list(own[key]) == saved.get(key)):
+                there, wanted = f"{saved.get(key)!r:.40}", f"{own[key]!r:.40}"
+                yield f"the optimiser's {key} of {own.get('name')} is {there}, but has to be {wanted}"
+    (schedule,) = schedules
+    if schedule["base_lrs"] != [group["lr"] for group in here]:
+        yield f"the schedule's base_lrs is {schedule['base_lrs']!r:.60}"
+    if schedule["last_epoch"] != step or (standing and standing["step"] != step):
+        yield f"the schedule stands at {schedule['last_epoch']!r:.20}, but the run at step {step!r:.20}"
+    for part, kind in (("loops", Mapping), ("callbacks", Mapping)):
+        if not isinstance(checkpoint[part], kind) or not checkpoint[part]:
+            yield f"{part} is missing"
 
 
 def _missing(saved: Any, found: Described, ordered: list[str]) -> Iterator[str]:

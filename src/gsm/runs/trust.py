@@ -19,8 +19,12 @@ import yaml
 from gsm import paths
 from gsm.runs.check import ConfigError
 
-GROUPS = {"model": ("model", "size"), "data": ("data",)}  # whose yamls may name what is built from a file's node
+GROUPS = {
+    "model": ("model", "size", "experiment"),
+    "data": ("data", "experiment"),
+}  # whose yamls may name what is built from a file's node
 MEANT = {"_target_", "_partial_", "_convert_"}  # of Hydra's own keys
+CHOICES: dict[str, tuple[Any, ...]] = {"_partial_": (True, False), "_convert_": ("none", "partial", "all")}
 DEEPEST = 32  # mappings and lists in one another
 
 
@@ -37,15 +41,23 @@ def vetted(node: Any, part: str, directories: Sequence[Path] = ()) -> dict[str, 
     """
     folders = tuple(paths.config_folders(directories))
     known = _named(GROUPS[part], folders, paths.stamp(folders))
-    if not isinstance(node, Mapping):
-        raise ConfigError(f"{part} is {_shown(node)}, but has to be a mapping")
+    if not isinstance(node, Mapping) or "_target_" not in node or "_partial_" in node:
+        raise ConfigError(f"{part} is {_shown(node)}, but has to be a mapping with a _target_")
     for place, target in _targets(node, part, 0):
         if not (isinstance(target, str) and target in known):
             raise ConfigError(
-                f"{place} names {_shown(target)}, but no yaml in {' or '.join(GROUPS[part])} does, so it is not built: "
+                f"{place} names {_shown(target)}, but no yaml in {', '.join(GROUPS[part])} does, so it is not built: "
                 "for a part of your own give the folder of its yaml, --config-dir FOLDER, or directories= in Python"
             )
+    kept = node.get("cache_dir")
+    if kept is not None and not _is_cache(kept):
+        return {**node, "cache_dir": None}  # what is written goes where the user has it, not where a file says
     return dict(node)
+
+
+def _is_cache(folder: Any) -> bool:
+    """Whether a folder is a cache of ours already."""
+    return isinstance(folder, str) and any(any(Path(folder).glob(name)) for name in ("tokens-*", "tokenizer-*.json"))
 
 
 def _targets(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -54,10 +66,12 @@ def _targets(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{place} is nested deeper than {DEEPEST} levels")
     if isinstance(value, Mapping):
         for key, below in value.items():
-            if not isinstance(key, str | int | float):
+            if type(key) is not str:
                 raise ConfigError(f"{place} has the key {_shown(key)}, which is no plain value")
-            if isinstance(key, str) and key.startswith("_") and key not in MEANT:
+            if key.startswith("_") and key not in MEANT:
                 raise ConfigError(f"{place} has the key {_shown(key)}, which has no place in a file")
+            if key in CHOICES and below not in CHOICES[key]:
+                raise ConfigError(f"{place}.{key} is {_shown(below)}, but has to be one of {CHOICES[key]}")
             if key == "_target_":
                 yield f"{place}._target_", below
             _refuse_interpolation(key, place)
@@ -81,8 +95,15 @@ def _refuse_interpolation(value: Any, place: str) -> None:
 def _named(groups: tuple[str, ...], folders: tuple[Path, ...], stamp: float) -> frozenset[str]:
     """Every ``_target_`` in the yamls of these groups; those are the user's own files, or the project's."""
     files = [file for folder in folders for group in groups for file in (folder / group).rglob("*.yaml")]
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return frozenset(name for file in files for name in _names(yaml.load(file.read_text(encoding="utf-8"), loader)))
+    return frozenset(name for file in files for name in _names(_content(file)))
+
+
+def _content(file: Path) -> Any:
+    """What a yaml holds; nothing, where it is none: Hydra says so when it is chosen."""
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -1,0 +1,271 @@
+"""Class 10: calls on a static memory with hostile arguments; a growing memory is asked the same, and has to agree."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gsm
+from adversary.outcome import Case, Wrong
+from adversary.world import World
+
+MODELS: tuple[tuple[str, str], ...] = (
+    ("gsm", "model/retriever=separate_indexer"),
+    ("gsm", "model/writer=gated"),
+    ("gsm", "model/residual=plain"),
+    ("baseline", "model/residual=plain"),
+    ("transformer", "size=pico"),
+    ("sliding_window", "size=pico"),
+    ("gated_delta_net", "size=pico"),
+    ("delta_product", "size=pico"),
+    ("hybrid", "size=pico"),
+    ("yoco", "size=pico"),
+)
+BATCH, CAPACITY, READ, VOCABULARY = 2, 24, 10, 64
+TINY = (
+    "size.dim=32 size.feed_forward_dim=48 size.heads=2 size.entry_dim=16 size.rotary_dim=8 size.query_rank=16".split()
+)
+TINY += [*"size.output_rank=16 size.index_dim=16 size.context=32".split(), f"size.vocabulary={VOCABULARY}"]
+# No deeper than it takes to have a layer of every kind.
+TINY += ["size.encoder_layers=3", "size.bank_layers=[2]", "size.stages=[2,3]", "size.decoder_layers=2"]
+TINY += ["size.decoder_full=4", "size.decoder_reindex=[5]"]
+DTYPES = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES += (torch.float32, torch.float64, torch.float16, torch.complex64)
+NUMBERS = (1, 2, 0, -1, 5, 10**9, -(2**63), 2**62)
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def model(name: str, override: str) -> Any:
+    """Small, and the same for every case."""
+    return gsm.build_model(name, "pico", [*TINY, override], seed=0).eval()
+
+
+def tensor(draw: random.Random, batch: int, length: int, kind: str) -> torch.Tensor:
+    """Of another dtype, shape, device or with values out of range; or nothing wrong with it."""
+    shape = draw.choice(
+        [(batch, length)] * 6
+        + [
+            (batch + 1, length),
+            (1, length),
+            (length,),
+            (batch, 0),
+            (0, length),
+            (batch, length, 1),
+            (),
+            (length, batch),
+        ]
+    )
+    chance = torch.Generator().manual_seed(draw.randrange(2**31))
+    value = torch.randint(VOCABULARY, shape, generator=chance)
+    if kind == "documents":
+        value = {
+            "one": lambda: torch.zeros(shape, dtype=torch.int64),
+            "rising": lambda: (value % 2).cumsum(-1) if value.ndim else value,
+            "unsorted": lambda: value % 3,
+            "padded on the left": lambda: (
+                torch.arange(length).ge(draw.randrange(length + 1)).long().sub(1).expand(shape)
+                if shape[-1:] == (length,)
+                else value
+            ),
+            "padded within": lambda: value % 3 - 1,
+            "far below 0": lambda: value - 10**9,
+            "far above": lambda: value + 2**62,
+        }[
+            draw.choice(
+                ["one", "rising", "unsorted", "padded on the left", "padded within", "far below 0", "far above"]
+            )
+        ]()
+    elif draw.random() < 0.35 and value.numel():
+        bad = draw.choice([-1, -100, VOCABULARY, 10**6, 2**62, -(2**63)])
+        value = value.clone()
+        value.view(-1)[draw.randrange(value.numel())] = bad
+    dtype = draw.choice(DTYPES)
+    value = value.to(dtype)
+    if value.is_floating_point() and value.numel() and draw.random() < 0.5:
+        value.view(-1)[0] = draw.choice([math.nan, math.inf, 0.5])
+    if draw.random() < 0.1:
+        value = value.to("meta")
+    if draw.random() < 0.1 and value.ndim == 2:
+        value = value.T.contiguous().T
+    return value
+
+
+def case(draw: random.Random, world: World) -> Case:
+    """Some hostile calls, one after another, and then what has to come out as if none of them had been."""
+    name, override = draw.choice(MODELS)
+    made = model(name, override)
+    engine = draw.random() < 0.3
+    state = draw.getstate()
+
+    def run(folder: Path) -> None:
+        draw.setstate(state)
+        (_engine if engine else _model)(draw, made)
+
+    return Case(run, f"{name} {override}, {'Engine' if engine else 'model'}", (), 30)
+
+
+@torch.no_grad()
+def _model(draw: random.Random, made: Any) -> None:
+    chance = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (BATCH, CAPACITY), generator=chance)
+    static, growing = made.start(BATCH, CAPACITY), made.start(BATCH)
+    made(tokens[:, :READ], memory=static)
+    growing = made(tokens[:, :READ], memory=growing).memory
+    for _ in range(draw.choice([1, 2, 3])):
+        left = CAPACITY - static.used
+        length = draw.choice([1, 2, 4, max(left, 1), left + 1])
+        one, two = _pair(draw, made, length, static, growing)
+        growing = _agree(one, two, static, growing)
+    if static.used < CAPACITY:
+        rest = tokens[:, static.used :]
+        _same(made(rest, memory=static).logits, made(rest, memory=growing).logits, "what comes after the calls")
+
+
+def _pair(
+    draw: random.Random, made: Any, length: int, static: Any, growing: Any
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """One call on a static memory, and the same on a growing one (None: it has no such call)."""
+    kind = draw.choice(["forward"] * 6 + ["prefill"] * 4 + ["rewind", "load", "expand", "start", "generate"])
+    if kind == "forward":
+        given: dict[str, Any] = {"tokens": tensor(draw, BATCH, length, "tokens")}
+        for name in ("documents", "targets"):
+            if draw.random() < 0.5:
+                given[name] = tensor(draw, BATCH, length, name)
+        if draw.random() < 0.5:
+            given["rows"] = draw.choice([*NUMBERS, length, length + 1])
+        if draw.random() < 0.6:
+            given["tokens"] = torch.randint(VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(3))
+        return lambda: made(**given, memory=static), lambda: made(**given, memory=growing)
+    if kind == "prefill":
+        prompt: Any = tensor(draw, BATCH, length, "tokens")
+        if draw.random() < 0.4:
+            prompt = [torch.arange(draw.choice([0, 1, 2, 3])) for _ in range(draw.choice([0, 1, 2, 3]))]
+        chunk = draw.choice([1, 2, 3, 4096, *NUMBERS])
+        papers = tensor(draw, BATCH, length, "documents") if draw.random() < 0.4 else None
+        return (
+            lambda: made.prefill(prompt, static, chunk, papers),
+            lambda: made.prefill(prompt, growing, chunk, papers),
+        )
+    other = model(*draw.choice(MODELS)).start(draw.choice([1, 2, 3]), draw.choice([CAPACITY, 5, None]))
+    number = draw.choice([0, -1, -(2**63)])
+    if kind == "rewind":
+        if other.batch == BATCH and other.capacity is not None:
+            other = made.start(3, CAPACITY)
+        return lambda: static.rewind(other), None
+    if kind == "load":
+        return lambda: static.load(made.start(draw.choice([1, 3]), CAPACITY)), None
+    if kind == "expand":
+        return lambda: static.expand(number), None
+    if kind == "start":
+        return lambda: made.start(*draw.choice([(number, 5), (1, number), (number,)])), None
+    options = _options(draw)
+    return lambda: _drawn(made.generate(tensor(draw, 1, 3, "tokens"), **options), options), None
+
+
+def _options(draw: random.Random) -> dict[str, Any]:
+    return {
+        "max_new_tokens": draw.choice([1, 3, 0, -1]),
+        "temperature": draw.choice([0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e-30, 1e30]),
+        "top_p": draw.choice([1.0, 0.5, 0.0, -1.0, 2.0, math.nan, math.inf, 1e-30]),
+    }
+
+
+def _drawn(ids: torch.Tensor, options: dict[str, Any]) -> None:
+    if ids.shape[1] != options["max_new_tokens"] or ids.min() < 0 or ids.max() >= VOCABULARY:
+        raise Wrong(f"it drew {list(ids.shape)} ids of {int(ids.min())} to {int(ids.max())} with {options}")
+    if (
+        not (math.isfinite(options["temperature"]) or options["temperature"] == math.inf)
+        or not 0 < options["top_p"] <= 1
+    ):
+        raise Wrong(f"it drew with {options}")
+
+
+def _agree(one: Callable[[], Any], two: Callable[[], Any] | None, static: Any, growing: Any) -> Any:
+    """Both calls refuse, in a sentence, or both give the same; the growing memory after them."""
+    used = static.used
+    got = _tried(one, _named)
+    if two is None or isinstance(got, ValueError):
+        if static.used != used:
+            raise Wrong(f"a refused call has read {static.used - used} tokens")
+        if two is None:
+            return growing
+    want = _tried(two, _named)
+    if isinstance(got, ValueError) != isinstance(want, ValueError):
+        if isinstance(got, ValueError) and "memory is full" in str(got):
+            return growing
+        raise Wrong(f"a static memory gives {_short(got)}, and a growing one {_short(want)}")
+    if isinstance(got, ValueError):
+        return growing
+    _same(got.logits, want.logits, "a call that was accepted")
+    if static.used != want.memory.used:
+        raise Wrong(f"{static.used} tokens are used, and {want.memory.used} in a growing memory")
+    return want.memory
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {value}"[:150] if isinstance(value, Exception) else "an answer"
+
+
+def _named(error: ValueError) -> None:
+    """Raised again where it is no sentence: what follows would only hide it."""
+    from adversary.outcome import _fault
+
+    if _fault(error, ()):
+        raise error
+
+
+def _tried(call: Callable[[], Any], look: Callable[[ValueError], None]) -> Any:
+    try:
+        return call()
+    except ValueError as error:
+        look(error)
+        return error
+
+
+def _same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    if got.shape != want.shape or not torch.allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=False):
+        raise Wrong(f"{what}: logits differ from those of a growing memory by {(got - want).abs().max().item():.2e}")
+
+
+@torch.no_grad()
+def _engine(draw: random.Random, made: Any) -> None:
+    tokens = torch.randint(VOCABULARY, (BATCH, CAPACITY), generator=torch.Generator().manual_seed(1))
+    for options in (
+        {"batch": draw.choice(NUMBERS[2:4])},
+        {"capacity": draw.choice([0, -1])},
+        {"chunk": draw.choice([0, -1])},
+    ):
+        if not isinstance(
+            _tried(lambda o=options: gsm.Engine(made, **{"capacity": CAPACITY, **o}), _named), ValueError
+        ):
+            raise Wrong(f"an engine with {options} was made")
+    engine = gsm.Engine(made, batch=BATCH, capacity=CAPACITY, chunk=draw.choice([1, 3, 4096]))
+    engine.prefill(tokens[:, :READ])
+    for _ in range(draw.choice([1, 2, 3])):
+        before, used = engine.memory.clone(), engine.memory.used
+        kind = draw.choice(["prefill", "decode", "generate", "load"])
+        length = draw.choice([1, 3, CAPACITY - used + 1])
+        calls: dict[str, Callable[[], Any]] = {
+            "prefill": lambda length=length: engine.prefill(
+                tensor(draw, BATCH, length, "tokens"),
+                tensor(draw, BATCH, length, "documents") if draw.random() < 0.4 else None,
+            ),
+            "decode": lambda: engine.decode(tensor(draw, 1, BATCH, "tokens").flatten()[: draw.choice([0, 1, 2, 2, 2])]),
+            "generate": lambda length=length: engine.generate(tensor(draw, BATCH, length, "tokens"), **_options(draw)),
+            "load": lambda: engine.load(made.start(draw.choice([1, BATCH]), draw.choice([None, CAPACITY - 1]))),
+        }
+        got = _tried(calls[kind], _named)
+        if isinstance(got, ValueError) and kind != "generate" and engine.memory.used != used:
+            raise Wrong(f"a refused {kind} has read {engine.memory.used - used} tokens")
+        if not isinstance(got, ValueError) or kind == "generate":  # it may have read its prompt
+            engine.load(before)
+    got = engine.decode(tokens[:, READ])
+    growing = made(tokens[:, :READ], memory=made.start(BATCH)).memory
+    _same(got, made(tokens[:, READ : READ + 1], memory=growing).logits[:, -1], "what an engine decodes after the calls")

@@ -1,0 +1,216 @@
+"""Class 5: bad values for every key; class 11: sizes and groups that are no choice; class 12: places."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from short_runs import TINY
+
+from adversary import inside
+from adversary.outcome import Case, Wrong
+from adversary.world import World
+
+SIZES = [word for word in TINY if word.startswith("size.")]
+TRAINS = (
+    "trainer=cpu trainer.max_steps=1 trainer.val_check_interval=1 ngrams=false sample=false data.batch_size=2".split()
+)
+TEXT = "data=folder data.tokenizer=bytes data.validation_sequences=2".split()
+SYNTHETIC = ["size.context=64", "data.validation_sequences=2"]
+# Choices that together have every group of parts in them.
+CHOICES: tuple[list[str], ...] = (
+    ["model/residual=plain", *TEXT],
+    ["model=baseline", "model/residual=plain", *TEXT],
+    ["model=transformer", *TEXT],
+    ["model/feed_forward=moe", "model/residual=mhc", "model/writer=delta", *TEXT],
+    ["model=gated_delta_net", "optimizer=muon", *TEXT],
+    ["model=delta_product", *TEXT],
+    ["model/writer=multi_slot", "model/retriever=random_topk", "model/residual=plain", *TEXT],
+    ["model/writer=gated", "model/retriever=separate_indexer", "model/residual=plain", *TEXT],
+    ["model/residual=plain", "data=needle", *SYNTHETIC],
+    ["model/residual=plain", "data=recall", *SYNTHETIC],
+    ["model/residual=plain", "data=state_tracking", *SYNTHETIC],
+)
+PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}  # class 12's
+LEFT_OUT = (
+    "choices.",
+    "model.geometry.",
+    "logger.",
+    "arms",
+    "seeds",
+    "phases",
+    "jobs",
+    "table",
+)  # of several runs, or no value to type
+BAD_ANYWHERE = (
+    "null",
+    "''",
+    "[]",
+    "[1,2]",
+    "{a:1}",
+    "true",
+    "abc",
+    "größer",
+    "'\u202e\u0000x'",
+    "-1",
+    "0",
+    "nan",
+    "1.5",
+    "-0.0",
+    "[null]",
+    "'a b'",
+    "1e400",
+)
+BAD_NUMBERS = (
+    "-1",
+    "0",
+    "-0.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e30",
+    "1e-30",
+    "0.5",
+    "-1e9",
+    "2",
+    "3",
+    "7",
+    "0x10",
+    "1_000",
+    "1e3",
+)
+HUGE = ("100000", "10000000", "1000000000", "1000000000000", "9223372036854775807", "9223372036854775808")
+
+
+def case(draw: random.Random, world: World) -> Case:
+    """One or two keys with bad values; what is accepted has to be buildable and, of some, to train a step."""
+    choice = draw.choice(CHOICES)
+    given = [*SIZES, *TRAINS, *choice]
+    known = _keys(tuple(given), str(world.home / "text"))
+    keys = draw.sample(sorted(known), draw.choice([1, 1, 1, 1, 2]))
+    bad = [f"{key}={_value(draw, known[key])}" for key in keys]
+    trains = draw.random() < 0.25
+    return _tried(world, given, bad, keys, trains)
+
+
+def sizes(draw: random.Random, world: World) -> Case:
+    """Class 11: sizes without bound, groups that are null or deleted."""
+    choice = draw.choice(CHOICES)
+    given = [*SIZES, *TRAINS, *choice]
+    if draw.random() < 0.5:
+        group = draw.choice(
+            ["model", "size", "data", "optimizer", "trainer", "callbacks", "logger", "model/writer", "model/retriever"]
+        )
+        return _tried(world, given, [draw.choice([f"{group}=null", f"~{group}"])], [group], True)
+    known = _keys(tuple(given), str(world.home / "text"))
+    whole = sorted(key for key, value in known.items() if type(value) is int)
+    key = draw.choice(whole)
+    return _tried(world, given, [f"{key}={draw.choice(HUGE)}"], [key], key != "trainer.max_steps")
+
+
+@functools.cache
+def _keys(given: tuple[str, ...], text: str) -> dict[str, Any]:
+    """Every key of a composed configuration that has a value, with its value."""
+    config = inside.compose([*given, *([f"data.path={text}"] if "data=folder" in given else [])])
+    found = _flat(config, "")
+    return {
+        key: value
+        for key, value in found.items()
+        if not (
+            key.startswith(LEFT_OUT)
+            or key in PLACES
+            or "_target_" in key
+            or "_partial_" in key
+            or key.endswith(("path", "save_dir"))
+        )
+    }
+
+
+def _flat(value: Mapping[str, Any], above: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, below in value.items():
+        found |= _flat(below, f"{above}{key}.") if isinstance(below, Mapping) and below else {f"{above}{key}": below}
+    return found
+
+
+def _value(draw: random.Random, good: Any) -> str:
+    """A bad one, by the type of the good one; now and then of any type."""
+    if draw.random() < 0.35:
+        return draw.choice(BAD_ANYWHERE)
+    if isinstance(good, bool):
+        return draw.choice(["2", "null", "yes", "''", "[]", "-1", "nan"])
+    if isinstance(good, int | float):
+        return draw.choice(BAD_NUMBERS)
+    if isinstance(good, list):
+        return draw.choice(
+            ["[]", "[0]", "[-1]", "null", "abc", "[nan]", "5", "[1,1]", "[3,2,1]", "[999]", "[[1]]", "['']"]
+        )
+    if isinstance(good, str):
+        return draw.choice(["''", "null", "3", "[]", "größer", "'\u0000'", "x" * 5000, "true", "../x", "."])
+    return draw.choice(["1", "-1", "x", "[]", "nan", "0.5", "true", "''", "{}"])
+
+
+def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trains: bool) -> Case:
+    text = "data=folder" in given
+
+    def run(folder: Path) -> None:
+        places = [f"data.path={world.home / 'text'}", f"data.cache_dir={world.home / 'cache'}"] if text else []
+        config = inside.compose([*given, *places, f"logs={folder / 'logs'}", f"folder={folder / 'run'}", *bad])
+        inside.build(config)
+        if trains and config["trainer"]["max_steps"] < 10:
+            facts = inside.train(config)
+            if facts.get("val_loss") is not None and not math.isfinite(facts["val_loss"]):
+                raise Wrong(f"it ended with a loss of {facts['val_loss']}")
+
+    last = {word for key in keys for word in (key, *key.replace("/", ".").split("."))}
+    chosen = [word for word in given if "/" in word or word.startswith(("model=", "data=", "optimizer="))]
+    title = f"{' '.join(chosen)} with {' '.join(map(_shown, bad))}"
+    return Case(run, title, tuple(sorted(last)), 20, (world.home / "cache",))
+
+
+def places(draw: random.Random, world: World) -> Case:
+    """Class 12: where a run may go. Nothing lies outside of the folder of logs afterwards."""
+    words = [
+        "../../x",
+        "..",
+        ".",
+        "''",
+        "null",
+        "/",
+        "/x",
+        ".replaced",
+        "a/../../../x",
+        "'a/b'",
+        "~",
+        "'\u0000'",
+        "x" * 300,
+        "größer",
+        "-",
+        "' '",
+    ]
+    key = draw.choice(["name", "arm", "logs", "folder", "seed"])
+    bad = f"{key}={draw.choice(words)}"
+
+    def run(folder: Path) -> None:
+        home, before = folder / "a/b/c", set(folder.iterdir())
+        home.mkdir(parents=True)
+        os.chdir(home)
+        logs = home / "logs"
+        inside.train(world.config("placed", f"logs={logs}", bad))
+        left = [
+            path for path in folder.rglob("*") if path.is_file() and path not in before and logs not in path.parents
+        ]
+        if left:
+            raise Wrong(f"it wrote to {left[0].relative_to(folder)}")
+
+    return Case(run, _shown(bad), (key, *key.split(".")), 40, (world.home / "cache",))
+
+
+def _shown(word: str) -> str:
+    """In one short line, whatever is in it."""
+    return word.encode("unicode_escape").decode()[:60]
