@@ -211,7 +211,7 @@ def missing(stage: str, words: Mapping[str, str]) -> tuple[list[str], list[str]]
             spared.append(f"Python.h in {headers()}: Triton may build nothing (install Python's headers)")
         if stage == "tests" and not sanitizer():
             spared.append(
-                "compute-sanitizer on the PATH and in /usr/local/cuda/bin: reads out of bounds and races are not looked for"
+                "compute-sanitizer on the PATH or in /usr/local/cuda/bin: out of bounds and races are not looked for"
             )
         if stage in MEASURED and not shutil.which("nvidia-smi"):
             spared.append("nvidia-smi on the PATH: clocks are not noted")

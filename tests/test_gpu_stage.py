@@ -142,21 +142,29 @@ def test_words_go_to_the_stage_and_to_its_environment(gpu, tmp_path):
 def test_what_is_missing_is_named_with_what_to_do(gpu, monkeypatch):
     gone = {"pytest", "xdist", "omegaconf", "fla", "liger_kernel"}
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name in gone else name)
-    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path=None: None)
     fatal, spared = gpu.missing("tests", {})
     assert fatal[0].startswith("the package pytest (install it, or lay its wheel into wheels/")
     assert fatal[1].startswith("a C compiler")
     assert [clause.partition(":")[0] for clause in spared] == [
         "the package omegaconf",
         "the package xdist",
-        "compute-sanitizer on the PATH",
+        "compute-sanitizer on the PATH or in /usr/local/cuda/bin",
         "git",
     ]
     assert gpu.missing("kernels", {})[1][:2] == [
-        "the package fla: delta_rule runs its chunked form",
+        "the package fla: it is no peer",
         "the package liger_kernel: it is no peer",
     ]
-    assert "the package omegaconf" in gpu.missing("training", {})[0][0]
+    fatal, spared = gpu.missing("training", {})
+    assert "the package omegaconf" in fatal[0] and spared[0] == "the package fla: delta_rule runs its chunked form"
+
+
+def test_headers_are_looked_for_where_triton_looks(gpu, monkeypatch):
+    """Debian's own scheme names a folder that its Python leaves empty."""
+    monkeypatch.setattr(gpu.sysconfig, "get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr(gpu.sysconfig, "get_paths", lambda scheme: {"include": f"/{scheme}/include"})
+    assert gpu.headers() == Path("/posix_prefix/include")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
