@@ -187,7 +187,7 @@ def _other(draw: random.Random, holder: dict, key: Any, name: str) -> str:
         "a scalar": lambda: value.flatten()[0].clone(),
         "flat": lambda: value.flatten(),
         "one dimension more": lambda: value[None],
-        "turned": lambda: value.T.contiguous() if value.ndim > 1 else value[None],
+        "turned": lambda: value.T.contiguous() if value.T.shape != value.shape else value[None],
         "empty": lambda: torch.empty(0),
         "half": lambda: value.half(),
         "double": lambda: value.double(),

@@ -130,6 +130,7 @@ def _be_a_case(case: Case, folder: Path, writer: int) -> None:
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
+        os.environ["GSM_CACHE"] = str(folder / "cache")
         with open("printed.txt", "wb") as printed:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)

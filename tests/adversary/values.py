@@ -15,6 +15,7 @@ from short_runs import TINY
 from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
+from gsm.models.geometry import Geometry
 
 SIZES = [word for word in TINY if word.startswith("size.")]
 TRAINS = (
@@ -168,6 +169,8 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
                 raise Wrong(f"it ended with a loss of {facts['val_loss']}")
 
     last = {word for key in keys for word in (key, *key.replace("/", ".").split("."))}
+    if "size" in last:
+        last |= Geometry.__dataclass_fields__.keys()  # which have to fit one another: either may be named
     chosen = [word for word in given if "/" in word or word.startswith(("model=", "data=", "optimizer="))]
     title = f"{' '.join(chosen)} with {' '.join(map(_shown, bad))}"
     return Case(run, title, tuple(sorted(last)), 20, (world.home / "cache",))

@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "data.num_workers": (0, None),
     "data.task.power": (0, None),
     "model.indexer_weight": (0, None),
+    "model.query_rank": (1, None),
     "model.indexer_training.dense_limit": (0, None),
     "model.residual.sinkhorn_rounds": (1, None),
     "model.retriever.seed": (0, 2**32 - 1),
