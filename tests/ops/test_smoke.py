@@ -66,7 +66,8 @@ def test_every_operation_can_be_rehearsed(name):
     assert set(piece.gate.work) == set(piece.toy.work) == set(piece.built.work)
     direction = list(piece.toy.work)[-1]
     row = smoke.operation(piece.toy, direction, CPU, ROOF)
-    assert row["verdict"] == "right" and row["implementation"].startswith("triton"), row
+    ran = "triton" if smoke.has_kernels(piece.gate.op) else ("sdpa", "chunked", "reference")
+    assert row["verdict"] == "right" and row["implementation"].startswith(ran), row
 
 
 @interpreted
@@ -175,7 +176,7 @@ def test_what_is_built_is_what_is_launched(tmp_path):
         "from gsm_kernels.benchmark.build import requests\n"
         "cpu = torch.device('cpu')\n"
         "torch.randn = lambda *size, generator=None, **how: torch.empty(*size, **how)\n"
-        "for piece in smoke.pieces():\n"
+        "for piece in filter(lambda piece: smoke.has_kernels(piece.gate.op), smoke.pieces()):\n"
         "    name, gate = piece.gate.name, piece.gate\n"
         "    if piece.gate.op == 'linear_cross_entropy':\n"
         "        gate = workloads.linear_cross_entropy('', 8192, width=16)  # the width is the BLAS's\n"

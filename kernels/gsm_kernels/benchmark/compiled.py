@@ -59,7 +59,7 @@ def run(only: str = "", output: str = "") -> Path:
     if facts["versions"]["triton"] is None:
         raise ValueError("Triton is not installed")
     path = Path(output) if output else FOLDER / f"compiled-sm_{CAPABILITY}-triton{facts['versions']['triton']}.json"
-    found = [case for case in samples() if case.op.startswith(only) and _has_triton(case.op)]
+    found = [case for case in samples() if case.op.startswith(only) and has_kernels(case.op)]
     if not found:
         raise ValueError(f"no operation with Triton kernels begins with '{only}'")
     results = Results(path, facts)
@@ -160,7 +160,8 @@ def _cuobjdump(flag: str, cubin: str) -> str:
     return subprocess.run([knobs.nvidia.cuobjdump.path, flag, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def _has_triton(op: str) -> bool:
+def has_kernels(op: str) -> bool:
+    """Whether an operation has Triton kernels of its own."""
     return any(impl.name == "triton" for impl in getattr(gsm_kernels, op).fast)
 
 

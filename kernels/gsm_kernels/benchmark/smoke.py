@@ -2,7 +2,7 @@
 and how far is it from its floor; and what of the device decides how the next kernels are built.
 
 Three minutes on a cold machine with 16 cores: 50 kernels take 28 seconds of a core to compile, the longest 3 (both
-measured), so about 15 with imports and the driver. Derived: 22 rows of 2 to 5 seconds, most of it the oracle, which is
+measured), so about 15 with imports and the driver. Derived: 28 rows of 2 to 5 seconds, most of it the oracle, which is
 the reference in float32; ceilings and six measurements of about 2 seconds each.
 
 Pieces are kept one by one: a process that is ended at any moment loses the piece that it was at, and the next one goes
@@ -34,6 +34,7 @@ from ..dispatch import listening, using
 from ..testing import TOLERANCE
 from . import ceilings, machine, micro, timing, workloads
 from .build import Build
+from .compiled import has_kernels
 from .kernels import FIXED, _difference, bound
 from .report import table
 from .results import Results, read, sentence, usual_path
@@ -108,6 +109,9 @@ def pieces() -> tuple[Piece, ...]:
             w.indexer_kl("", 1, 4, **small),
             True,
         ),
+        _borrowed(w.attend_range("attend_range 4 x 4K", 4, 4096), w.attend_range("", 1, 8, 2, 1, 16)),
+        _borrowed(w.delta_rule("delta_rule 4 x 4K", 4, 4096), w.delta_rule("", 1, 8, 2, 16)),
+        _borrowed(w.grouped_linear("grouped_linear 16K", 16384), w.grouped_linear("", 16, 4, 16, 16)),
         Piece(
             _one_row(w.attend("attend 64K", 1, 65536), _attended(32, 128)),
             _one_row(w.attend("", 1, 512), _attended(32, 128)),
@@ -121,6 +125,11 @@ def pieces() -> tuple[Piece, ...]:
             _one_row(w.index_top_k("", 1, 32, **search), _searched(16)),
         ),
     )
+
+
+def _borrowed(gate: Case, toy: Case) -> Piece:
+    """An operation without kernels of ours: PyTorch's or fla's run, where they are, and nothing is built ahead."""
+    return Piece(gate, toy, toy)
 
 
 def last_rows(case: Case, rows: int) -> Case:
@@ -294,7 +303,7 @@ def operation(
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     op, call, work = getattr(gsm_kernels, case.op), case.make(device, dtype), case.work[direction].at(dtype)
-    forced = "triton" if launch.INTERPRETED else "auto"
+    forced = "triton" if launch.INTERPRETED and has_kernels(case.op) else "auto"
     row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), **work._asdict()}
     with using(forced), _compiling() as late, listening() as heard:
         ours = values(op, call, direction, dtype)
@@ -303,12 +312,13 @@ def operation(
         run = bound(op, call, direction)
         run()
         row["extra_mib"] = (timing.extra_bytes(run, device) or 0) / 2**20 if device.type == "cuda" else None
-        timed = timing.kernel_turns({"ours": run}, device, ROUNDS, LAP_SECONDS)["ours"]
+        own = "ours" if has_kernels(case.op) else ""
+        timed = timing.kernel_turns({"ours": run}, device, ROUNDS, LAP_SECONDS, replayed=own)["ours"]
     row |= {"ms": timed.spread._asdict(), "timed": timed.how, "host_ms": timed.host_ms}
     if device.type == "cuda":
         floor = roof.floor(*work)
         row |= {"floor_ms": floor, "share_of_floor": floor / timed.spread.median}
-        row |= {} if ran == "triton" else {"failed": f"{ran} ran: {_why(op, call)}"}
+        row |= {} if ran == "triton" or not has_kernels(case.op) else {"failed": f"{ran} ran: {_why(op, call)}"}
     else:
         row["implementation"] += ", interpreted at toy size" if ran == "triton" else " at toy size"
     try:
@@ -509,7 +519,7 @@ def compile_ahead(of: list[str], capability: int, workers: int, seconds: float) 
     with Build(capability, workers, seconds, show=lambda row: print(json.dumps(row), flush=True)) as build:
         # What takes longest goes first.
         for piece in sorted(pieces(), key=lambda piece: piece.gate.op not in ("attend", "mhc_boundary", "attend_band")):
-            if any(name.startswith(f"{piece.gate.name}, ") for name in of):
+            if has_kernels(piece.gate.op) and any(name.startswith(f"{piece.gate.name}, ") for name in of):
                 build.add(piece.gate.name, lambda piece=piece: _launch_all(piece.built, cpu))
         for one in micro.MICROS:
             if one.name in of:

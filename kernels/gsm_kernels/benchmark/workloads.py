@@ -276,6 +276,65 @@ def candidate_pool(name: str, batch: int, length: int, blocks: int = 512) -> Cas
     return Case(name, "candidate_pool", make, index_top_k("", batch, length).work)
 
 
+def attend_range(
+    name: str, batch: int, length: int, heads: int = 16, groups: int = 4, channels: int = CHANNELS
+) -> Case:
+    """Causal attention of the comparators: one document a sequence, every row sees all before it."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        key, value = (torch.randn(batch, length, groups, channels, device=device, dtype=dtype) for _ in range(2))
+        last_BR = torch.arange(1, length + 1, device=device).expand(batch, -1)
+        return {
+            "query_BRHC": torch.randn(batch, length, heads, channels, device=device, dtype=dtype),
+            **{"key_BFGC": key, "value_BFGC": value},
+            **{"first_BR": torch.zeros_like(last_BR), "last_BR": last_BR, "whole": True},
+        }
+
+    products = 4 * heads * channels * batch * seen_entries(length, length)
+    moved = 4 * batch * length * channels * (heads + groups)
+    return Case(
+        name, "attend_range", make, {"forward": Work(products, moved), "backward": Work(2.5 * products, 2 * moved)}
+    )
+
+
+def delta_rule(name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS) -> Case:
+    """The gated delta rule, one document a sequence."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        query, key, value = (torch.randn(batch, length, heads, channels, device=device).to(dtype) for _ in range(3))
+        start_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
+        start_BT[:, 0] = True
+        return {
+            **{"query_BTHC": query, "key_BTHC": torch.nn.functional.normalize(key, dim=-1), "value_BTHC": value},
+            "beta_BTH": torch.rand(batch, length, heads, device=device, dtype=dtype),
+            "log_decay_BTH": -torch.rand(batch, length, heads, device=device) / 16,
+            **{"start_BT": start_BT, "live_BT": torch.ones_like(start_BT)},
+            **{"state_BHCC": torch.zeros(batch, heads, channels, channels, device=device), "scale": channels**-0.5},
+        }
+
+    products, moved = 6 * batch * length * heads * channels**2, 8 * batch * length * heads * channels
+    return Case(name, "delta_rule", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)})
+
+
+def grouped_linear(name: str, rows: int, groups: int = 56, width: int = MODEL, inner: int = 768) -> Case:
+    """One matrix of the experts; groups are of unequal sizes, one of them empty."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        share_E = torch.rand(groups, device=device)
+        share_E[0] = 0
+        end_E = (share_E.cumsum(0) / share_E.sum() * rows).round().to(torch.int32)
+        return {
+            "x_MD": torch.randn(rows, width, device=device, dtype=dtype),
+            "weight_END": (torch.randn(groups, inner, width, device=device) * width**-0.5).to(dtype),
+            "end_E": end_E,
+        }
+
+    products, moved = 2 * rows * width * inner, 2 * (rows * (width + inner) + groups * width * inner)
+    return Case(
+        name, "grouped_linear", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
+    )
+
+
 def seen_entries(length: int, most: int, ratio: int = 1) -> int:
     """Entries that all rows of one document see: the sum of min(t // ratio, most) over t = 1 .. length."""
     full = min(length, most * ratio + ratio - 1)  # from here on, a row sees all that it may
