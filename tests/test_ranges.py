@@ -117,5 +117,6 @@ def test_what_is_monitored_is_what_validations_find(tmp_path):
 
 
 def test_every_range_is_of_a_key_that_exists(configs):
-    keys = {key.rpartition(".")[2] if key.startswith(SIZES) else key for key in configs}
+    found = {key for config in configs.values() for key in flat(config)}  # also what has no number by default
+    keys = {key.rpartition(".")[2] if key.startswith(SIZES) else key for key in found}
     assert RANGES.keys() - {"trainer.num_nodes"} <= keys, "num_nodes is trainer=ddp's"
