@@ -216,7 +216,7 @@ def refusals(place: str) -> Iterator[None]:
         if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
             raise ConfigError(f"{place}: {cause}") from error
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"{place}: {error}") from error
 
 

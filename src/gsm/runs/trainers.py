@@ -95,8 +95,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"is a function of their number: leave {name} out"
             )
     interval = chosen.get("val_check_interval")
-    if isinstance(interval, float) and chosen.get("check_val_every_n_epoch") is None:
-        raise ConfigError(f"trainer.val_check_interval is {interval:g}, but has to be a whole number of batches")
+    if interval is not None and type(interval) is not int and chosen.get("check_val_every_n_epoch") is None:
+        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of batches")
     if chosen["max_steps"] > 0:
         chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
     if chosen.get("precision") == "auto":
