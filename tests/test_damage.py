@@ -185,7 +185,7 @@ def test_a_model_that_broke_is_named_where_it_is_loaded(copy: Path):
 
 
 def test_what_is_sound_goes_on(home: Path, copy: Path):
-    going_on(home, copy)()
+    assert going_on(home, copy)() is not None
 
 
 def test_a_flipped_bit_in_a_note_of_the_cache_is_no_note(tmp_path: Path):

@@ -7,7 +7,6 @@ such as arguments that are multiples of 16, is what it would be at a launch. Not
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import tempfile
@@ -23,6 +22,7 @@ import gsm_kernels
 from .. import launch
 from ..dispatch import using
 from . import machine
+from .build import target
 from .kernels import bound
 from .report import table
 from .results import FOLDER, Results, read
@@ -92,7 +92,7 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
 
     call = case.make(torch.device("cpu"), torch.bfloat16)
     try:
-        with _hopper(), using("triton"), launch.launching(instead):
+        with target(CAPABILITY), using("triton"), launch.launching(instead):
             bound(getattr(gsm_kernels, case.op), call, "both" if len(case.work) > 1 else next(iter(case.work)))()
     except Exception as error:  # what comes before a launch may fail too
         launched[""] = {"op": case.op, "case": case.name, "kernel": "", "failed": _sentence(error)}
@@ -168,28 +168,3 @@ def has_kernels(op: str) -> bool:
 def _sentence(error: Exception) -> str:
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:300]}"
-
-
-@contextlib.contextmanager
-def _hopper() -> Iterator[None]:
-    """Inside, Triton compiles for Hopper, whatever the machine has."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    class Hopper:
-        """As much of a driver as compiling asks for."""
-
-        def get_current_device(self) -> str:
-            return f"sm_{CAPABILITY}"  # under which the compiled kernels are kept, apart from a real device's
-
-        def get_current_stream(self, device: str) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", CAPABILITY, 32)
-
-    driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        driver.set_active(None)  # pyright: ignore[reportArgumentType] # the machine's own, when it is asked for
