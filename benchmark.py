@@ -7,13 +7,13 @@ hide_root()
 import hydra  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from gsm.runs import command_line  # noqa: E402
+from gsm.config import command_line  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="benchmark")
 def main(config: DictConfig) -> None:
     """The benchmark that was chosen; its imports wait until the arguments were found to be sound."""
-    from gsm.runs.load import instantiate
+    from gsm.config.load import instantiate
 
     command_line.run(lambda plain: instantiate(plain["benchmark"], "benchmark"), config)
 

@@ -4,9 +4,9 @@ from gsm.paths import hide_root
 
 hide_root()
 
-from gsm.runs import command_line  # noqa: E402
+from gsm.config import command_line  # noqa: E402
 
 if __name__ == "__main__":
-    from gsm.runs.compare import compare
+    from gsm.experiments.compare import compare
 
     command_line.call(compare, "compare.py")

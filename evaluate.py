@@ -6,7 +6,9 @@ from gsm.paths import hide_root
 
 hide_root()
 
-from gsm.runs import children, command_line, commands  # noqa: E402
+from gsm.config import command_line  # noqa: E402
+from gsm.evaluation.commands import commands  # noqa: E402
+from gsm.experiments import children  # noqa: E402
 
 if __name__ == "__main__":
     children.leave_with_parent()

@@ -4,9 +4,9 @@ from gsm.paths import hide_root
 
 hide_root()
 
-from gsm.runs import command_line  # noqa: E402
+from gsm.config import command_line  # noqa: E402
 
 if __name__ == "__main__":
-    from gsm.runs.generate import generate
+    from gsm.evaluation.commands.generate import generate
 
     command_line.call(generate, "generate.py")

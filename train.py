@@ -9,13 +9,14 @@ hide_root()
 import hydra  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from gsm.runs import children, command_line  # noqa: E402
+from gsm.config import command_line  # noqa: E402
+from gsm.experiments import children  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(config: DictConfig) -> None:
     """One run or several; the imports that take seconds wait until the arguments were found to be sound."""
-    from gsm.runs import experiment
+    from gsm.experiments import experiment
 
     command_line.run(experiment.run, config)
 

@@ -69,7 +69,7 @@ def float64() -> Iterator[None]:
 def processes() -> Any:
     """Fresh processes that have their imports done already: to start one takes a tenth of a second."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gsm.runs.fit", "tensorboard.summary.writer.event_file_writer"])
+    context.set_forkserver_preload(["gsm.experiments.fit", "tensorboard.summary.writer.event_file_writer"])
     return context
 
 

@@ -16,11 +16,11 @@ from small import GEOMETRY, SHALLOW, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gsm.distributed import sharded
-from gsm.distributed.sharded import Sharded, undivided
 from gsm.files import replacing
-from gsm.optimizer import AdamW
-from gsm.task import LanguageModeling
+from gsm.training.distributed import sharded
+from gsm.training.distributed.sharded import Sharded, undivided
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
 
 STEPS, ROWS, LENGTH = 10, 4, 20
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from gsm.runs import command_line
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
+from gsm.config import command_line
+from gsm.config.compose import compose
+from gsm.experiments.fit import train
 
 TINY = (
     "model/residual=plain size.vocabulary=257 size.context=32 "

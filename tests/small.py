@@ -17,13 +17,13 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from gsm.layers.residual import HyperConnection, Plain
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 from gsm.models.gsm import GSM
-from gsm.nn.residual import HyperConnection, Plain
 from gsm.paths import ROOT, variants
-from gsm.writers.base import StateWriter
+from gsm.slots.writer.base import StateWriter
 
 GEOMETRY = Geometry(
     vocabulary=23,

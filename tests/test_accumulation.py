@@ -12,8 +12,8 @@ import torch
 from test_task import CONTEXT, Bigram, a_batch, fit, make_task, make_trainer
 from torch import Tensor, nn
 
-from gsm.means import OverTargets
-from gsm.task import LanguageModeling
+from gsm.training.means import OverTargets
+from gsm.training.module import LanguageModeling
 
 
 @pytest.mark.parametrize("without", [0, 5, CONTEXT])

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from short_runs import arguments, count_calls, lines, no_death, started
 
-from gsm.eval.task_files import find, read_task
+from gsm.config.compose import compose
+from gsm.evaluation.task_files import find, read_task
 from gsm.paths import ROOT
-from gsm.runs.compose import compose
-from gsm.task import LanguageModeling
+from gsm.training.module import LanguageModeling
 
 DANGEROUS = ("1", "2", "4", "5", "10")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gsm.benchmarks.kept import kept
-from gsm.models.cost import cost
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate_model
+from gsm.config.compose import compose
+from gsm.config.load import instantiate_model
+from gsm.costs.model import cost
 from gsm_kernels.device import triton_version
 
 FLOPS, BYTES = 790e12, 3.0e12  # of an H100, in a second

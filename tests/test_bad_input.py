@@ -9,11 +9,11 @@ import pytest
 import torch
 from small import GEOMETRY, build, random_tokens
 
+from gsm.layers.residual import HyperConnection
+from gsm.layers.rope import Rope
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.models.sampling import sample
-from gsm.nn.residual import HyperConnection
-from gsm.nn.rope import Rope
 
 TOKENS = random_tokens(2, 6)
 

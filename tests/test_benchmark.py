@@ -15,7 +15,7 @@ import torch
 
 import gsm_kernels
 from gsm.benchmarks import training
-from gsm.models.cost import cost
+from gsm.costs.model import cost
 from gsm.paths import ROOT
 from gsm_kernels import launch, using
 from gsm_kernels.benchmark import attention_peers, ceilings, compiled, goals, kernels, machine, peers, timing, workloads

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from test_experiment import until
 
-from gsm.runs.children import Child, work_off
+from gsm.experiments.children import Child, work_off
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
-    trains = "import gsm.runs.children as c, os, pathlib, sys, time; c.leave_with_parent(); "
+    trains = "import gsm.experiments.children as c, os, pathlib, sys, time; c.leave_with_parent(); "
     trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    waits = "import gsm.runs.children as c, pathlib, sys; log = pathlib.Path(sys.argv[1]).with_name('log'); "
+    waits = "import gsm.experiments.children as c, pathlib, sys; log = pathlib.Path(sys.argv[1]).with_name('log'); "
     waits += (
         f"c.work_off([lambda: c.Child([sys.executable, '-c', {trains!r}, sys.argv[1]], log, {{}}, False)], 1, print)"
     )

@@ -21,9 +21,9 @@ from torch import nn
 from gsm import build_model
 from gsm.benchmarks import clients, deepseek_v4
 from gsm.benchmarks.clients import Ours
+from gsm.layers.feed_forward import SwiGLU
+from gsm.layers.residual import HyperConnection, Plain, Streams
 from gsm.models.baseline import Baseline
-from gsm.nn.feed_forward import SwiGLU
-from gsm.nn.residual import HyperConnection, Plain, Streams
 from gsm_kernels.benchmark import timing
 from gsm_kernels.benchmark.results import read
 

@@ -10,14 +10,14 @@ import torch
 from small import GEOMETRY, W, assert_same, build, comparators, random_tokens, variant
 
 import gsm
-from gsm.mixers.attention import Attention
-from gsm.mixers.sliding_window import SlidingWindow
-from gsm.models.comparator import Comparator
+from gsm.layers.attention import Attention
+from gsm.layers.block import Mixed
+from gsm.layers.key_value import KeyValue
+from gsm.layers.residual import HyperConnection, Plain
+from gsm.layers.sliding_window import SlidingWindow
+from gsm.models.decoder_only import DecoderOnly
 from gsm.models.matching import BARE, head_counts, match, note
 from gsm.models.schedule import comparator_rows
-from gsm.nn.block import Mixed
-from gsm.nn.key_value import KeyValue
-from gsm.nn.residual import HyperConnection, Plain
 from gsm.paths import variants
 from gsm.span import Span
 from gsm_kernels import attend_range, listening, using
@@ -26,9 +26,9 @@ MIXERS = {"window": SlidingWindow, "all": Attention}
 TOKENS = random_tokens(2, 40)
 
 
-def plain(layers: list[str], **options) -> Comparator:
+def plain(layers: list[str], **options) -> DecoderOnly:
     mixers = {name: mixer for name, mixer in MIXERS.items() if name in layers}
-    return Comparator(GEOMETRY, mixers=mixers, layers=layers, residual=Plain, **options)
+    return DecoderOnly(GEOMETRY, mixers=mixers, layers=layers, residual=Plain, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_layers_repeat_over_the_depth():
 )
 def test_layers_and_mixers_that_do_not_fit_are_named(layers, said):
     with pytest.raises(ValueError, match=said):
-        Comparator(GEOMETRY, mixers=MIXERS, layers=layers)
+        DecoderOnly(GEOMETRY, mixers=MIXERS, layers=layers)
 
 
 def test_a_part_that_cannot_be_is_named():
@@ -87,7 +87,7 @@ def test_a_window_over_everything_is_dense_attention():
     same = replace(GEOMETRY, bank_rope_base=GEOMETRY.rope_base)
     mixers = {"window": partial(SlidingWindow, window=40), "all": Attention}
     models = [
-        Comparator(same, mixers={name: mixers[name]}, layers=[name], residual=Plain, query_rank=6).double()
+        DecoderOnly(same, mixers={name: mixers[name]}, layers=[name], residual=Plain, query_rank=6).double()
         for name in mixers
     ]
     models[1].load_state_dict(models[0].state_dict())
@@ -215,10 +215,10 @@ def test_matching_tries_only_heads_between_too_few_and_too_many():
 
 def test_heads_that_the_caller_s_key_heads_do_not_divide_are_passed_over():
     three = partial(Attention, key_value_heads=3)
-    model = Comparator(GEOMETRY, mixers={"all": three}, layers=["all"], residual=Plain)
+    model = DecoderOnly(GEOMETRY, mixers={"all": three}, layers=["all"], residual=Plain)
     assert model.shape.heads == 3
     with pytest.raises(ValueError, match="key_value_heads 5 must divide the 4 query heads"):
-        Comparator(GEOMETRY, mixers={"all": partial(Attention, key_value_heads=5)}, layers=["all"])
+        DecoderOnly(GEOMETRY, mixers={"all": partial(Attention, key_value_heads=5)}, layers=["all"])
 
 
 @pytest.mark.parametrize(("heads", "shared"), [(1, 1), (3, 1), (4, 1), (6, 1), (8, 2), (30, 6), (31, 1), (32, 8)])
@@ -250,7 +250,7 @@ class Averaged(torch.nn.Module):
 
 
 def test_a_mixer_with_parameters_of_its_own_kind_is_counted_and_runs():
-    model = Comparator(GEOMETRY, mixers={"mean": Averaged}, layers=["mean"], query_rank=2, residual=Plain)
+    model = DecoderOnly(GEOMETRY, mixers={"mean": Averaged}, layers=["mean"], query_rank=2, residual=Plain)
     model.scale = torch.nn.Parameter(torch.ones(3))
     parts = model.parameter_report().parts
     assert parts["attention, other"] == GEOMETRY.depth * GEOMETRY.dim and parts["other"] == 3

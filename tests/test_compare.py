@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from test_experiment import TOY, composed, fake, place
 
-from gsm.callbacks.metrics_file import read_metrics
-from gsm.eval import plots
-from gsm.eval.plots import png
-from gsm.runs import command_line
-from gsm.runs.compare import compare
-from gsm.runs.experiment import train_all
+from gsm.config import command_line
+from gsm.evaluation import plots
+from gsm.evaluation.plots import png
+from gsm.experiments.compare import compare
+from gsm.experiments.experiment import train_all
+from gsm.training.callbacks.metrics_file import read_metrics
 
 __all__ = ["fake"]  # a fixture
 

@@ -8,10 +8,10 @@ import hydra
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
+from gsm.config import command_line
+from gsm.config.check import ConfigError, fits
+from gsm.config.compose import compose, register_resolvers
 from gsm.paths import configs, variants
-from gsm.runs import command_line
-from gsm.runs.check import ConfigError, fits
-from gsm.runs.compose import compose, register_resolvers
 
 GROUPS = sorted(
     {
@@ -118,7 +118,7 @@ def test_what_is_wrong_in_an_experiment_is_named(tmp_path: Path, text: str, said
     [
         (
             "optimizer",
-            "_target_: gsm.optimizer.AdamW\nlearning_rat: 1\n",
+            "_target_: gsm.training.optimizer.AdamW\nlearning_rat: 1\n",
             ["'optimizer.learning_rat'", "learning_rate"],
         ),
         ("trainer", "_target_: lightning.Trainer\nmax_step: 1\n", ["'trainer.max_step'", "did you mean max_steps"]),
@@ -152,7 +152,9 @@ def test_an_experiment_has_arms_of_any_name(tmp_path: Path):
 
 
 def test_a_new_variant_is_one_more_arm_of_the_experiment_on_its_slot(tmp_path: Path):
-    folder = write(tmp_path, "model/writer/mine.yaml", "_target_: gsm.writers.additive.Additive\n_partial_: true\n")
+    folder = write(
+        tmp_path, "model/writer/mine.yaml", "_target_: gsm.slots.writer.additive.Additive\n_partial_: true\n"
+    )
     arms = compose(["experiment=ablate_writer"], [folder])["arms"]
     assert next(iter(arms)) == "additive" and arms["mine"] == ["model/writer=mine"]
     assert "shared_topk" not in compose(["experiment=ablate_retriever"])["arms"]

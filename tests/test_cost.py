@@ -24,22 +24,22 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-import gsm.mixers.sparse as sparse
+import gsm.layers.indexer_training as indexer_training
+import gsm.layers.norm as norm
+import gsm.layers.residual as residual
+import gsm.layers.search as search
+import gsm.layers.sparse as sparse
 import gsm.models.base as base
-import gsm.nn.indexer_training as indexer_training
-import gsm.nn.norm as norm
-import gsm.nn.residual as residual
-import gsm.nn.search as search
 import gsm_kernels
+from gsm.config.load import build_model
+from gsm.costs.model import Parts, cost
+from gsm.costs.primitives import limited, pooled
+from gsm.layers.block import Block
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
-from gsm.models.cost import Parts, cost
 from gsm.models.gsm import GSM
-from gsm.nn.block import Block
-from gsm.nn.work import limited, pooled
 from gsm.observe import record
 from gsm.paths import variants
-from gsm.runs.load import build_model
 from gsm_kernels import Impl, IndexerLoss
 from gsm_kernels.index_top_k.reference import slots_visible
 
@@ -333,7 +333,7 @@ def test_a_model_of_another_class_is_refused():
     class Wider(LanguageModel):
         pass
 
-    with pytest.raises(ValueError, match=r"the cost of Wider is not known; gsm.models.cost_layers knows GSM, Baseline"):
+    with pytest.raises(ValueError, match=r"the cost of Wider is not known; gsm.costs.layers knows GSM, Baseline"):
         cost(Wider(GEOMETRY.vocabulary, GEOMETRY.dim))
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import gsm.nn.search as search
+import gsm.layers.search as search
+from gsm.config.load import build_model
+from gsm.costs.model import Parts, cost, paper_cache, paper_decode
+from gsm.costs.primitives import ProductCost
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
-from gsm.models.cost import Parts, cost, paper_cache, paper_decode
 from gsm.models.gsm import GSM
-from gsm.nn.work import Products
 from gsm.observe import record
-from gsm.runs.load import build_model
 from gsm_kernels.index_top_k.reference import slots_visible
 
 BLOCKS = ("encoder", "decoder")
@@ -135,7 +135,7 @@ def test_training_moves_three_forward_passes_and_the_optimiser():
 
 
 def test_of_experts_few_rows_read_few():
-    experts = Products(multiply_adds=3 * 10, weights=100 + 8 * 10, routed=8 * 10, each=3 * 10)
+    experts = ProductCost(multiply_adds=3 * 10, weights=100 + 8 * 10, routed=8 * 10, each=3 * 10)
     assert [experts.read(rows) for rows in (0, 1, 2, 3, 1000)] == [100, 130, 160, 180, 180]
 
 

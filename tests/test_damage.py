@@ -15,11 +15,11 @@ import torch
 from short_runs import arguments, no_death, started
 
 import gsm
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.cache import read_json, write_json
-from gsm.runs.compose import compose
-from gsm.runs.fit import assemble
-from gsm.runs.folder import prepare
-from gsm.runs.load import CheckpointError, read_checkpoint
+from gsm.experiments.fit import assemble
+from gsm.experiments.folder import prepare
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,6 @@ def test_an_index_of_a_cache_that_was_changed_makes_the_cache_anew(home: Path, c
     (index, *_) = sorted((home / "cache").glob("tokens-*/train/index.json"))
     content = json.loads(index.read_text())
     index.write_text(json.dumps({**content, "tokens": content["tokens"] - 8}))
-    data = gsm.runs.load.instantiate(compose(arguments(home, "damage"))["data"], "data")
+    data = gsm.config.load.instantiate(compose(arguments(home, "damage"))["data"], "data")
     data.prepare_data()
     assert json.loads(index.read_text())["tokens"] == content["tokens"]

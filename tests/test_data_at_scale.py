@@ -13,13 +13,13 @@ import torch
 from packed import json_lines, pack
 from torch import Tensor
 
+from gsm.config.compose import compose
+from gsm.config.load import instantiate
 from gsm.data import reading, shards
 from gsm.data.corpus import Corpus
 from gsm.data.fineweb import FineWeb, text_data
 from gsm.data.module import TextData
 from gsm.data.reading import Damaged
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate
 
 NUMBERS: dict[str, Any] = {"vocabulary": 257, "context": 16, "tokenizer": "bytes"}
 

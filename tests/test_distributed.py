@@ -20,17 +20,17 @@ from small import SHALLOW, assert_same, build
 from torch.distributed.checkpoint import filesystem
 from torch.utils.data import DataLoader
 
-from gsm.callbacks.files import WholeFiles
-from gsm.callbacks.latest import Latest
+from gsm.config.check import ConfigError
+from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.module import TextData
-from gsm.distributed import ranks as roll_call
-from gsm.distributed import shards
-from gsm.distributed.sharded import Sharded
-from gsm.optimizer import AdamW, Muon
-from gsm.runs import folder as run_folder
-from gsm.runs import trainers
-from gsm.runs.check import ConfigError
-from gsm.runs.load import CheckpointError, read_checkpoint
+from gsm.experiments import folder as run_folder
+from gsm.experiments import trainers
+from gsm.training.callbacks.files import WholeFiles
+from gsm.training.callbacks.latest import Latest
+from gsm.training.distributed import ranks as roll_call
+from gsm.training.distributed import shards
+from gsm.training.distributed.sharded import Sharded
+from gsm.training.optimizer import AdamW, Muon
 
 MOE = "gsm-feed_forward=moe"
 

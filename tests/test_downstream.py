@@ -16,11 +16,11 @@ from bag import Bag
 from small import GEOMETRY, MEMORIES, SHALLOW, build
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval import downstream, task_files
-from gsm.eval.bootstrap import paired
-from gsm.eval.loglikelihood import encode_pairs, loglikelihoods, plan
-from gsm.eval.published import published
-from gsm.eval.task_files import load, read_task, samples
+from gsm.evaluation import downstream, task_files
+from gsm.evaluation.bootstrap import paired
+from gsm.evaluation.loglikelihood import encode_pairs, loglikelihoods, plan
+from gsm.evaluation.published import published
+from gsm.evaluation.task_files import load, read_task, samples
 
 TASK = "documents: rows\nprompt: 'Q: {{q}}'\nchoices: '[a, b]'\ngold: right\nmetrics: [acc, acc_norm]\n"
 ROW = {"q": "one?", "a": "x", "b": "yyy", "right": 1}
@@ -93,7 +93,7 @@ def test_what_is_too_long_is_cut_on_the_left_and_counted():
 def test_long_continuations_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch):
     model, pairs = Bag(), some_pairs()
     want = loglikelihoods(model, pairs, max_length=100)
-    monkeypatch.setattr("gsm.eval.loglikelihood.SCRATCH", 257 * 4)
+    monkeypatch.setattr("gsm.evaluation.loglikelihood.SCRATCH", 257 * 4)
     for one, other in zip(loglikelihoods(model, pairs, max_length=100), want, strict=True):
         assert one.loglikelihood == pytest.approx(other.loglikelihood, abs=1e-9)
 

@@ -13,13 +13,14 @@ import tiny_tasks
 import tiny_text
 from short_runs import TINY
 
-import gsm.eval
+import gsm.evaluation
+from gsm.config import command_line
+from gsm.config.compose import compose
+from gsm.config.load import load_model
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval import loglikelihood, ruler
-from gsm.runs import command_line, commands, downstream
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
-from gsm.runs.load import load_model
+from gsm.evaluation import loglikelihood, ruler
+from gsm.evaluation.commands import commands, downstream
+from gsm.experiments.fit import train
 
 PAPERS = "arc_easy arc_challenge piqa sciq blimp hellaswag winogrande mmlu openbookqa lambada".split()
 
@@ -157,8 +158,8 @@ def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str
 
 
 def test_without_the_extra_the_harness_is_explained(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "gsm.eval.harness", None)
-    monkeypatch.delattr(gsm.eval, "harness", raising=False)  # if another test has imported it
+    monkeypatch.setitem(sys.modules, "gsm.evaluation.harness", None)
+    monkeypatch.delattr(gsm.evaluation, "harness", raising=False)  # if another test has imported it
     with pytest.raises(SystemExit, match=r"harness=true needs the extra eval: pip install -e '\.\[eval\]'"):
         ask(place, "gsm/seed0", "tasks=piqa", "harness=true")
 

@@ -12,13 +12,13 @@ from tape import tape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gsm.cache.memory import _tensors
 from gsm.engine import Engine
+from gsm.evaluation.commands import generate
 from gsm.graphs import CudaGraphs
-from gsm.memory.memory import _tensors
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample
 from gsm.observe import record
-from gsm.runs import generate
 
 SEPARATE = "gsm-retriever=separate_indexer"
 VARIED = (SEPARATE, "gsm-writer=delta", "baseline-pool", "hybrid-residual=mhc")

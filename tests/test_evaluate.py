@@ -15,13 +15,13 @@ import torch
 from small import build, random_tokens
 from test_train_cli import arguments
 
-from gsm.eval import losses, show
-from gsm.eval.losses import buckets, evaluate, positions, token_losses
+from gsm.config import command_line
+from gsm.config.compose import compose
+from gsm.evaluation import losses, show
+from gsm.evaluation.commands import evaluate as script
+from gsm.evaluation.losses import buckets, evaluate, positions, token_losses
+from gsm.experiments.fit import train
 from gsm.paths import ROOT
-from gsm.runs import command_line
-from gsm.runs import evaluate as script
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
 
 QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false")
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gsm.eval import plots
-from gsm.runs import experiment as experiments
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.experiment import Experiment, train_all
-from gsm.runs.load import CheckpointError
-from gsm.runs.table import read_runs
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError
+from gsm.evaluation import plots
+from gsm.experiments import experiment as experiments
+from gsm.experiments.experiment import Experiment, train_all
+from gsm.experiments.table import read_runs
 
 TOY = """# @package _global_
 # Does anything happen?

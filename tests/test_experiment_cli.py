@@ -12,8 +12,8 @@ import pytest
 import tiny_text
 from test_experiment import TOY, configs, place, read_csv, until
 
+from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
-from gsm.runs.table import read_runs
 
 TINY = (
     "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "

@@ -6,10 +6,10 @@ import pytest
 import torch
 from small import mostly_slow
 
+from gsm.config.compose import compose
+from gsm.config.load import instantiate, instantiate_model
+from gsm.experiments.experiment import Experiment
 from gsm.paths import variants
-from gsm.runs.compose import compose
-from gsm.runs.experiment import Experiment
-from gsm.runs.load import instantiate, instantiate_model
 
 
 @pytest.mark.parametrize("name", mostly_slow(variants("experiment"), "ablate_writer", "needle", "paper_long_context"))

@@ -11,9 +11,9 @@ from test_task import Bigram, a_batch, fit, make_task, make_trainer
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from gsm.layers.experts import Experts, MixtureOfExperts
+from gsm.layers.feed_forward import SwiGLU
 from gsm.models.balancing import layers_with_experts
-from gsm.nn.experts import Experts, MixtureOfExperts
-from gsm.nn.feed_forward import SwiGLU
 
 DIM, HIDDEN, EXPERTS, CHOSEN = 8, 12, 6, 2
 MOE = "gsm-feed_forward=moe"

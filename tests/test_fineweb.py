@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from gsm.config.compose import compose
+from gsm.config.load import instantiate
 from gsm.data.fineweb import FineWeb, text_data
 from gsm.data.reading import needed
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate
 
 arrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
 datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")

@@ -15,23 +15,16 @@ from gsm.paths import ROOT
 
 FLOORS = {
     "gsm_kernels": 0,
-    **dict.fromkeys(
-        ["__version__", "paths", "files", "errors", "shapes", "signals", "span", "observe", "memory", "graphs"], 1
-    ),
-    "nn": 2,
-    **dict.fromkeys(["mixers", "retrievers", "writers"], 3),
+    **dict.fromkeys(["__version__", "paths", "files", "errors", "shapes", "signals", "span", "observe"], 1),
+    **dict.fromkeys(["cache", "graphs", "costs.primitives"], 1),
+    "layers": 2,
+    "slots": 3,
     "models": 4,
-    **dict.fromkeys(["task", "standing", "means", "watch", "distributed", "optimizer", "data", "callbacks"], 5),
-    **dict.fromkeys(["eval", "analysis", "generate", "engine"], 5),
-    **dict.fromkeys(["runs", "benchmarks", "compare", "notebook"], 6),
-    "gsm": 7,  # the package's front door, which finds build_model and load_model in runs
+    "costs": 5,
+    **dict.fromkeys(["training", "data", "evaluation", "analysis", "engine"], 5),
+    **dict.fromkeys(["config", "experiments", "evaluation.commands", "benchmarks", "notebook"], 6),
+    "gsm": 7,  # the package's front door, which finds build_model and load_model in config
 }
-STRANGERS = {
-    "mixers",
-    "retrievers",
-    "writers",
-}  # one floor, and still not one another: each can be read and replaced alone
-
 # Up to the models, PyTorch is all there is, so that any component can be built in a notebook without a framework.
 LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6}
 ELSEWHERE = 5
@@ -51,15 +44,15 @@ def test_every_module_of_the_house_has_a_floor() -> None:
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("gsm/nn/block.py", "from gsm.models.gsm import GSM"),
-        ("gsm/nn/block.py", "from ..models.gsm import GSM"),
-        ("gsm/nn/block.py", "from gsm import models"),
-        ("gsm/nn/block.py", "import gsm"),
+        ("gsm/layers/block.py", "from gsm.models.gsm import GSM"),
+        ("gsm/layers/block.py", "from ..models.gsm import GSM"),
+        ("gsm/layers/block.py", "from gsm import models"),
+        ("gsm/layers/block.py", "import gsm"),
         ("gsm/models/gsm.py", "def late():\n    import hydra.utils"),
         ("gsm/models/gsm.py", "from lightning import LightningModule"),
-        ("gsm/task.py", "from omegaconf import DictConfig"),
-        ("gsm/writers/gated.py", "from gsm.retrievers.base import Retriever"),
-        ("gsm/mixers/linear.py", "import triton"),
+        ("gsm/training/module.py", "from omegaconf import DictConfig"),
+        ("gsm/slots/writer/gated.py", "from gsm.slots.retriever.base import Retriever"),
+        ("gsm/layers/linear.py", "import triton"),
         ("gsm_kernels/attend/reference.py", "from gsm.span import Span"),
         ("gsm_kernels/dispatch.py", "import numpy"),
     ],
@@ -72,11 +65,11 @@ def test_a_planted_upward_import_is_found(tmp_path: Path, place: str, line: str)
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("gsm/models/gsm.py", "import math\nfrom gsm.nn import block\nfrom gsm_kernels import attend"),
-        ("gsm/mixers/linear.py", "from .base import Mixer"),
+        ("gsm/models/gsm.py", "import math\nfrom gsm.layers import block\nfrom gsm_kernels import attend"),
+        ("gsm/layers/linear.py", "from .base import Mixer"),
         ("gsm/data/text.py", "import numpy as np\nfrom tokenizers import Tokenizer"),
-        ("gsm/callbacks/summary.py", "from gsm import __version__"),
-        ("gsm/runs/fit.py", "import hydra\nfrom gsm.task import LanguageModeling"),
+        ("gsm/training/callbacks/summary.py", "from gsm import __version__"),
+        ("gsm/experiments/fit.py", "import hydra\nfrom gsm.training.module import LanguageModeling"),
     ],
 )
 def test_an_import_that_goes_down_is_let_through(tmp_path: Path, place: str, line: str) -> None:
@@ -90,7 +83,7 @@ def upward_arrows(*sources: Path) -> list[str]:
         f"{path}:{line} {importer} imports {target}"
         for source in sources
         for path in sorted(source.rglob("*.py"))
-        for importer in [_owner(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))]
+        for importer in [".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")]
         for line, target in _imports(path, source)
         if not _may_import(importer, target)
     ]
@@ -102,23 +95,28 @@ def _may_import(importer: str, target: str) -> bool:
         return True
     if library not in ("gsm", "gsm_kernels"):
         return _library_allowed(importer, library)
-    owner = _owner(target)
-    if importer in STRANGERS and owner in STRANGERS:
-        return importer == owner
-    return FLOORS.get(importer, 0) >= FLOORS.get(owner, 0)
+    if _slot(importer) and _slot(target):
+        return _slot(importer) == _slot(target)
+    return FLOORS[_part(importer)] >= FLOORS[_part(target)]
 
 
 def _library_allowed(importer: str, library: str) -> bool:
-    if importer == "gsm_kernels":
+    if _part(importer) == "gsm_kernels":
         return library in KERNEL_LIBRARIES
-    return FLOORS.get(importer, 0) >= LIBRARIES.get(library, ELSEWHERE)
+    return FLOORS[_part(importer)] >= LIBRARIES.get(library, ELSEWHERE)
 
 
-def _owner(dotted: str) -> str:
-    """The part of the house a dotted name belongs to: `gsm.nn.block` -> `nn`, `gsm.record` -> `gsm`."""
-    package, _, rest = dotted.partition(".")
-    part = rest.partition(".")[0]
-    return part if package == "gsm" and part in FLOORS else package
+def _part(dotted: str) -> str:
+    """The part of the house a dotted name belongs to: `gsm.layers.block` -> `layers`, `gsm.record` -> `gsm`."""
+    package, *rest = dotted.split(".")
+    longest = [".".join(rest[:length]) for length in range(len(rest), 0, -1)]
+    return next((name for name in longest if package == "gsm" and name in FLOORS), package)
+
+
+def _slot(dotted: str) -> str | None:
+    """The slot that a name belongs to: `gsm.slots.writer.gated` -> `writer`. One does not import another, so that each
+    can be read and replaced alone."""
+    return dotted.split(".")[2] if dotted.startswith("gsm.slots.") else None
 
 
 def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
@@ -132,7 +130,7 @@ def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
 
 
 def _from_targets(node: ast.ImportFrom, parts: tuple[str, ...]) -> list[str]:
-    """`from gsm import nn` names a part of the house, `from gsm.nn import block` is in one already."""
+    """`from gsm import layers` names a part of the house, `from gsm.layers import block` is in one already."""
     base = ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
     return [f"gsm.{alias.name}" for alias in node.names] if base == "gsm" else [base]
 

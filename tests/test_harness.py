@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers", reason="the extra eval is not
 from hugging_face import HuggingFace  # noqa: E402
 
 from gsm.data.tokenizer import Tokenizer  # noqa: E402
-from gsm.eval import downstream, harness, task_files  # noqa: E402
-from gsm.eval.task_files import load, samples  # noqa: E402
+from gsm.evaluation import downstream, harness, task_files  # noqa: E402
+from gsm.evaluation.task_files import load, samples  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that this extra brings
 THEIRS = {

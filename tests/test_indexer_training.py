@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from small import GEOMETRY, assert_same, build, random_tokens, variant
 from torch import Tensor
 
-import gsm.nn.indexer_training as indexer_training
-import gsm.nn.reader as reader
-from gsm.callbacks.selection import DenseFirst
+import gsm.layers.indexer_training as indexer_training
+import gsm.layers.latent_attention as reader
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
-from gsm.nn.indexer_training import ScoreBias
-from gsm.nn.residual import Plain
-from gsm.optimizer import AdamW
-from gsm.task import LanguageModeling
+from gsm.layers.indexer_training import ScoreBias
+from gsm.layers.residual import Plain
+from gsm.training.callbacks.selection import DenseFirst
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
 from gsm_kernels import rotate
 
 CASES = ("gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-pool")

@@ -15,10 +15,10 @@ from gsm.benchmarks import inference, texts, turns
 from gsm.benchmarks.requests import Decode, Protocol, Read, Served, Unpruned
 from gsm.benchmarks.texts import Text
 from gsm.benchmarks.turns import Case, take_turns
-from gsm.memory.memory import Memory
+from gsm.cache.memory import Memory
+from gsm.config.load import build_model
+from gsm.costs.model import cost
 from gsm.models.base import LanguageModel
-from gsm.models.cost import cost
-from gsm.runs.load import build_model
 from gsm_kernels.benchmark import ceilings
 from gsm_kernels.benchmark.results import read
 

@@ -21,13 +21,13 @@ from omegaconf import DictConfig
 from test_experiment import TOY, configs, fake, place, read_csv, signal_when, starts, toy
 from test_experiment_cli import TINY, output
 
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.experiments import experiment as experiments
+from gsm.experiments import launcher
+from gsm.experiments.experiment import train_all
+from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
-from gsm.runs import experiment as experiments
-from gsm.runs import launcher
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.experiment import train_all
-from gsm.runs.table import read_runs
 
 __all__ = ["fake"]  # a fixture
 

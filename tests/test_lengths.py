@@ -14,17 +14,18 @@ import small
 import torch
 from test_train_cli import arguments
 
-from gsm.eval import lengths
-from gsm.eval.bootstrap import interval
-from gsm.eval.lengths import evaluate, score
-from gsm.eval.losses import token_losses
-from gsm.runs import command_line, commands
-from gsm.runs import lengths as script
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
-from gsm.runs.lengths import read_lengths
-from gsm.runs.scoring import read_masks
+from gsm.config import command_line
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.evaluation import lengths
+from gsm.evaluation.bootstrap import interval
+from gsm.evaluation.commands import commands
+from gsm.evaluation.commands import lengths as script
+from gsm.evaluation.commands.lengths import read_lengths
+from gsm.evaluation.commands.scoring import read_masks
+from gsm.evaluation.lengths import evaluate, score
+from gsm.evaluation.losses import token_losses
+from gsm.experiments.fit import train
 
 LONG, SCORED = 37, 9
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, reads, training_cases, variant
 
+from gsm.layers.residual import HyperConnection, Streams
 from gsm.models.gsm import GSM
-from gsm.nn.residual import HyperConnection, Streams
 
 
 def gradients(model, length=40):
@@ -74,8 +74,8 @@ def test_encoder_only_with_stages_equals_no_stages():
 
 
 def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monkeypatch):
-    from gsm.nn.search import Found
-    from gsm.retrievers.separate_indexer import SeparateIndexer
+    from gsm.layers.search import Selection
+    from gsm.slots.retriever.separate_indexer import SeparateIndexer
 
     separate, shared = build("gsm-retriever=separate_indexer"), build("gsm-retriever=shared_topk")
     shared.load_state_dict({k: v for k, v in separate.state_dict().items() if ".retriever." not in k})
@@ -83,7 +83,7 @@ def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monke
     assert (separate(tokens).logits - shared(tokens).logits).abs().max() > 1e-6, (
         "the two select the same: nothing is tested"
     )
-    monkeypatch.setattr(SeparateIndexer, "forward", lambda self, x, view, *more: (Found(view.chosen_BRK), more[-1]))
+    monkeypatch.setattr(SeparateIndexer, "forward", lambda self, x, view, *more: (Selection(view.chosen_BRK), more[-1]))
     assert_same(separate(tokens).logits, shared(tokens).logits, "separate indexer with the layer's selection")
 
 
@@ -113,7 +113,7 @@ def test_mixing_matrices_are_doubly_stochastic(rounds, tolerance):
 
 
 def test_plain_equals_hyper_connections_at_identity(monkeypatch):
-    import gsm.nn.residual as residual
+    import gsm.layers.residual as residual
 
     def identity(streams, update, phi, bias, scale, rounds):
         written = streams + update[:, :, None]

@@ -10,9 +10,9 @@ import torch
 from small import SHALLOW, build, mostly_slow, random_tokens
 from torch import nn
 
-from gsm.optimizer import AdamW, Muon, Together
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate
+from gsm.config.compose import compose
+from gsm.config.load import instantiate
+from gsm.training.optimizer import AdamW, Muon, Together
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 2, "final_fraction": 0.1, "weight_decay": 0.1}
 CASES = ["gsm", "gsm-feed_forward=moe", "baseline", "gated_delta_net"]

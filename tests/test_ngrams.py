@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from gsm.eval.ngrams import FALLBACK, AddOne, KneserNey, examples, ngram_bits_per_byte
+from gsm.evaluation.ngrams import FALLBACK, AddOne, KneserNey, examples, ngram_bits_per_byte
 
 V = 7
 END = V - 1

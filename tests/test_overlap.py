@@ -12,8 +12,8 @@ from torch import Tensor
 import gsm
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
-from gsm.eval import show
-from gsm.eval.overlap import by_length, distances_seen, overlaps, selects_for_itself, shared_slots
+from gsm.evaluation import show
+from gsm.evaluation.overlap import by_length, distances_seen, overlaps, selects_for_itself, shared_slots
 
 LENGTH = 40
 
@@ -51,8 +51,8 @@ def test_a_random_selection_overlaps_by_k_over_the_candidates():
 def test_the_overlap_does_not_depend_on_how_a_sequence_is_cut(monkeypatch: pytest.MonkeyPatch):
     model = build("gsm-retriever=separate_indexer")
     whole = overlaps(model, sequences(LENGTH))
-    monkeypatch.setattr("gsm.eval.overlap.CHUNK", 27)
-    monkeypatch.setattr("gsm.eval.overlap.AT_ONCE", LENGTH)
+    monkeypatch.setattr("gsm.evaluation.overlap.CHUNK", 27)
+    monkeypatch.setattr("gsm.evaluation.overlap.AT_ONCE", LENGTH)
     cut = overlaps(model, sequences(LENGTH))
     for stage, overlap_N in whole.items():
         assert 0 < float(overlap_N.mean()) < 1

@@ -14,13 +14,13 @@ from small import mostly_slow
 from toys import TINY, packed, some_tokens, transcribed
 from transcription import Geometry, Weights, random_weights, tiny_baseline, tiny_gsm
 
+from gsm.layers.residual import HyperConnection, Plain
 from gsm.models import geometry as production_geometry
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
-from gsm.nn.residual import HyperConnection, Plain
-from gsm.writers.additive import Additive
-from gsm.writers.delta import Delta
-from gsm.writers.multi_slot import MultiSlot
+from gsm.slots.writer.additive import Additive
+from gsm.slots.writer.delta import Delta
+from gsm.slots.writer.multi_slot import MultiSlot
 
 # W = 4, M = 7, K * m = 6, m = 2: one less, as many, one more, and well beyond all of them.
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 24]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gsm
+from gsm.layers.experts import MixtureOfExperts
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
-from gsm.nn.experts import MixtureOfExperts
 
 TOKENS = 160  # beyond the window of 128
 

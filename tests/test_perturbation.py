@@ -88,7 +88,7 @@ def test_padding_on_the_left_changes_nothing(case):
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_shifting_all_positions_changes_nothing(case, monkeypatch):
-    from gsm.nn.rope import Rope
+    from gsm.layers.rope import Rope
 
     model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 30)
     want, angles = model(tokens).logits, Rope.__call__

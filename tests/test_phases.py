@@ -12,14 +12,16 @@ import tiny_text
 import torch
 from short_runs import TINY
 
+from gsm.config import command_line
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import read_checkpoint
+from gsm.evaluation.commands import commands, scoring
+from gsm.experiments import phases, weights
+from gsm.experiments.arms import read_arms
+from gsm.experiments.fit import train
+from gsm.experiments.phases import Phased, read_phases
 from gsm.files import write_json
-from gsm.runs import command_line, commands, phases, scoring, weights
-from gsm.runs.arms import read_arms
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
-from gsm.runs.load import read_checkpoint
-from gsm.runs.phases import Phased, read_phases
 
 # The second one does not learn.
 EXTEND = "{data.context: 64, trainer.max_steps: 1, optimizer.learning_rate: 0.0}"

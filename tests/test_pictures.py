@@ -15,11 +15,11 @@ from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
 import gsm
-from gsm.callbacks.pictures import TAPS, Pictures, heat_map, histograms
-from gsm.eval.attention import decoder_attention
+from gsm.config.compose import compose
+from gsm.evaluation.attention import decoder_attention
+from gsm.experiments.fit import assemble
 from gsm.observe import tap
-from gsm.runs.compose import compose
-from gsm.runs.fit import assemble
+from gsm.training.callbacks.pictures import TAPS, Pictures, heat_map, histograms
 
 STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 

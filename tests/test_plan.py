@@ -13,7 +13,7 @@ from gsm.benchmarks import plan
 from gsm.benchmarks.kept import _model, kept, saved_bytes
 from gsm.benchmarks.plan import GIB, Assumed, Setting, memory, paper_mfu, timing
 from gsm.benchmarks.projection import known_cost
-from gsm.runs.compose import compose
+from gsm.config.compose import compose
 from gsm_kernels.device import triton_version
 
 ASSUMED = Assumed(

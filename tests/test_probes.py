@@ -12,7 +12,7 @@ import gsm
 from gsm.analysis import drawing, probes, retrieval
 from gsm.analysis.needles import ask
 from gsm.data.recall import Needle
-from gsm.eval.state import effective_rank, latents, state_facts
+from gsm.evaluation.state import effective_rank, latents, state_facts
 from gsm.paths import ROOT
 
 CLASSES = 5

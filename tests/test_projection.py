@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gsm.benchmarks import projection
-from gsm.models.cost import cost
-from gsm.runs.load import build_model
+from gsm.config.load import build_model
+from gsm.costs.model import cost
 from gsm_kernels.benchmark.ceilings import Ceilings
 
 LENGTHS = [64, 256, 1024]

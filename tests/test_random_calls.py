@@ -16,7 +16,7 @@ import torch
 from small import MEMORIES, SHALLOW, K, M, W, assert_same, build, variant
 from torch import Tensor
 
-from gsm.memory.memory import Memory
+from gsm.cache.memory import Memory
 from gsm.models.base import LanguageModel
 
 SEQUENCES = int(os.environ.get("GSM_FUZZ", "30"))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gsm.callbacks.best import Best
-from gsm.runs import trainers
-from gsm.runs.check import RANGES, SIZES, ConfigError, check, flat
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate, instantiate_model
+from gsm.config.check import RANGES, SIZES, ConfigError, check, flat
+from gsm.config.compose import compose
+from gsm.config.load import instantiate, instantiate_model
+from gsm.experiments import trainers
+from gsm.training.callbacks.best import Best
 
 # One of every part that has numbers of its own.
 CHOICES = (

@@ -19,13 +19,13 @@ import ranks
 import torch
 from short_runs import TINY, composed, count_calls, lines, no_death, run_here
 
-from gsm.callbacks import files
-from gsm.distributed import sharded
+from gsm.config.load import load_model, read_checkpoint
+from gsm.experiments import folder as run_folder
+from gsm.experiments.consolidate import consolidate
 from gsm.paths import ROOT
-from gsm.runs import folder as run_folder
-from gsm.runs.consolidate import consolidate
-from gsm.runs.load import load_model, read_checkpoint
-from gsm.task import LanguageModeling
+from gsm.training.callbacks import files
+from gsm.training.distributed import sharded
+from gsm.training.module import LanguageModeling
 
 pytestmark = pytest.mark.slow
 FEW = "trainer.max_steps=12 trainer.val_check_interval=12 callbacks.latest.minutes=10 trainer.accelerator=cpu"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from gsm.config.compose import compose
 from gsm.data.recall import MultiQueryRecall, Needle, Task
 from gsm.data.synthetic import Generated, SyntheticData
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
+from gsm.experiments.fit import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from small import GEOMETRY, assert_same, random_tokens, randomise, variant
 from torch import Tensor
 
-from gsm.mixers.recurrence import Recurrence
-from gsm.models.comparator import Comparator
-from gsm.nn.convolution import ShortConvolution
-from gsm.nn.residual import Plain
+from gsm.layers.convolution import ShortConvolution
+from gsm.layers.recurrence import Recurrence
+from gsm.layers.residual import Plain
+from gsm.models.decoder_only import DecoderOnly
 from gsm.observe import record
 from gsm.paths import ROOT, variants
 from gsm.span import Span
@@ -36,10 +36,10 @@ def mixer_of(name: str, **knobs) -> Recurrence:
     return mixer
 
 
-def build(name: str) -> Comparator:
+def build(name: str) -> DecoderOnly:
     """A comparator whose layers are all of this kind."""
     mixers = {name: variant("mixer", name)}
-    model = Comparator(GEOMETRY, mixers=mixers, layers=[name], query_rank=GEOMETRY.query_rank, residual=Plain).double()
+    model = DecoderOnly(GEOMETRY, mixers=mixers, layers=[name], query_rank=GEOMETRY.query_rank, residual=Plain).double()
     randomise(model)
     return model.eval()
 

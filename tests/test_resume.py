@@ -20,15 +20,15 @@ import pytest
 import torch
 from short_runs import arguments, count_calls, lines, no_death, started
 
-import gsm.callbacks.files as files
-from gsm.callbacks.metrics_file import MetricsFile
+import gsm.training.callbacks.files as files
+from gsm.config import command_line
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, instantiate
+from gsm.experiments.folder import Start, prepare
 from gsm.files import write_json
 from gsm.paths import ROOT
-from gsm.runs import command_line
-from gsm.runs.compose import compose
-from gsm.runs.folder import Start, prepare
-from gsm.runs.load import CheckpointError, instantiate
-from gsm.task import LanguageModeling
+from gsm.training.callbacks.metrics_file import MetricsFile
+from gsm.training.module import LanguageModeling
 
 
 @pytest.mark.slow

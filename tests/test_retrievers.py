@@ -10,12 +10,12 @@ import torch
 from small import GEOMETRY, RATIO, K, M, W, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.models.cost import cost
+from gsm.costs.model import cost
+from gsm.layers.search import Selection
 from gsm.models.schedule import local_reach
-from gsm.nn.search import Found
-from gsm.retrievers import random_topk
-from gsm.retrievers.base import Retriever
-from gsm.retrievers.random_topk import LAST, draw, mixed
+from gsm.slots.retriever import random_topk
+from gsm.slots.retriever.base import Retriever
+from gsm.slots.retriever.random_topk import LAST, draw, mixed
 
 ROWS = mixed(torch.arange(4000))[None]
 
@@ -126,7 +126,7 @@ def test_what_a_new_retriever_costs_is_known_without_any_list():
 
         def forward(self, x_BRU, view, position_BR, angles, own):
             slot_BRK = view.bank.last_BR[..., None] - torch.arange(self.top_k, 0, -1)
-            return Found(torch.where(slot_BRK >= view.bank.first_BR[..., None], slot_BRK, -1)), own
+            return Selection(torch.where(slot_BRK >= view.bank.first_BR[..., None], slot_BRK, -1)), own
 
     model, like = build("gsm-writer=additive", retriever=Newest), build("gsm-retriever=random_topk")
     assert cost(model).training_flops(41) == cost(like).training_flops(41)

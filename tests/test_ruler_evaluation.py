@@ -14,17 +14,17 @@ import pytest
 import torch
 from short_runs import TINY
 
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import Needles, write_samples
 from gsm.data.tokenizer import Tokenizer
-from gsm.eval.ruler import complete, evaluate
-from gsm.eval.ruler_score import averages, deviations, final_answer, score, shown, table
+from gsm.evaluation.commands import ruler as script
+from gsm.evaluation.commands.evaluate import evaluate as losses_of
+from gsm.evaluation.ruler import complete, evaluate
+from gsm.evaluation.ruler_score import averages, deviations, final_answer, score, shown, table
+from gsm.experiments.fit import train
 from gsm.paths import ROOT
-from gsm.runs import ruler as script
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.evaluate import evaluate as losses_of
-from gsm.runs.fit import train
 
 BYTES = Tokenizer.plain_bytes()
 SHORT = Ingredients.choose("short", words=4, new_tokens=120)

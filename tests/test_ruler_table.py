@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from gsm.eval import ruler_table
-from gsm.eval.downstream_table import by_arm, differences, grid, notes, values
-from gsm.eval.published import published, published_ruler
-from gsm.eval.ruler_score import accuracy, averages
-from gsm.eval.task_files import load
-from gsm.runs import ruler as asking
-from gsm.runs.table import Cell
-from gsm.runs.weights import digest
+from gsm.evaluation import ruler_table
+from gsm.evaluation.commands import ruler as asking
+from gsm.evaluation.downstream_table import by_arm, differences, grid, notes, values
+from gsm.evaluation.published import published, published_ruler
+from gsm.evaluation.ruler_score import accuracy, averages
+from gsm.evaluation.task_files import load
+from gsm.experiments.table import Cell
+from gsm.experiments.weights import digest
 
 TASKS = ("niah_single_1", "niah_multikey_1")
 SETTINGS = {"answers": "direct", "examples": 4, "seed": 42, "template": "short", "haystack": "h", "keys": "k"}

@@ -19,18 +19,19 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from short_runs import TINY
 
-from gsm.callbacks.interruption import Interrupted
-from gsm.callbacks.latest import Latest
-from gsm.callbacks.metrics_file import MetricsFile
-from gsm.runs import command_line, fit, trainers
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.folder import Start, differences, finished, prepare
-from gsm.runs.generate import generate
-from gsm.runs.load import CheckpointError
+from gsm.config import command_line
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError
+from gsm.evaluation.commands.generate import generate
+from gsm.experiments import fit, trainers
+from gsm.experiments.folder import Start, differences, finished, prepare
+from gsm.training.callbacks.interruption import Interrupted
+from gsm.training.callbacks.latest import Latest
+from gsm.training.callbacks.metrics_file import MetricsFile
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
-SELECTION = {"_target_": "gsm.callbacks.selection.DenseFirst", "until": 0.5, "shrink": 0.25}
+SELECTION = {"_target_": "gsm.training.callbacks.selection.DenseFirst", "until": 0.5, "shrink": 0.25}
 
 
 @lru_cache
@@ -255,7 +256,7 @@ def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyP
 def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a checkpoint of minutes and minutes=2, half of the time went into saving."""
     now, saves = [0.0], []
-    monkeypatch.setattr("gsm.callbacks.latest.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gsm.training.callbacks.latest.time.monotonic", lambda: now[0])
 
     def save(path: Path, weights_only: bool) -> None:
         now[0] += 60.0

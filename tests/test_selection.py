@@ -7,13 +7,13 @@ import pytest
 import torch
 from small import GEOMETRY, K, W, build
 
-from gsm.callbacks.selection import DenseFirst, selecting
 from gsm.data.packing import IGNORED
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
 from gsm.models.schedule import local_reach
-from gsm.optimizer import AdamW
-from gsm.task import LanguageModeling
+from gsm.training.callbacks.selection import DenseFirst, selecting
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
 
 
 def test_k_falls_from_all_entries_to_the_models_own_by_halves():

@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 import gsm
+from gsm.config import parameters
 from gsm.models.geometry import Geometry
 from gsm.models.matching import CLOSE
 from gsm.paths import ROOT, variants
-from gsm.runs import parameters
 
 # Where no number of heads comes within 2 % of the baseline's parameters: by how many percent each misses them.
 NOT_MATCHED = {("delta_product", "pico"): 7.0}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gsm.config.compose import compose
 from gsm.paths import ROOT
-from gsm.runs.compose import compose
 
 
 @pytest.mark.parametrize("code", [0, 1, 128 + signal.SIGTERM, 128 + signal.SIGUSR1])

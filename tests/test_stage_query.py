@@ -7,7 +7,7 @@ import torch
 from small import GEOMETRY, build, random_tokens
 
 import gsm
-from gsm.mixers.stage_query import Accumulated, Current, Sum
+from gsm.slots.stage_query import Accumulated, Current, Sum
 
 
 @pytest.mark.parametrize("query", [Accumulated(), Current(), Sum()])

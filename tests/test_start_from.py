@@ -12,11 +12,11 @@ import tiny_text
 import torch
 from short_runs import TINY
 
-from gsm.runs import weights
-from gsm.runs.compose import compose
-from gsm.runs.fit import open_data, train
-from gsm.runs.folder import finished
-from gsm.runs.load import CheckpointError, read_checkpoint
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, read_checkpoint
+from gsm.experiments import weights
+from gsm.experiments.fit import open_data, train
+from gsm.experiments.folder import finished
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import torch
 from short_runs import TINY
 from small import SHALLOW, build
 
+from gsm.config.compose import compose
 from gsm.data.groups import group
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
-from gsm.eval import show, tracking
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
+from gsm.evaluation import show, tracking
+from gsm.experiments.fit import train
 
 GROUPS = pytest.mark.parametrize(("name", "size"), [("parity", 2), ("Z7", 7), ("S3", 6), ("S4", 24), ("S5", 120)])
 MANY = StateTracking(groups=["parity", "Z5", "S3"], letters="few", tested=[1, 6])

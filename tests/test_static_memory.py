@@ -11,9 +11,9 @@ import pytest
 import torch
 from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, choices, comparators, random_tokens
 
-from gsm.memory.memory import Memory, _tensors
-from gsm.memory.store import FixedWindow, Slab
-from gsm.mixers.sparse import SparseAttention
+from gsm.cache.memory import Memory, _tensors
+from gsm.cache.store import FixedWindow, StaticColumn
+from gsm.layers.sparse import SparseAttention
 from gsm.models import base
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -49,7 +49,7 @@ def test_a_decode_step_never_asks_the_device_for_a_value(case):
 
 @pytest.mark.parametrize("place", ["extend", "place", "look"])
 def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
-    owner = {"extend": FixedWindow, "place": Slab, "look": SparseAttention}[place]
+    owner = {"extend": FixedWindow, "place": StaticColumn, "look": SparseAttention}[place]
     right = getattr(owner, place)
 
     def asks(self, *arguments):

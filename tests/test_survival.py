@@ -20,10 +20,10 @@ import torch
 from short_runs import UNSTEADY, arguments, count_calls, lines, no_death, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import gsm.callbacks.files as files
-from gsm.callbacks.interruption import SAME
+import gsm.training.callbacks.files as files
 from gsm.files import PARTIAL
-from gsm.task import LanguageModeling
+from gsm.training.callbacks.interruption import SAME
+from gsm.training.module import LanguageModeling
 
 KILLS = int(os.environ.get("GSM_TEST_KILLS", "5"))
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from small import GEOMETRY, MEMORIES, SHALLOW, M, assert_same, build, random_tokens
 
-from gsm.memory.ledger import Ledger
-from gsm.memory.memory import BankMemory, Cache, Memory, _tensors, map_nodes
-from gsm.memory.store import Column
-from gsm.memory.synthetic import synthetic_memory
+from gsm.cache.ledger import Ledger
+from gsm.cache.memory import BankCache, DenseCache, Memory, _tensors, map_nodes
+from gsm.cache.store import Column
+from gsm.cache.synthetic import synthetic_memory
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.observe import record
@@ -53,15 +53,15 @@ def only(memory: Memory, tokens: int) -> Memory:
     def cut(node):
         if isinstance(node, Column):
             return Column(node.kind, node.ratio, node.value_BFC[:, node.value_BFC.shape[1] - tokens // node.ratio :])
-        if isinstance(node, BankMemory):
+        if isinstance(node, BankCache):
             key = None if node.key is None else cut(node.key)
             entry = cut(node.entry)
-            return BankMemory(node.pending, entry, key, torch.full_like(node.count_B, tokens // entry.ratio))
-        if isinstance(node, Cache):
-            return Cache(cut(node.entry), torch.full_like(node.count_B, tokens))
+            return BankCache(node.pending, entry, key, torch.full_like(node.count_B, tokens // entry.ratio))
+        if isinstance(node, DenseCache):
+            return DenseCache(cut(node.entry), torch.full_like(node.count_B, tokens))
         return node
 
-    return map_nodes(memory, (BankMemory, Cache, Column, Ledger), cut)
+    return map_nodes(memory, (BankCache, DenseCache, Column, Ledger), cut)
 
 
 @pytest.mark.parametrize("case", MEMORIES)
@@ -104,10 +104,10 @@ def test_of_a_long_document_a_step_reads_what_it_has_selected(case, read):
         if isinstance(node, Column):
             slots = few[few < node.value_BFC.shape[1]]
             return Column(node.kind, node.ratio, node.value_BFC[:, slots])
-        if isinstance(node, BankMemory):
+        if isinstance(node, BankCache):
             key, entry = None if node.key is None else fewer(node.key), fewer(node.entry)
-            return BankMemory(node.pending, entry, key, torch.full_like(node.count_B, entry.value_BFC.shape[1]))
+            return BankCache(node.pending, entry, key, torch.full_like(node.count_B, entry.value_BFC.shape[1]))
         return node
 
-    short = map_nodes(memory, (BankMemory, Column, Ledger), fewer)
+    short = map_nodes(memory, (BankCache, Column, Ledger), fewer)
     assert_same(model(token, memory=short).logits, want, f"{case}: {len(few)} slots of {read} tokens")

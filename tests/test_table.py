@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gsm.runs.table import read_runs, shown, summarise
+from gsm.experiments.table import read_runs, shown, summarise
 
 
 def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:

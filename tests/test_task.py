@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gsm.callbacks.latest import Latest
-from gsm.callbacks.metrics_file import MetricsFile
-from gsm.callbacks.throughput import Throughput
 from gsm.data.module import TextData
-from gsm.optimizer import AdamW
-from gsm.task import LanguageModeling
-from gsm.watch import Watch
+from gsm.training.callbacks.latest import Latest
+from gsm.training.callbacks.metrics_file import MetricsFile
+from gsm.training.callbacks.throughput import Throughput
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
+from gsm.training.watch import Watch
 
 VOCABULARY, CONTEXT = 257, 16
 

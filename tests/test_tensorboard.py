@@ -15,11 +15,11 @@ from tensorboard.summary.writer import event_file_writer
 from test_train_cli import arguments
 from werkzeug.test import Client
 
-from gsm.callbacks.charts import LAYOUT
-from gsm.callbacks.hyperparameters import COLUMNS, METRICS
-from gsm.runs.compose import compose
-from gsm.runs.evaluate import evaluate
-from gsm.runs.fit import train
+from gsm.config.compose import compose
+from gsm.evaluation.commands.evaluate import evaluate
+from gsm.experiments.fit import train
+from gsm.training.callbacks.charts import LAYOUT
+from gsm.training.callbacks.hyperparameters import COLUMNS, METRICS
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],

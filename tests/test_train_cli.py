@@ -13,14 +13,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
-from gsm.callbacks.hyperparameters import COLUMNS, METRICS
+from gsm.config import command_line
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, load_tokenizer
+from gsm.evaluation.commands.generate import generate
+from gsm.experiments.fit import train
 from gsm.paths import ROOT
-from gsm.runs import command_line
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.fit import train
-from gsm.runs.generate import generate
-from gsm.runs.load import CheckpointError, load_tokenizer
+from gsm.training.callbacks.hyperparameters import COLUMNS, METRICS
 
 TINY = (
     "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "

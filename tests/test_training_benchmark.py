@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from gsm.benchmarks import distributed, paper, training
-from gsm.models.cost import cost
+from gsm.config.load import build_model
+from gsm.costs.model import cost
 from gsm.paths import ROOT
-from gsm.runs.load import build_model
 from gsm_kernels.benchmark import ceilings
 from gsm_kernels.benchmark.results import read
 

@@ -17,19 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from gsm import notebook, paths
-from gsm.distributed import shards
-from gsm.runs.check import ConfigError
-from gsm.runs.compose import compose
-from gsm.runs.evaluate import open_data
-from gsm.runs.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
-from gsm.runs.trust import vetted
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
+from gsm.config.trust import vetted
+from gsm.evaluation.commands.evaluate import open_data
+from gsm.training.distributed import shards
 
 PAYLOADS: dict[str, Any] = {
     "writes a file": {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
     "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/model.ckpt", "dst": "{folder}/mark"},
     "runs a command": {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
     "runs a shell": {"_target_": "os.system", "command": "touch {folder}/mark"},
-    "starts a child of ours": {"_target_": "gsm.runs.children.Child", "command": ["touch", "{folder}/mark"]},
+    "starts a child of ours": {"_target_": "gsm.experiments.children.Child", "command": ["touch", "{folder}/mark"]},
     "reads a pickle": {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
     "evaluates an expression": {
         "_target_": "builtins.len",
@@ -164,7 +164,9 @@ def test_a_broken_yaml_beside_the_others_names_nothing(config, tmp_path):
 
 def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
     """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
-    (tmp_path / "own_writer.py").write_text("from gsm.writers.additive import Additive\nclass Own(Additive): pass\n")
+    (tmp_path / "own_writer.py").write_text(
+        "from gsm.slots.writer.additive import Additive\nclass Own(Additive): pass\n"
+    )
     (tmp_path / "yamls/model/writer").mkdir(parents=True)
     (tmp_path / "yamls/model/writer/own.yaml").write_text("_target_: own_writer.Own\n_partial_: true\n")
     monkeypatch.syspath_prepend(tmp_path)

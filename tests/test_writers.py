@@ -14,17 +14,17 @@ from small import GEOMETRY, M, assert_same, build, random_tokens, randomise, var
 from torch import Tensor
 
 import gsm
-from gsm.models.cost import cost
+from gsm.costs.model import cost
+from gsm.layers.linear import Linear
+from gsm.layers.rope import Rope
 from gsm.models.gsm import GSM
-from gsm.nn.linear import Linear
-from gsm.nn.rope import Rope
 from gsm.paths import variants
+from gsm.slots.writer.base import StateWriter
 from gsm.span import Span
-from gsm.writers.base import StateWriter
 
 WRITERS = variants("model/writer")
 MINE = """
-from gsm.writers.base import StateWriter
+from gsm.slots.writer.base import StateWriter
 
 class Halved(StateWriter):
     def fuse(self, encoded_BTD, increments):

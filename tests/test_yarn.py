@@ -10,10 +10,10 @@ import pytest
 import small
 import torch
 
+from gsm.layers.key_value import RangeAttention
+from gsm.layers.latent_attention import LatentAttention
+from gsm.layers.rope import Rope
 from gsm.models.geometry import Geometry
-from gsm.nn.key_value import RangeReader
-from gsm.nn.reader import Reader
-from gsm.nn.rope import Rope
 
 LONG: dict[str, Any] = {"factor": 16.0, "original": 4096}
 
@@ -78,7 +78,7 @@ def test_the_temperature_is_a_scale_on_the_queries_of_what_reads_far(case: str):
     found = model(tokens).logits
     assert not torch.allclose(found, cool(tokens).logits)
     for part in cool.modules():
-        if isinstance(part, Reader | RangeReader) and part.rope.factor > 1:
+        if isinstance(part, LatentAttention | RangeAttention) and part.rope.factor > 1:
             part.query.up.weight.data *= (1 + 0.1 * math.log(4)) ** 2
     torch.testing.assert_close(found, cool(tokens).logits)
 

@@ -14,17 +14,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gsm.config.load import build_model, load_model
     from gsm.engine import Engine
     from gsm.observe import record
-    from gsm.runs.load import build_model, load_model
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "__version__", "build_model", "load_model", "record"]
 
 _HOMES = {
     "Engine": "gsm.engine",
-    "build_model": "gsm.runs.load",
-    "load_model": "gsm.runs.load",
+    "build_model": "gsm.config.load",
+    "load_model": "gsm.config.load",
     "record": "gsm.observe",
 }
 

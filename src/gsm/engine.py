@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gsm.cache.memory import Memory
 from gsm.graphs import Call, CudaGraphs, Recorder
-from gsm.memory.memory import Memory
 from gsm.models.base import LanguageModel
 from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch

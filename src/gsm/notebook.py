@@ -18,20 +18,20 @@ from gsm import paths
 from gsm.analysis import figures
 from gsm.analysis.rollout import Routes
 from gsm.benchmarks import inference, projection, projection_pictures
-from gsm.callbacks.metrics_file import read_metrics
+from gsm.config.compose import compose
+from gsm.config.load import instantiate, load_model, read_checkpoint, vetted_node
 from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
-from gsm.eval import plots
-from gsm.eval.attention import attention_map, decoder_attention
+from gsm.evaluation import plots
+from gsm.evaluation.attention import attention_map, decoder_attention
+from gsm.experiments.compare import CONTENTS
+from gsm.experiments.experiment import Experiment
+from gsm.experiments.fit import train
+from gsm.experiments.table import RunSummary, read_runs
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
-from gsm.runs.compare import CONTENTS
-from gsm.runs.compose import compose
-from gsm.runs.experiment import Experiment
-from gsm.runs.fit import train
-from gsm.runs.load import instantiate, load_model, read_checkpoint, vetted_node
-from gsm.runs.table import RunSummary, read_runs
+from gsm.training.callbacks.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def show_one(
     grid: bool = True,
     **options: Any,
 ) -> Figure:
-    """One picture of ``gsm.analysis.figures`` or ``gsm.eval.plots``: what is left of their arguments but the axes."""
+    """One picture of ``gsm.analysis.figures`` or ``gsm.evaluation.plots``; their arguments but the axes."""
     figure, (axes,) = plots.figure(width=width, height=height, grid=grid)
     draw(axes, *what, **options)
     return figure

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from gsm.callbacks.summary import commit, versions
-from gsm.runs.command_line import REMEDIES
-from gsm.runs.compose import compose
-from gsm.runs.fit import assemble, open_data, train
-from gsm.runs.folder import prepare
-from gsm.runs.load import read_checkpoint
+from gsm.config.command_line import REMEDIES
+from gsm.config.compose import compose
+from gsm.config.load import read_checkpoint
+from gsm.experiments.fit import assemble, open_data, train
+from gsm.experiments.folder import prepare
+from gsm.training.callbacks.summary import commit, versions
 
 __all__ = [
     "REMEDIES",

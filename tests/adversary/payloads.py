@@ -19,8 +19,8 @@ from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
 from gsm import notebook
-from gsm.runs.evaluate import evaluate
-from gsm.runs.generate import generate
+from gsm.evaluation.commands.evaluate import evaluate
+from gsm.evaluation.commands.generate import generate
 
 # What a stranger might have called, with {folder} for the folder of the case.
 CALLS: tuple[dict[str, Any], ...] = (
@@ -34,14 +34,14 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "subprocess.run", "args": ["touch", "{folder}/mark"]},
     {"_target_": "subprocess.Popen", "args": ["touch", "{folder}/mark"]},
     {
-        "_target_": "gsm.runs.children.Child",
+        "_target_": "gsm.experiments.children.Child",
         "command": ["touch", "{folder}/mark"],
         "log": "{folder}/mark",
         "environment": {},
     },
     {"_target_": "gsm.files.write_json", "path": "{folder}/mark", "content": {}},
-    {"_target_": "gsm.runs.load.instantiate", "node": {"_target_": "os.system", "command": "touch {folder}/mark"}},
-    {"_target_": "gsm.runs.fit.train", "config": {"folder": "{folder}/mark"}},
+    {"_target_": "gsm.config.load.instantiate", "node": {"_target_": "os.system", "command": "touch {folder}/mark"}},
+    {"_target_": "gsm.experiments.fit.train", "config": {"folder": "{folder}/mark"}},
     {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
     {"_target_": "torch.save", "obj": 1, "f": "{folder}/mark"},
     {"_target_": "torch.hub.load", "repo_or_dir": "{folder}", "model": "model", "source": "local"},
@@ -64,10 +64,15 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "strangers_module.anything"},
     {"_target_": "strangers_module"},
     {"_target_": "gsm.benchmarks.plan.run", "output": "{folder}/mark"},
-    {"_target_": "gsm.callbacks.latest.Latest", "path": "{folder}/mark"},
+    {"_target_": "gsm.training.callbacks.latest.Latest", "path": "{folder}/mark"},
     {"_target_": "gsm.data.corpus.Corpus", "path": "{folder}"},
 )
-KNOWN = ("gsm.writers.additive.Additive", "gsm.models.gsm.GSM", "gsm.retrievers.dense.Dense", "gsm.data.recall.Needle")
+KNOWN = (
+    "gsm.slots.writer.additive.Additive",
+    "gsm.models.gsm.GSM",
+    "gsm.slots.retriever.dense.Dense",
+    "gsm.data.recall.Needle",
+)
 ODD: tuple[Any, ...] = (
     ["os.system"],
     1,
@@ -173,7 +178,7 @@ def _payload(draw: random.Random, what: str) -> Any:
                 f"gsm.models.gsm.{name}",
                 f"gsm.files.{name}",
                 "gsm.files.os.system",
-                "gsm.runs.load.torch.hub.load",
+                "gsm.config.load.torch.hub.load",
                 name.upper(),
             ]
         )

@@ -152,7 +152,7 @@ def test_what_is_killed_goes_on_behind_what_was_finished(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_micro_kernels_compile_for_hopper(tmp_path, monkeypatch):
-    """Products of 16 and 32 rows by one instruction, of 64 and 128 by the other. What takes too long is given up."""
+    """ProductCost of 16 and 32 rows by one instruction, of 64 and 128 by the other. What takes too long is given up."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = [one.name for one in micro.MICROS if one.name != "choose alone"]
     row = smoke.built(names, 90, 2, 240.0)

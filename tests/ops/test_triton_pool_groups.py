@@ -18,7 +18,7 @@ from triton_check import (
     with_triton,
 )
 
-from gsm.memory.slots import plan_slots
+from gsm.cache.slots import plan_slots
 from gsm_kernels import pool_groups, using
 from gsm_kernels.pool_groups import triton
 from gsm_kernels.testing import assert_close

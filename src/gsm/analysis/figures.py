@@ -1,4 +1,4 @@
-"""Figures of what ``gsm.analysis`` finds: each draws on axes that it is given (``gsm.eval.plots.figure``)."""
+"""Figures of what ``gsm.analysis`` finds: each draws on axes that it is given (``gsm.evaluation.plots.figure``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.retrieval import by_distance, names_of, sinks
 from gsm.analysis.rollout import Routes
-from gsm.eval import plots
+from gsm.evaluation import plots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.data.packing import IGNORED
-from gsm.mixers.sparse import SparseAttention
+from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.shapes import last

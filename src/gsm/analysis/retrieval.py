@@ -1,5 +1,5 @@
 """How far back layers and stages look, and what they leave to sinks; what stages share with the encoder by length is
-``gsm.eval.overlap``.
+``gsm.evaluation.overlap``.
 
 B sequences, T positions, R rows, H heads, E weights of a row, K selected slots, D distances.
 """

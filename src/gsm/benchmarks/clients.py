@@ -21,11 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from gsm import paths
 from gsm.benchmarks.deepseek_v4 import DeepseekV4, library
 from gsm.benchmarks.room import available_bytes, out_of_memory
+from gsm.config.compose import compose
+from gsm.config.load import instantiate, instantiate_model
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
-from gsm.optimizer import AdamW
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate, instantiate_model
+from gsm.training.optimizer import AdamW
 from gsm_kernels import explain
 from gsm_kernels.benchmark import machine
 from gsm_kernels.benchmark.report import table

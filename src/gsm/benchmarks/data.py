@@ -19,12 +19,12 @@ import torch
 
 from gsm import paths
 from gsm.benchmarks.paper import PAPER
+from gsm.config.compose import compose
 from gsm.data.corpus import Corpus, standard_library
 from gsm.data.module import TextData
 from gsm.data.reading import needed
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_encode
-from gsm.runs.compose import compose
 from gsm_kernels.benchmark import machine
 from gsm_kernels.benchmark.report import table
 from gsm_kernels.benchmark.results import Results, read, usual_path

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gsm.benchmarks.room import watching
+from gsm.config.compose import compose
+from gsm.config.load import build_model, instantiate
 from gsm.models.base import LanguageModel
-from gsm.optimizer import AdamW
-from gsm.runs.compose import compose
-from gsm.runs.load import build_model, instantiate
-from gsm.task import LanguageModeling
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Job:
         return instantiate(compose([f"model={self.name}", f"size={self.size}"])["optimizer"], "optimizer")
 
 
-class Found(NamedTuple):
+class Selection(NamedTuple):
     """Milliseconds of every timed step, and the largest peak of memory of any device, in bytes, on top of what its
     process held before there was a model (None: not known)."""
 
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     peak: int | None
 
 
-def measure(job: Job) -> Found:
+def measure(job: Job) -> Selection:
     """Trains in processes of their own. Raises ProcessRaisedException with the traceback of one that failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -68,7 +68,7 @@ def measure(job: Job) -> Found:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         torch.multiprocessing.spawn(_train, (asdict(job), port, str(path)), nprocs=job.devices)
-        return Found(**json.loads(path.read_text(encoding="utf-8")))
+        return Selection(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class RandomTokens(IterableDataset):

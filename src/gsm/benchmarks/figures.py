@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gsm.benchmarks.comparisons import Row, Rows
 from gsm.benchmarks.turns import short
-from gsm.eval import plots
+from gsm.evaluation import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from gsm import paths
 from gsm.benchmarks import comparisons, figures, goals, paper, projection, texts
 from gsm.benchmarks.requests import Protocol, Served
 from gsm.benchmarks.turns import Case, take_turns
-from gsm.runs.load import build_model
+from gsm.config.load import build_model
 from gsm_kernels import explain
 from gsm_kernels.benchmark import ceilings, machine
 from gsm_kernels.benchmark.report import rate, table

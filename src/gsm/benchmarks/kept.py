@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gsm.config.load import build_model
 from gsm.models.base import LanguageModel
 from gsm.models.stack import Stack
-from gsm.runs.load import build_model
 from gsm_kernels import using
 from gsm_kernels.device import triton_version
 from gsm_kernels.launch import launching

@@ -1,6 +1,6 @@
 """What training at the paper's scales takes on many GPUs: memory of each, time of a run, and what breaks first.
 
-Everything is computed: FLOPs and caches by ``gsm.models.cost``, activations by ``gsm.benchmarks.kept``, the rest from
+Everything is computed: FLOPs and caches by ``gsm.costs.model``, activations by ``gsm.benchmarks.kept``, the rest from
 the parameters P and what is assumed of the hardware (``Assumed``). With G GPUs, of which n share a node, b bytes:
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
@@ -31,9 +31,9 @@ from gsm.benchmarks.kept import kept
 from gsm.benchmarks.paper import PAPER
 from gsm.benchmarks.plan_tables import markdown
 from gsm.benchmarks.projection import known_cost
-from gsm.models.cost import Cost
-from gsm.runs.compose import compose
-from gsm.runs.load import instantiate
+from gsm.config.compose import compose
+from gsm.config.load import instantiate
+from gsm.costs.model import Cost
 from gsm_kernels.benchmark import machine
 from gsm_kernels.benchmark.results import FOLDER
 from gsm_kernels.linear_cross_entropy.triton import chunk_rows

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from gsm.benchmarks import projection_pictures as pictures
+from gsm.config.load import build_model
+from gsm.costs.model import Cost, cost, paper_cache, paper_decode
 from gsm.models.baseline import Baseline
-from gsm.models.cost import Cost, cost, paper_cache, paper_decode
 from gsm.models.gsm import GSM
-from gsm.runs.load import build_model
 from gsm_kernels.benchmark import machine
 from gsm_kernels.benchmark.ceilings import Ceilings
 from gsm_kernels.benchmark.report import rate, table
@@ -244,7 +244,7 @@ def _show(path: Path) -> Path:
     content = read(path, "prefill_flops")
     rows, size = list(content["rows"].values()), content["size"]
     opening = (
-        f"Computed from the cost model (`gsm.models.cost`), nothing measured: size {size}, bfloat16, batch 1, prefill "
+        f"Computed from the cost model (`gsm.costs.model`), nothing measured: size {size}, bfloat16, batch 1, prefill "
         f"in chunks of {content['chunk']} tokens, asking for the last row. Commit {content['commit']}, "
         f"`{content['command']}`."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gsm.eval import plots
+from gsm.evaluation import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,10 +20,10 @@ from torch import Tensor
 from gsm.benchmarks.counters import Operations, counting, kernels
 from gsm.benchmarks.room import GUESS, Room, watching
 from gsm.benchmarks.texts import Text
+from gsm.cache.synthetic import synthetic_memory
+from gsm.costs.model import Parts, cost
 from gsm.engine import Engine
-from gsm.memory.synthetic import synthetic_memory
 from gsm.models.base import LanguageModel
-from gsm.models.cost import Parts, cost
 from gsm_kernels.benchmark.ceilings import Ceilings
 from gsm_kernels.benchmark.timing import spread
 

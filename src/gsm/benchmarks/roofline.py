@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsm.eval import plots
+from gsm.evaluation import plots
 from gsm_kernels.benchmark.goals import goals_of
 from gsm_kernels.benchmark.results import read
 

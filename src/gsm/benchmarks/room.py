@@ -1,6 +1,6 @@
 """Memory: how much there is, how much a measurement takes, and what would fit.
 
-A request needs the weights, the memory of so many tokens (``gsm.models.cost``), and what the layers hold while they
+A request needs the weights, the memory of so many tokens (``gsm.costs.model``), and what the layers hold while they
 read a chunk of the prompt. The last is known once something has been measured; before that it is guessed.
 """
 

@@ -1,7 +1,7 @@
 """How fast models train on random tokens: whole steps, from the forward pass to the optimiser's, without Lightning on
 one device, and with its DDP on several.
 
-MFU is the share of the device's arithmetic that the model's own FLOPs (``gsm.models.cost``) take, recomputed
+MFU is the share of the device's arithmetic that the model's own FLOPs (``gsm.costs.model``) take, recomputed
 activations left out: of the data sheet's rate, which makes it comparable with what others publish, and of the rate that
 a large product reaches in the same run.
 """
@@ -20,13 +20,13 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from gsm import paths
 from gsm.benchmarks import distributed, paper
-from gsm.benchmarks.distributed import Found, Job
+from gsm.benchmarks.distributed import Job, Selection
 from gsm.benchmarks.room import out_of_memory, watching
+from gsm.config.compose import compose
+from gsm.config.load import build_model
+from gsm.costs.model import cost
 from gsm.models.base import LanguageModel
-from gsm.models.cost import cost
-from gsm.runs.compose import compose
-from gsm.runs.load import build_model
-from gsm.task import LanguageModeling
+from gsm.training.module import LanguageModeling
 from gsm_kernels import explain
 from gsm_kernels.benchmark import ceilings, machine
 from gsm_kernels.benchmark.report import table
@@ -139,7 +139,7 @@ def _refusal(job: Job) -> str:
     return f"out of memory with {job.batch} x {job.context} tokens on a device; try {' or '.join(ways)}"
 
 
-def _alone(job: Job, device: torch.device, compile: bool) -> Found:
+def _alone(job: Job, device: torch.device, compile: bool) -> Selection:
     """The steps of a model on one device. On a CPU no peak is known: a later model finds room in what an earlier one
     has left to this process, and would come out as the smaller one."""
     with watching(device) as peak:
@@ -148,7 +148,7 @@ def _alone(job: Job, device: torch.device, compile: bool) -> Found:
         if compile:
             model.compile()
         times = _times(_step(model, job, device), job.warm_up, job.steps, device)
-    return Found(times, peak.extra if device.type == "cuda" else None)
+    return Selection(times, peak.extra if device.type == "cuda" else None)
 
 
 def _step(model: LanguageModel, job: Job, device: torch.device) -> Callable[[], None]:

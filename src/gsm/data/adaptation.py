@@ -105,8 +105,8 @@ class RulerData(Placed):
     """Examples of RULER's tasks, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy,
     over the tokens of the answers.
 
-    Validation takes examples of its own at the longest of `lengths`; it does not touch what `gsm.eval.ruler` asks, and
-    longer texts are left to that.
+    Validation takes examples of its own at the longest of `lengths`; it does not touch what `gsm.evaluation.ruler`
+    asks, and longer texts are left to that.
 
     Args:
         vocabulary: how many ids the model has.

@@ -1,0 +1,1 @@
+"""GSM, the baseline and the comparators."""

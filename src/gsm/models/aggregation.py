@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gsm.memory.view import View
-from gsm.mixers.stage_query import StageQuery
-from gsm.nn.attention import Shape
-from gsm.nn.indexer_training import IndexerTraining
-from gsm.nn.norm import RMSNorm
-from gsm.nn.reader import Reader
-from gsm.nn.rope import Rope
+from gsm.cache.view import Attended
+from gsm.layers.indexer_training import IndexerTraining
+from gsm.layers.latent_attention import LatentAttention
+from gsm.layers.norm import RMSNorm
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
 from gsm.observe import tap
-from gsm.retrievers.base import Retriever
 from gsm.shapes import last
+from gsm.slots.retriever.base import Retriever
+from gsm.slots.stage_query import StageQuery
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -43,7 +43,7 @@ class Retrieved(NamedTuple):
     learned: list[IndexerLoss | None]
 
 
-class Stage(Reader):
+class Stage(LatentAttention):
     """One stage: a query on the window and the bank of its encoder layer.
 
     Args:
@@ -71,7 +71,7 @@ class Stage(Reader):
         self.norm = RMSNorm(dim_in)
         self.retriever = retriever
 
-    def forward(self, u_BRU: Tensor, span: Span, view: View, own: Any) -> tuple[Tensor, Any, IndexerLoss | None]:
+    def forward(self, u_BRU: Tensor, span: Span, view: Attended, own: Any) -> tuple[Tensor, Any, IndexerLoss | None]:
         """Returns the increment [B, R, D], the retriever's memory, and loss and recall of its indexer."""
         x_BRU = self.norm(u_BRU)
         angles = self.rope.at(span, x_BRU.dtype)
@@ -137,7 +137,7 @@ class Aggregation(nn.Module):
         """Empty memories of all retrievers."""
         return tuple(stage.retriever.start(batch, self.ratio) for stage in self)
 
-    def forward(self, entered: list[Tensor], views: list[View], span: Span, owns: Sequence[Any]) -> Retrieved:
+    def forward(self, entered: list[Tensor], views: list[Attended], span: Span, owns: Sequence[Any]) -> Retrieved:
         """Runs the stages for the given rows.
 
         Args:

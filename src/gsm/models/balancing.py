@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gsm.nn.experts import MixtureOfExperts
-from gsm.nn.feed_forward import Balance
+from gsm.layers.experts import MixtureOfExperts
+from gsm.layers.feed_forward import Balance
 
 
 class Evened(NamedTuple):

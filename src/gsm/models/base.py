@@ -19,18 +19,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from gsm.memory.ledger import Ledger
-from gsm.memory.memory import Memory, fresh_bookkeeping
+from gsm.cache.ledger import Ledger
+from gsm.cache.memory import Memory, fresh_bookkeeping
+from gsm.layers.convolution import ShortConvolution
+from gsm.layers.feed_forward import Balance
+from gsm.layers.indexer_training import IndexerTraining, indexer_losses
+from gsm.layers.linear import Linear, draw
+from gsm.layers.norm import RMSNorm
 from gsm.models.balancing import even_out, layers_with_experts
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import check_sampling, continuation
-from gsm.nn.convolution import ShortConvolution
-from gsm.nn.feed_forward import Balance
-from gsm.nn.indexer_training import IndexerTraining, indexer_losses
-from gsm.nn.linear import Linear, draw
-from gsm.nn.norm import RMSNorm
 from gsm.observe import tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions

@@ -20,16 +20,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gsm.memory.memory import FORGETFUL, Memory
-from gsm.mixers.sparse import Role, SparseAttention
+from gsm.cache.memory import NO_LAYER_CACHE, Memory
+from gsm.layers.feed_forward import FeedForward, SwiGLU
+from gsm.layers.indexer_training import KL, IndexerTraining
+from gsm.layers.residual import HyperConnection, Residual, Streams
+from gsm.layers.sparse import Role, SparseAttention
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import baseline_rows
 from gsm.models.stack import Recompute, Stack, block_of
-from gsm.nn.feed_forward import FeedForward, SwiGLU
-from gsm.nn.indexer_training import KL, IndexerTraining
-from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.span import Span
 
 
@@ -112,7 +112,10 @@ class Baseline(LanguageModel):
 
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
-        return {"encoder": (FORGETFUL,) * len(self.encoder.blocks), "decoder": (FORGETFUL,) * len(self.decoder.blocks)}
+        return {
+            "encoder": (NO_LAYER_CACHE,) * len(self.encoder.blocks),
+            "decoder": (NO_LAYER_CACHE,) * len(self.decoder.blocks),
+        }
 
 
 def decoder_roles(geometry: Geometry) -> list[Role]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gsm.memory.memory import Memory
+from gsm.cache.memory import Memory
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IGNORED = -100  # target of a position that is not trained on

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gsm.mixers.sparse import SparseAttention
+from gsm.layers.block import Block, Mixer
+from gsm.layers.indexer_training import IndexerTraining
+from gsm.layers.sparse import SparseAttention
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Recompute, Stack
-from gsm.nn.block import Block, Mixer
-from gsm.nn.indexer_training import IndexerTraining
 
 
 def build_encoder(

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gsm.mixers.sparse import Role
-from gsm.nn.attention import Shape
-from gsm.nn.rope import Rope
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
+from gsm.layers.sparse import Role
 
 
 @dataclass(frozen=True, kw_only=True)

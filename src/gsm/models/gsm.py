@@ -21,27 +21,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gsm.memory.memory import FORGETFUL, Memory
-from gsm.memory.view import View
-from gsm.mixers.reading import EncoderReading, TopK
-from gsm.mixers.stage_query import Accumulated, StageQuery
-from gsm.mixers.state import StateAttention
+from gsm.cache.memory import NO_LAYER_CACHE, Memory
+from gsm.cache.view import Attended
+from gsm.layers.feed_forward import FeedForward, SwiGLU
+from gsm.layers.indexer_training import KL, IndexerTraining
+from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.aggregation import Aggregation
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry
 from gsm.models.schedule import gsm_rows
 from gsm.models.stack import Recompute, Stack, block_of
-from gsm.nn.feed_forward import FeedForward, SwiGLU
-from gsm.nn.indexer_training import KL, IndexerTraining
-from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.observe import tap
-from gsm.retrievers.base import Retriever
-from gsm.retrievers.shared_topk import SharedTopK
 from gsm.shapes import last
+from gsm.slots.encoder_reading import EncoderReading, TopK
+from gsm.slots.retriever.base import Retriever
+from gsm.slots.retriever.shared_topk import SharedTopK
+from gsm.slots.stage_query import Accumulated, StageQuery
+from gsm.slots.state_reader.shared import StateAttention
+from gsm.slots.writer.additive import Additive
+from gsm.slots.writer.base import StateWriter
 from gsm.span import Span
-from gsm.writers.additive import Additive
-from gsm.writers.base import StateWriter
 
 
 class GSM(LanguageModel):
@@ -147,7 +147,7 @@ class GSM(LanguageModel):
             encoded.span.last(span.rows).cut(),
             rows.decoder,
             [None] * geometry.decoder_layers,
-            View(state_BEC),
+            Attended(state_BEC),
         )
         learned = [(f"encoder{i}", one) for i, one in enumerate(encoded.learned, 1) if one is not None]
         learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
@@ -167,7 +167,7 @@ class GSM(LanguageModel):
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
         return {
-            "encoder": (FORGETFUL,) * len(self.encoder.blocks),
+            "encoder": (NO_LAYER_CACHE,) * len(self.encoder.blocks),
             "stages": (None,) * len(self.aggregation.stages),
             "state": self.writer.forget(),
         }

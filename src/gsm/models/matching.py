@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gsm.memory.memory import Memory
+from gsm.cache.memory import Memory
+from gsm.layers.key_value import UnfitHeads
+from gsm.layers.projections import Shape
+from gsm.layers.residual import Plain
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
-from gsm.nn.attention import Shape
-from gsm.nn.key_value import UnfitHeads
-from gsm.nn.residual import Plain
 
 CLOSE = 0.02  # of the baseline's parameters: a difference that a comparator need not mention
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gsm.memory.view import View
+from gsm.cache.view import Attended
+from gsm.layers.block import Block, Mixer
+from gsm.layers.feed_forward import Balance, FeedForward
+from gsm.layers.residual import Residual, Streams
 from gsm.models.geometry import Geometry
-from gsm.nn.block import Block, Mixer
-from gsm.nn.feed_forward import Balance, FeedForward
-from gsm.nn.residual import Residual, Streams
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -49,10 +49,10 @@ class StackOutput:
 
     streams: Streams
     span: Span
-    view: View | None
+    view: Attended | None
     owns: tuple[Any, ...]
     entered: list[Tensor] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    views: list[Attended] = field(default_factory=list)
     learned: list[IndexerLoss | None] = field(default_factory=list)
     balances: list[Balance] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class Stack(nn.Module):
         return next(iter(self)).attention_residual.streams
 
     def forward(
-        self, streams: Streams, span: Span, rows: Sequence[int], owns: Sequence[Any], view: View | None = None
+        self, streams: Streams, span: Span, rows: Sequence[int], owns: Sequence[Any], view: Attended | None = None
     ) -> StackOutput:
         """Runs every block for its rows.
 

@@ -23,17 +23,17 @@ from functools import partial
 
 from torch import Tensor
 
-from gsm.memory.memory import FORGETFUL_CACHE, Cache, Memory
-from gsm.mixers.attention import CrossAttention
-from gsm.mixers.sliding_window import SlidingWindow
+from gsm.cache.memory import NO_DENSE_CACHE, DenseCache, Memory
+from gsm.layers.attention import CrossAttention
+from gsm.layers.feed_forward import FeedForward, SwiGLU
+from gsm.layers.key_value import KeyValue
+from gsm.layers.norm import RMSNorm
+from gsm.layers.residual import HyperConnection, Residual, Streams
+from gsm.layers.sliding_window import SlidingWindow
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
 from gsm.models.stack import Recompute, Stack, block_of
-from gsm.nn.feed_forward import FeedForward, SwiGLU
-from gsm.nn.key_value import KeyValue
-from gsm.nn.norm import RMSNorm
-from gsm.nn.residual import HyperConnection, Residual, Streams
 from gsm.shapes import last
 from gsm.span import Span
 
@@ -99,9 +99,9 @@ class YOCO(Matched):
 
     def empty_memory(self, batch: int) -> dict:
         """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""
-        cache = Cache.empty("decoder_cache", self.key_value.entry(batch))
+        cache = DenseCache.empty("decoder_cache", self.key_value.entry(batch))
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}
 
     def forgetful_memory(self) -> dict:
         """The same, keeping nothing."""
-        return {"encoder": (None,) * len(self.encoder.blocks), "decoder": (FORGETFUL_CACHE,)}
+        return {"encoder": (None,) * len(self.encoder.blocks), "decoder": (NO_DENSE_CACHE,)}

@@ -1,1 +1,0 @@
-"""What happens beside training: throughput, progress, the run's summary, and plain metric files."""

@@ -1,0 +1,1 @@
+"""How yaml becomes objects: compose, check, build, load."""

@@ -1,0 +1,209 @@
+"""What the scripts at the root share: arguments checked before Hydra sees them, errors as sentences, not tracebacks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from gsm.config.check import ConfigError, unknown
+from gsm.config.compose import check_overrides, from_job, register_resolvers
+from gsm.experiments.launcher import check_available
+from gsm.training.distributed.ranks import rank
+
+ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
+ACCESS = "choose a folder that you may write to with logs="
+PLACE = "move it away, or choose another folder with logs= or name="
+REMEDIES = {
+    **dict.fromkeys([errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ROOM),
+    **dict.fromkeys([errno.EROFS, errno.EACCES, errno.EPERM], ACCESS),
+    **dict.fromkeys([errno.ENOTDIR, errno.EEXIST, errno.EISDIR], PLACE),
+    errno.EIO: "the disk seems to be broken; choose another one with logs=",
+}
+OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
+TRUTH = {"true": True, "false": False}
+NAMED = re.compile(r"[A-Za-z_]\w*=")
+FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
+
+
+def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> None:
+    """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt.
+
+    Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
+    """
+    register_resolvers()
+    if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
+        os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
+        sys.excepthook = _say
+        threading.excepthook = _say_in_thread
+    parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if parsed.help or parsed.hydra_help or parsed.shell_completion:
+        return
+    directories = _own_configs(parsed.config_dir)
+    with errors_as_sentences():
+        check_available(parsed.overrides)
+        check_overrides(parsed.overrides, directories, script)
+
+
+def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
+    """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers."""
+    with errors_as_sentences():
+        function(from_job(config))
+
+
+def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
+    """For scripts without a configuration: calls ``function`` with the ``name=value`` arguments it takes.
+
+    Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
+    (``*folders``), what is no ``name=value`` is one of them.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, given = _config_dir(given)
+    _own_configs(own)
+    taken = inspect.signature(function, eval_str=True).parameters
+    several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
+    if not given or "--help" in given or "-h" in given:
+        usage = " ".join(["python", script, *(f"{name} ..." for name in several), "name=value ..."])
+        print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
+        return
+    words = [word for word in given if several and not NAMED.match(word)]
+    with errors_as_sentences():
+        function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
+
+
+def _config_dir(given: list[str]) -> tuple[str | None, list[str]]:
+    """The folder of the user's own yamls, as Hydra takes it, and the other words."""
+    flags = ("--config-dir", "-cd")
+    for place, word in enumerate(given):
+        if word in flags and place + 1 < len(given):
+            return given[place + 1], [*given[:place], *given[place + 2 :]]
+        if word.partition("=")[0] in flags and "=" in word:
+            return word.partition("=")[2], [*given[:place], *given[place + 1 :]]
+    return None, given
+
+
+def _own_configs(folder: str | None) -> list[Path]:
+    """The folder of the user's own yamls, noted for this process and for those that it starts (`paths`)."""
+    if not folder:
+        return []
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
+    os.environ["GSM_CONFIGS"] = str(path)
+    return [path]
+
+
+def read_arguments(
+    given: Sequence[str], function: Callable[..., object], script: str, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """``name=value`` words as the arguments that a function takes, each of the type that its parameter has.
+
+    Args:
+        given: the words.
+        function: what takes them.
+        script: what errors call it.
+        without: parameters that are not given as words.
+
+    Raises ConfigError for what the function does not take, or has to be given.
+    """
+    taken = inspect.signature(function, eval_str=True).parameters
+    taken = {name: parameter for name, parameter in taken.items() if name not in without}
+    values: dict[str, Any] = {}
+    for argument in given:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
+        if name not in taken:
+            raise unknown("argument", name, taken, script)
+        kind = taken[name].annotation
+        kind = kind if kind in (int, float, bool) else str
+        try:
+            values[name] = TRUTH[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{name} is '{text}', but takes {'true or false' if kind is bool else kind.__name__}"
+            ) from error
+    missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
+    if missing:
+        raise ConfigError(f"{script} needs {missing[0]}=...; python {script} --help says what it is")
+    return values
+
+
+def again(saved: bool = False) -> str:
+    """What to type to run this process once more, so that it goes on where it was; for Python, what to do there.
+
+    Args:
+        saved: a checkpoint lies in the run's own folder, so that the one it began with is not needed any more.
+    """
+    if not HydraConfig.initialized():
+        return "the same call of train"
+    interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
+    interpreter = sys.executable if interpreter.startswith("..") else interpreter
+    words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
+    words = [word for word in words if not (saved and word.startswith("resume="))]
+    return shlex.join([*_starter(interpreter), script, *words])
+
+
+def _starter(interpreter: str) -> list[str]:
+    """What starts a script: Python, or torchrun with as many processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return [interpreter]
+    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = [f"--nnodes={everywhere // here}", "..."] if everywhere > here else []
+    return ["torchrun", *nodes, f"--nproc-per-node={here}"]
+
+
+@contextlib.contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Leaves the process with the message alone where the user can put right what went wrong.
+
+    Of several ranks, which all meet it, the one that leads says it.
+    """
+    try:
+        yield
+    except (ConfigError, FloatingPointError, FileNotFoundError) as error:
+        raise SystemExit(1 if rank() else f"error: {error}") from error
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        raise SystemExit(f"error: {refusal(error)}") from error
+    except KeyboardInterrupt as error:
+        print("\ninterrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from error
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What reaches the top: without a traceback where the user can put it right."""
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        print(f"error: {refusal(error)}", file=sys.stderr)
+    elif isinstance(error, HydraException):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _say_in_thread(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands what stops it to the main thread, which says it."""
+    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in REMEDIES):
+        threading.__excepthook__(args)
+
+
+def refusal(error: OSError) -> str:
+    """One sentence about a disk that does not take what is to be written."""
+    path = f"{error.filename} cannot be written" if error.filename else "a file of the run cannot be written"
+    return f"{path}: {error.strerror}; {REMEDIES[error.errno or 0]}"

@@ -1,0 +1,315 @@
+"""Configurations composed from Python, and those of the command line checked: what is wrong becomes one sentence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from gsm import paths
+from gsm.config.check import ConfigError, check, parameters, unknown
+from gsm.models.schedule import local_reach
+
+
+def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
+    """The configuration that ``python train.py`` would run with, resolved, as plain containers.
+
+    Args:
+        overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
+        directories: folders of yaml files besides ``configs/``.
+        script: whose configuration; it is the name of its yaml in ``configs/``.
+
+    Raises:
+        ConfigError: an unknown key or variant, or a value that does not fit.
+    """
+    overrides = list(overrides)
+    groups = _groups(_folders(directories))
+    parsed = _check_choices(overrides, groups)
+    try:
+        composed = _hydra(tuple(overrides), directories, script)
+    except ConfigError:
+        _check_keys(parsed, directories, script, groups)  # which says it better, and takes a composition of its own
+        raise
+    state = HydraConfig.instance()
+    before = state.cfg
+    only_groups = all(override.key_or_group in groups for override in parsed)
+    try:
+        state.set_config(composed)  # which the configuration refers to, as inside a job
+        choices = composed.hydra.runtime.choices
+        reference = composed if only_groups and not choices.get("experiment") else None
+        return finish(composed, choices, directories, script, reference)
+    finally:
+        state.cfg = before
+
+
+def finish(
+    config: DictConfig,
+    choices: Mapping[str, str],
+    directories: Sequence[Path] = (),
+    script: str = "train",
+    reference: DictConfig | None = None,
+) -> dict[str, Any]:
+    """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
+
+    ``HydraConfig`` has to be set, as it is inside a job. ``reference`` is the composition of the same groups without
+    experiment and values, where it is at hand. Raises ConfigError.
+    """
+    chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
+    plain = _resolve(config)
+    if reference is None:
+        groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
+        reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
+    check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
+    return {**plain, "choices": chosen}
+
+
+def from_job(config: DictConfig) -> dict[str, Any]:
+    """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
+    job = HydraConfig.get()
+    return finish(config, job.runtime.choices, job_directories(), job.job.config_name or "train")
+
+
+def job_directories() -> list[Path]:
+    """The folders of yaml files besides ``configs/`` of the Hydra job that is running."""
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file"]
+    return [folder for folder in folders if folder != paths.configs()]
+
+
+def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
+    """Checks a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
+    groups = _groups(_folders(directories))
+    _check_keys(_check_choices(overrides, groups), directories, script, groups)
+
+
+def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> list[Override]:
+    """The overrides, read, without those of Hydra itself; every group has the chosen variant."""
+    parsed = _parse(overrides)
+    for override in parsed:
+        _check_choice(override, groups)
+    return parsed
+
+
+def _check_keys(
+    parsed: Sequence[Override], directories: Sequence[Path], script: str, groups: Mapping[str, set[str]]
+) -> None:
+    """Every override of a value names a key that exists, unless it adds one."""
+    first = tuple(line for override in parsed if (line := _first_choice(override, groups)))
+    values = [
+        override.key_or_group
+        for override in parsed
+        if override.key_or_group not in groups and not (override.is_add() or override.is_force_add())
+    ]
+    for key in values:
+        _check_key(key, _remembered(first, tuple(directories), paths.stamp(_folders(directories)), script), groups)
+
+
+def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -> DictConfig:
+    """Hydra's composition, its own node included; what it changes globally is put back."""
+    register_resolvers()
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in directories)}]"] if directories else []
+    main = GlobalHydra.instance()
+    before = main.hydra
+    main.clear()  # inside a job Hydra is at work already, and there is only one
+    try:
+        with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
+            return hydra.compose(script, [*overrides, *search], return_hydra_config=True)
+    except MissingConfigException as error:
+        raise _missing(error, directories) from error
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    finally:
+        GlobalHydra.set_instance(main)  # what initialize_config_dir leaves in its place is an empty copy
+        main.hydra = before
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
+    """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
+    return _hydra(overrides, directories, script)
+
+
+def register_resolvers() -> None:
+    """What yaml files may ask for.
+
+    * ``${root:}``: the folder of the repository;
+    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank, in GSM and the baseline;
+      with a third argument, ``gsm``, in GSM alone, or ``delta``, in GSM with that writer, whose state carries more;
+    * ``${layers_with_bank:size}``: the encoder layers that read a bank, on which a stage may stand;
+    * ``${share:number,parts}``: the whole part of number / parts;
+    * ``${times:number,factor}``: their product;
+    * ``${pick:name,{nano:1,tiny:2},otherwise}``: what stands under a name, for numbers that a size does not hold;
+    * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
+      yaml is one more arm; the first one named leads, the others named are left out;
+    * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
+    """
+    OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
+    OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
+    OmegaConf.register_new_resolver("layers_with_bank", _layers_with_bank, replace=True)
+    OmegaConf.register_new_resolver("share", lambda number, parts: number // parts, replace=True)
+    OmegaConf.register_new_resolver("pick", lambda name, known, otherwise: known.get(name, otherwise), replace=True)
+    OmegaConf.register_new_resolver("times", lambda number, factor: number * factor, replace=True)
+    OmegaConf.register_new_resolver("variants", _variants, replace=True)
+    OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
+
+
+def _local_reach(size: DictConfig, state_size: int | None, only: str = "") -> int:
+    entries = state_size or size.window + size.top_k
+    return local_reach(
+        encoder_layers=size.encoder_layers,
+        decoder_layers=0 if only else size.decoder_layers,
+        window=size.window,
+        state_size=entries,
+        reach=entries - 1 if only == "delta" else 0,
+    )
+
+
+def _layers_with_bank(size: DictConfig) -> list[int]:
+    return list(range(min(size.bank_layers), size.encoder_layers + 1))
+
+
+def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
+    known = _groups(_folders(job_directories())).get(group, set())
+    for name in (first, *without):
+        if name not in known:
+            raise unknown("variant", name, known, f"the group '{group}'")
+    return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
+
+
+def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:
+    return run if arms is None and seeds is None else all_runs
+
+
+def _resolve(config: DictConfig) -> dict[str, Any]:
+    """Plain containers without Hydra's own node. Raises ConfigError for a reference to nothing, or a value left out."""
+    config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    try:
+        plain = cast(dict, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: say {error.full_key}=... on the command line") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {reason}") from error
+    return {str(key): value for key, value in plain.items()}
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for line in overrides:
+        try:
+            parsed.append(parser.parse_override(line))
+        except HydraException as error:
+            raise ConfigError(
+                f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1"
+            ) from error
+    return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
+
+
+def _folders(directories: Sequence[Path]) -> list[Path]:
+    return [paths.configs(), *directories]
+
+
+def _groups(folders: Sequence[Path]) -> dict[str, set[str]]:
+    """Every group with its variants: the folders below the configs, and the yaml files in them."""
+    groups: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.rglob("*.yaml"):
+            group = file.parent.relative_to(folder).as_posix()
+            if group.split("/")[0] not in (".", "hydra"):
+                groups.setdefault(group, set()).add(file.stem)
+    return groups
+
+
+def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
+    """An override of a group names variants that exist."""
+    key = override.key_or_group
+    if key not in groups:
+        if "/" in key:
+            raise unknown("group", key, groups, "the configuration")
+        if key.replace(".", "/") in groups:
+            group = key.replace(".", "/")
+            raise ConfigError(
+                f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
+            )
+        return
+    for choice in _choices(override, groups[key]):
+        if choice not in groups[key]:
+            raise unknown("variant", choice, groups[key], f"the group '{key}'")
+
+
+def _choices(override: Override, known: Collection[str]) -> list[str]:
+    """The variants that an override of a group names: one, several in a sweep, or those that fit a pattern."""
+    value = override.value()
+    if value is None or override.is_delete():
+        return []
+    if isinstance(value, Glob):
+        return value.filter(sorted(known))
+    return (
+        [str(choice) for choice in override.sweep_string_iterator()] if override.is_sweep_override() else [str(value)]
+    )
+
+
+def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | None:
+    """The override of a group with one choice, for composing what the other overrides are checked against."""
+    choices = _choices(override, groups.get(override.key_or_group, ()))
+    if override.key_or_group not in groups or not choices:
+        return None
+    return f"{override.get_key_element()}={choices[0]}"
+
+
+def _check_key(key: str, composed: DictConfig, groups: Mapping[str, set[str]]) -> None:
+    """An override of a value names a key that exists."""
+    node: Any = composed
+    path: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node):
+            return
+        if part not in node.keys() or (not path and part == "hydra"):  # `in node` denies what still lacks a value
+            raise _unknown_key(key, part, path, node, composed, groups)
+        path.append(part)
+        node = node._get_node(part)
+
+
+def _unknown_key(
+    key: str, part: str, path: Sequence[str], node: DictConfig, composed: DictConfig, groups: Mapping[str, set[str]]
+) -> ConfigError:
+    """The error for ``part`` below ``path``; what a constructor takes is known, whether it has a value yet or not."""
+    target = node.get("_target_")
+    taken = (parameters(target) if target else None) or {}
+    if part in taken:
+        return ConfigError(f"{key} is taken by {target} but has no value yet: write +{key}=")
+    if path:
+        known = {str(name) for name in node if not str(name).startswith("_")} | set(taken)
+        return unknown("key", ".".join([*path, part]), known, ".".join(path))
+    known = {str(name) for name in node if name != "hydra"} | set(groups)
+    return unknown("key", part, known, "the configuration", deeper=_paths(composed))
+
+
+def _paths(node: DictConfig, above: str = "") -> Iterator[str]:
+    """Every key of a configuration, with the path to it."""
+    for name in node:
+        below = node._get_node(name)
+        if name != "hydra":
+            yield f"{above}{name}"
+        if isinstance(below, DictConfig) and name != "hydra":
+            yield from _paths(below, f"{above}{name}.")
+
+
+def _missing(error: MissingConfigException, directories: Sequence[Path]) -> ConfigError:
+    """A variant that a yaml chose, but that does not exist."""
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    groups = _groups(_folders(directories))
+    if group in groups:
+        return unknown("variant", choice, groups[group], f"the group '{group}'", _folders(directories))
+    return ConfigError(" ".join(str(error).split()))

@@ -1,0 +1,235 @@
+"""Models from a name, or from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.errors import InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from gsm.config.check import ConfigError, check, few
+from gsm.config.compose import compose
+from gsm.config.trust import vetted
+from gsm.data.tokenizer import Tokenizer
+from gsm.files import Damaged, verify_archive
+from gsm.models.base import LanguageModel
+from gsm.training.distributed import shards
+
+
+class CheckpointError(ConfigError):
+    """A file is no checkpoint of this project, or not one that can be used; the message says why."""
+
+
+def build_model(
+    name: str = "gsm",
+    size: str = "nano",
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
+    directories: Sequence[Path] = (),
+) -> LanguageModel:
+    """A fresh model, as a training run would start with.
+
+    Args:
+        name: a variant of the group ``model``: ``"gsm"``, ``"baseline"``, ...
+        size: a variant of the group ``size``: ``"nano"``, ``"tiny"``, ...
+        overrides: as on the command line: ``["model/retriever=separate_indexer", "model.state_size=64"]``.
+        seed: of the weights; None draws them from PyTorch's global generator. A seed leaves that generator alone.
+        directories: folders of yaml files besides ``configs/``, for variants of one's own.
+
+    Raises:
+        ConfigError: an unknown name or key, or a value that the model refuses.
+    """
+    config = compose([f"model={name}", f"size={size}", *overrides], directories)
+    return instantiate_model(config, seed)
+
+
+def load_model(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu", directories: Sequence[Path] = ()
+) -> LanguageModel:
+    """The trained model of a checkpoint, in evaluation mode. A stranger's file runs no code (``gsm.config.trust``).
+
+    Args:
+        path: a ``.ckpt`` file, or the folder of a run, which stands for its ``checkpoints/last.ckpt``.
+        device: where the weights go.
+        directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is truncated or damaged, no checkpoint of this project, names parts that no yaml names, or
+            its configuration no longer fits the code.
+    """
+    checkpoint = read_checkpoint(path)
+    node = vetted_node(checkpoint, "model", path, directories)
+    try:
+        model = instantiate_model({"model": node})
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the configuration in {path} no longer fits this version of the code: {error}"
+        ) from error
+    wrong = misfits(model, checkpoint)
+    if wrong:
+        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
+    if broken := not_finite(_weights(checkpoint)):
+        raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
+    load_weights(model, checkpoint)
+    return model.to(device).eval()
+
+
+def vetted_node(
+    checkpoint: Mapping[str, Any], part: str, path: str | os.PathLike[str], directories: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The node of a checkpoint's configuration from which its ``model`` or its ``data`` may be built.
+
+    Raises CheckpointError, a ConfigError, for one that asks for more than the yamls know.
+    """
+    try:
+        return vetted(checkpoint["hyper_parameters"]["config"].get(part), part, directories)
+    except ConfigError as error:
+        raise CheckpointError(f"the configuration in {path} is not trusted: {error}") from error
+
+
+def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
+    """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
+    weights = _weights(checkpoint)
+    return sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+
+
+def not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """The names of those that hold infinities or NaN: whoever computes with them fails later, and far away."""
+    return [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
+
+
+def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:
+    """Gives a model the weights of a checkpoint that fits."""
+    model.load_state_dict(_weights(checkpoint))
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises as ``load_model`` does."""
+    return tokenizer_of(read_checkpoint(path, mmap=True), path)
+
+
+def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint that was read. Raises CheckpointError, a ConfigError, if it holds none."""
+    state = saved.get("tokenizer")
+    if not state:
+        raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
+    try:
+        return Tokenizer.from_state(state)
+    except Exception as error:  # the library raises whatever it meets, a bare Exception among it
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error
+
+
+def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bool | None = None) -> dict[str, Any]:
+    """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file.
+
+    Args:
+        path: of the file, or the folder of a run.
+        mmap: leave tensors on the disk until they are looked at, and out where they were written in parts: for a look
+            at the configuration alone; that they are there is seen to.
+        verify: compare the tensors with their checksums too; None: unless they are left on the disk.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is truncated, damaged or no checkpoint of this project, or its parts are.
+    """
+    path = Path(path)
+    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    if not path.is_file():
+        beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        raise FileNotFoundError(
+            f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else "")
+        )
+    verify = not mmap if verify is None else verify
+    try:
+        verify_archive(path, tensors=verify)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Damaged as error:
+        raise CheckpointError(f"{path} is truncated or damaged, or no checkpoint: {error}") from error
+    except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
+    config = checkpoint.get("hyper_parameters", {}).get("config") if isinstance(checkpoint, Mapping) else None
+    if not (isinstance(config, Mapping) and "model" in config and {"state_dict", shards.FOLDER} & checkpoint.keys()):
+        raise CheckpointError(
+            f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
+        )
+    try:
+        shards.check(checkpoint, path, verify=verify)
+        return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
+    except shards.Broken as error:
+        raise CheckpointError(str(error)) from error
+
+
+def usable(device: str) -> str:
+    """The device's name, once PyTorch has used it; ``auto``: a GPU if there is one. Raises ConfigError."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
+        raise ConfigError(
+            f"device is '{device}', but PyTorch cannot use it ({reason}); say cpu, cuda or auto"
+        ) from error
+    return device
+
+
+def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
+    """The model of a composed configuration. Raises ConfigError with the model's own words where it refuses."""
+    check({"model": config["model"]}, {"model": config["model"]}, [])
+    if seed is None:
+        return instantiate(config["model"], "model")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return instantiate(config["model"], "model")
+
+
+def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
+    """What ``_target_`` makes; where its constructor refuses, a ConfigError with the constructor's own sentence."""
+    with refusals(place):
+        return hydra.utils.instantiate(node, **arguments)
+
+
+def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
+    """Data that are read with this tokenizer rather than their own, where they are text. Raises ConfigError."""
+    if "tokenizer" not in node or tokenizer is None:
+        return instantiate(node, "data")
+    others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
+    make = instantiate({**others, "_partial_": True}, "data")
+    with refusals("data"):
+        return make(tokenizer=tokenizer)
+
+
+@contextlib.contextmanager
+def refusals(place: str) -> Iterator[None]:
+    """Turns what a part says against its values into a ConfigError that also names the place."""
+    try:
+        yield
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
+            raise ConfigError(f"{place}: {cause}") from error
+        raise
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The model's own, by their names in it."""
+    saved = checkpoint["state_dict"].items()
+    return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}
+
+
+def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    return [
+        f"{name} {tuple(weights[name].shape)} for {tuple(shape)}"
+        for name, shape in shapes.items()
+        if weights[name].shape != shape
+    ]

@@ -1,0 +1,335 @@
+"""Finished runs side by side: their table, paired differences and pictures, from what lies in their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gsm.config.check import ConfigError, few, unknown
+from gsm.evaluation import plots
+from gsm.experiments.folder import unlike
+from gsm.experiments.report import shown as shown_path
+from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
+from gsm.files import read_json, replacing
+from gsm.training.callbacks.metrics_file import read_metrics
+
+USUAL = ("accuracy", *COLUMNS)
+AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
+CONTENTS = "experiment.json"  # which arms an experiment has, in their order, and what its table shows
+PICTURES = (
+    "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
+)
+AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
+Curves = dict[str, list[dict[float, float]]]  # arm -> of each of its runs, values by step or by tokens
+PANELS = 4  # columns of the table that a picture of final values shows at most
+
+
+def compare(
+    *folders: str,
+    columns: str = "",
+    against: str = "",
+    metric: str = "",
+    axis: str = "step",
+    x: str = "",
+    y: str = "",
+    output: str = "",
+) -> Table:
+    """Prints finished runs side by side, and writes that with pictures to comparison.md, .csv, .json and .png.
+
+    Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
+    curves, and which runs are not finished. Every finished run counts, also one that was trained with other settings
+    than the experiment's last command (results.md leaves those out).
+
+    Args:
+        folders: of experiments, logs/<name>; arms called alike in several of them get the experiment's name in front
+        columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
+        against: the arm that the others are compared with; left out: the first
+        metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss
+        axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
+        x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
+        y: what that picture shows against x
+        output: the folder to write to; left out: the experiment's, and for several the folder above all of them
+
+    Raises:
+        ConfigError: no run is finished, or a name that the runs do not know.
+        FileNotFoundError: a folder without runs.
+        OSError: the comparison cannot be written; the error names the file.
+    """
+    if axis not in AXES:
+        raise ConfigError(f"axis is '{axis}', but has to be step or tokens")
+    if bool(x) != bool(y):
+        raise ConfigError("x and y make one picture together: give both, for example x=cache_bytes y=accuracy")
+    places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    runs = collect(places)
+    finished = [run for run in runs if run.finished]
+    arms = list(dict.fromkeys(run.arm for run in finished))
+    if against and against not in arms:
+        raise unknown("arm", against, arms, "the finished runs")
+    chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
+    _check(finished, [*chosen, *([x, y] if x else [])])
+    table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
+    notes = [*unfinished(places), *apart(table.runs)]
+    print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
+    place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
+    print("\n".join(write(table, place, notes=notes, metric=metric, axis=axis, x=x, y=y)))
+    return table
+
+
+def collect(folders: Sequence[Path]) -> list[RunSummary]:
+    """All runs of these experiments, finished or not, arms in the experiments' order, each name once.
+
+    Raises ConfigError where none is finished, FileNotFoundError where there is none.
+    """
+    if not folders:
+        raise ConfigError("compare needs the folder of an experiment, such as logs/ablate_residual")
+    found = {folder: _in_order(folder) for folder in folders}
+    times = Counter(arm for runs in found.values() for arm in {run.arm for run in runs})
+    names = Counter(folder.name for folder in found)
+    all_runs = []
+    for folder, runs in found.items():
+        before = folder.name if names[folder.name] == 1 else shown_path(folder)
+        all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
+    if not any(run.finished for run in all_runs):
+        raise ConfigError(
+            f"no run in {' or '.join(map(shown_path, found))} is finished: {'; '.join(unfinished(folders))}"
+        )
+    return all_runs
+
+
+def unfinished(folders: Sequence[Path]) -> list[str]:
+    """A sentence for each run that is not finished: how far it came, and what ended it."""
+    return [
+        f"not finished: {shown_path(run)}, {_state(run)}"
+        for folder in folders
+        for run in sorted(folder.glob("*/seed*"))
+        if run.is_dir() and not run.parent.name.startswith(".") and _state(run)
+    ]
+
+
+def apart(runs: Sequence[RunSummary]) -> list[str]:
+    """A sentence for each arm with runs that saw other data than the first run, or more or less of it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        changes = _changes(runs[0], run)
+        if changes:
+            found.setdefault((run.arm, few(changes)), []).append(f"seed{run.seed}")
+    return [
+        f"compare with care: {arm} ({', '.join(seeds)}) differs from {runs[0].arm} (seed{runs[0].seed}) in {changes}"
+        for (arm, changes), seeds in found.items()
+    ]
+
+
+def _changes(one: RunSummary, two: RunSummary) -> list[str]:
+    """What two runs differ in: the content of their data, the number of steps, of tokens."""
+    prints = [run.summary.get("fingerprint") or {} for run in (one, two)]
+    changes = unlike(*prints) if all(prints) else []
+    for key, what in AMOUNTS.items():
+        there, here = one.value(key), two.value(key)
+        if there is not None and here is not None and there != here:
+            changes.append(f"{what} ({there:,.0f} there, {here:,.0f} here)")
+    return changes
+
+
+def write(
+    table: Table,
+    folder: Path,
+    stem: str = "comparison",
+    notes: Sequence[str] = (),
+    *,
+    metric: str = "",
+    axis: str = "step",
+    x: str = "",
+    y: str = "",
+) -> list[str]:
+    """Writes a table with its pictures, each file whole or not at all; returns sentences about what was written.
+
+    Args:
+        table: of finished runs.
+        folder: where to.
+        stem: what the names of the files begin with.
+        notes: sentences that belong to the table.
+        metric, axis, x, y: as in ``compare``.
+
+    Raises:
+        ConfigError: no run has such a metric.
+        OSError: a file cannot be written; the error names it.
+    """
+    by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
+    curves, metric = _curves(by_arm, metric, axis)
+    try:
+        drawn = dict(_pictures(table, by_arm, (curves, AXES[axis], plots.label(metric)), x, y))
+        said = []
+    except ImportError as error:  # matplotlib is an extra; the numbers do not need it
+        drawn, said = {}, [str(error)]
+    pictures = {f"{stem}_{name}.png": content for name, content in drawn.items()}
+    contents = {
+        f"{stem}.md": _markdown(table, folder, notes, list(pictures)).encode(),
+        f"{stem}.csv": table.csv().encode(),
+        f"{stem}.json": (json.dumps({**table.plain(), "notes": list(notes)}, indent=2) + "\n").encode(),
+        **pictures,
+    }
+    for name, content in contents.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    names = [f"{stem}.md, .csv, .json", *pictures]
+    if any(curves.values()):
+        said += _missing(curves, f"the learning curves, as they lack {metric} by {axis}")
+    if x:
+        points = {arm: _points(runs, x, y)[0] for arm, runs in by_arm.items()}
+        said += _missing(points, f"the picture of {y} against {x}, as they lack one of the two")
+    return [*said, f"written to {shown_path(folder)}: {', '.join(names)}"]
+
+
+def _pictures(
+    table: Table, by_arm: Mapping[str, Sequence[RunSummary]], curves: tuple[Curves, str, str], x: str, y: str
+) -> Iterator[tuple[str, bytes]]:
+    """The pictures that the runs have numbers for, by name. Raises ImportError where matplotlib is missing."""
+    if any(curves[0].values()):
+        figure, (axes,) = plots.figure(height=3.2, width=5.2)
+        plots.curves(axes, *curves)
+        yield "curves", plots.png(figure)
+    known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
+    if known and table.runs:
+        figure, panels = plots.figure(columns=len(known), height=1.1 + 0.35 * len(by_arm))
+        for axes, column in zip(panels, known, strict=True):
+            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
+        for axes in panels[1:]:
+            axes.tick_params(labelleft=False)  # the arms are those of the first panel
+        yield "values", plots.png(figure)
+    by_length = _by_length(by_arm)
+    if by_length:
+        columns = min(2, len(by_length))
+        figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(by_length) // columns))
+        plots.lengths(panels, by_length, "length of the word (letters)", "last state known (fraction)", top=1)
+        yield "lengths", plots.png(figure)
+    if x:
+        figure, (axes,) = plots.figure(height=3.2, width=5.2)
+        plots.against(axes, {arm: _points(runs, x, y) for arm, runs in by_arm.items()}, plots.label(x), plots.label(y))
+        yield f"{y}_by_{x}", plots.png(figure)
+
+
+def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) -> tuple[Curves, str]:
+    """The learning curve of every run, by arm, and the metric that they are of. Raises ConfigError."""
+    metrics = {run.folder: read_metrics(_curve(run)) for runs in by_arm.values() for run in runs}
+    known = {name for found in metrics.values() for name in found}
+    if metric and metric not in known:
+        raise unknown("metric", metric, known, "metrics.csv")
+    chosen = metric or ("val/accuracy" if "val/accuracy" in known else "val/loss")
+    curves: Curves = {arm: [] for arm in by_arm}
+    for arm, runs in by_arm.items():
+        for run in runs:
+            found = metrics[run.folder].get(chosen, {})
+            across = metrics[run.folder].get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
+            curve = {across[step]: value for step, value in found.items() if step in across}
+            curves[arm] += [curve] if curve else []
+    return curves, chosen
+
+
+def _by_length(by_arm: Mapping[str, Sequence[RunSummary]]) -> dict[str, dict[str, list[dict[int, float]]]]:
+    """By task and arm, of every run that was tested with several lengths, what it answered of each."""
+    found: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for arm, runs in by_arm.items():
+        for run in runs:
+            for task, values in (run.summary.get("by_length") or {}).items():
+                seed = {int(length): value for length, value in values.items()}
+                found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    return found
+
+
+def _curve(run: RunSummary) -> Path:
+    """Where its learning curve lies: of one in phases, that of the first."""
+    return run.folder / run.summary.get("curves", "") / "metrics.csv"
+
+
+def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
+    return [value for run in runs if (value := run.value(column)) is not None]
+
+
+def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], list[float]]:
+    """Both numbers of each run that has both; what is not above 0 has no place on a logarithmic axis."""
+    pairs = [(run.value(x), run.value(y)) for run in runs]
+    both = [(across, up) for across, up in pairs if across is not None and across > 0 and up is not None]
+    return [across for across, _ in both], [up for _, up in both]
+
+
+def _missing(drawn: Mapping[str, Sequence[object]], where: str) -> list[str]:
+    """A sentence on the arms that a picture cannot show."""
+    lost = [arm for arm, values in drawn.items() if not values]
+    return [f"not in {where}: {', '.join(lost)}"] if lost else []
+
+
+def _markdown(table: Table, folder: Path, notes: Sequence[str], pictures: Sequence[str]) -> str:
+    parts = [f"# {folder.resolve().name}", table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
+    parts += ["\n".join(f"* {note}" for note in notes)] if notes else []
+    parts += [PICTURES] if pictures else []
+    return "\n\n".join([*parts, *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures)]) + "\n"
+
+
+def _in_order(folder: Path) -> list[RunSummary]:
+    """The runs of one experiment, arms in its own order. Raises FileNotFoundError where there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {shown_path(folder)}: give that of an experiment, logs/<name>")
+    runs = read_runs(folder)
+    if not runs:
+        below = sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path))
+        hint = (
+            f"the experiments below it are {', '.join(below)}" if below else "give that of an experiment, logs/<name>"
+        )
+        raise FileNotFoundError(
+            f"no run in {shown_path(folder)} has a summary.json (<arm>/seed<k>/summary.json); {hint}"
+        )
+    order = list(_contents(folder).get("arms", ()))
+    return sorted(runs, key=lambda run: order.index(run.arm) if run.arm in order else len(order))
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
+
+    Not from ``.hydra``, where ``${variants:...}`` stands unresolved.
+    """
+    try:
+        return json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
+    """The columns that the experiments themselves show, and otherwise the usual ones; only what a run has."""
+    own = dict.fromkeys(column for folder in folders for column in _contents(folder).get("table", ()))
+    known = [column for column in own or USUAL if _numbers(runs, column)]
+    return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
+
+
+def _check(runs: Sequence[RunSummary], columns: Sequence[str]) -> None:
+    known = {name: None for run in runs for name in _keys(run.summary) if run.value(name) is not None}
+    for column in columns:
+        if column not in known:
+            raise unknown("column", column, known, "the summaries")
+
+
+def _keys(summary: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Every key that may hold a number, with the path to it."""
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+def _state(run: Path) -> str:
+    """What is known of a run that is not finished; empty if it is."""
+    summary = read_json(run / "summary.json")
+    if summary is None:
+        return "without a summary.json that can be read: it has ended before training began, or waits"
+    status, steps, reason = (summary.get(key) for key in ("status", "steps", "reason"))
+    if status == "finished":
+        return ""
+    how = "running, or killed," if status == "running" else str(status)
+    if summary.get("phase"):
+        return f"{how} in phase {summary['phase']}{f': {reason}' if reason else ''}"
+    return f"{how} at step {steps}{f': {reason}' if reason else ''}"

@@ -1,0 +1,341 @@
+"""The folder of a run: one process at a time, what lies there already, and where training goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsm.config.check import ConfigError, few, flat
+from gsm.config.load import CheckpointError, read_checkpoint
+from gsm.experiments import weights
+from gsm.files import read_json, sweep
+from gsm.training.distributed import shards
+
+OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
+MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
+LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
+# What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
+DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"}
+WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
+IDLE = {
+    *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
+    *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
+    *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
+}
+MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
+# What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
+BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+# How a step is divided among processes: free, as long as it is a step of as many sequences.
+DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
+Fingerprint = Callable[
+    [], Mapping[str, str | int]
+]  # of the data, which is made only where there is something to compare
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: from a checkpoint, or from nothing; and a sentence about it (empty: nothing to tell).
+
+    What was logged at ``step`` and after it does not count any more.
+
+    Attributes:
+        origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
+        sequences: how many a step had on all ranks together, None if the checkpoint does not say.
+    """
+
+    checkpoint: Path | None = None
+    sentence: str = ""
+    step: int = 0
+    origin: str | None = None
+    sequences: int | None = None
+
+
+def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
+    """Decides, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
+
+    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks,
+      batches and accumulation may be others if as many sequences make up a step;
+    * ``never`` (or ``force``): start over;
+    * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
+      a run that has begun there already, and was interrupted, goes on where it is.
+
+    A run that starts over in a used folder moves what lies there to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of
+    several processes that train together, the one that ``leads`` does.
+
+    Args:
+        config: a composed configuration.
+        leads: whether this process may move and remove files.
+        fingerprint: makes what the data that is here is known by; None: do not compare.
+
+    Raises:
+        CheckpointError: the checkpoint to go on from cannot be read, or is of another configuration or other data.
+        ConfigError: the folder holds files that are no run's.
+        OSError: the folder cannot be written to.
+    """
+    folder, resume = Path(config["folder"]), str(config["resume"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if leads:
+        sweep(folder, folder / "checkpoints")
+        shards.sweep(folder / "checkpoints")
+    if resume not in ("auto", "never"):
+        return _from_path(Path(resume), config, leads, fingerprint)
+    last = folder / "checkpoints" / "last.ckpt"
+    if resume == "never" or config.get("force") or not last.is_file():
+        return _over(config, leads)
+    checkpoint = _read_last(last)
+    is_finished = _status(folder) == "finished"
+    divided = not is_finished and _same_step(checkpoint, config)
+    changes = differences(_config(checkpoint), config, divided=divided) + _other_weights(checkpoint, config)
+    if is_finished:
+        return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
+    changes = changes or _other_data(checkpoint, fingerprint)
+    if changes:
+        raise CheckpointError(
+            f"the unfinished run in {folder}, at step {checkpoint['global_step']}, differs in {few(changes)}: "
+            "give what it had to go on with it, resume=never to move it aside and start over, or another name="
+        )
+    sentence = f"Going on with the unfinished run in {folder} (resume=never starts over)."
+    return _start(last, checkpoint, sentence, checkpoint.get("origin"))
+
+
+def finished(config: Mapping[str, Any]) -> bool:
+    """Whether the run of this configuration lies in ``config["folder"]``, trained to its end.
+
+    Raises CheckpointError where a run was finished, but its checkpoint is broken.
+    """
+    folder = Path(config["folder"])
+    last = folder / "checkpoints" / "last.ckpt"
+    if _status(folder) != "finished" or not last.is_file():
+        return False
+    checkpoint = read_checkpoint(last, mmap=True)
+    saved = _config(checkpoint)
+    same = saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
+    return same and not differences(saved, config) and not _other_weights(checkpoint, config)
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """SHA-256 of all that decides what a configuration trains: the same for runs between which nothing differs."""
+    decisive = {key: value for key, value in sorted(flat(config).items()) if _matters(key, by_path=False)}
+    started = weights.digest(config.get("start_from"))
+    return hashlib.sha256(json.dumps([decisive, started], default=str).encode()).hexdigest()
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False, divided: bool = False
+) -> list[str]:
+    """What two configurations train differently: ``data.batch_size (4 there, 8 here)``; empty if they train the same.
+
+    Args:
+        old, new: composed configurations.
+        by_path: compare only what a checkpoint cannot do without.
+        divided: leave out how a step is divided among processes.
+    """
+    first, second = flat(old), flat(new)
+    return [
+        f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
+        for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
+        if first.get(key) != second.get(key) and _matters(key, by_path, divided)
+    ]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process. Raises ConfigError where another one is training there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is training in {folder}: choose another seed=, arm= or name="
+            ) from error
+        yield
+
+
+def _status(folder: Path) -> str | None:
+    """How the last run in this folder ended; None if it did not say."""
+    return (read_json(folder / "summary.json") or {}).get("status")
+
+
+def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None) -> Start:
+    """Goes on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
+    path = (path / "checkpoints" / "last.ckpt" if path.is_dir() else path).resolve()
+    begun = _begun(path, config, fingerprint)
+    if begun:
+        return begun
+    checkpoint = read_checkpoint(path, mmap=True, verify=True)
+    divided = _same_step(checkpoint, config)
+    changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
+    if changes:
+        raise CheckpointError(
+            f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
+            "resume=never to start over"
+        )
+    sentence = f"Going on from {path}, step {checkpoint['global_step']}.{_jumps(checkpoint, config)}"
+    if leads and Path(config["folder"]).resolve() not in path.parents:
+        moved = _move_aside(Path(config["folder"]), config)
+        sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
+    return _start(path, checkpoint, sentence, str(path))
+
+
+def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None) -> Start | None:
+    """The unfinished run in the folder, if it began with this checkpoint: given again, a command does not undo it."""
+    folder = Path(config["folder"])
+    last = folder / "checkpoints" / "last.ckpt"
+    if path == last.resolve() or not last.is_file() or _status(folder) == "finished":
+        return None
+    try:
+        checkpoint = read_checkpoint(last, mmap=True, verify=True)
+    except CheckpointError:  # the one that was asked for is there
+        return None
+    divided = _same_step(checkpoint, config)
+    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=divided):
+        return None
+    if _other_data(checkpoint, fingerprint):
+        return None
+    sentence = f"Going on with the unfinished run in {folder}, which began with {path} (resume=never starts over)."
+    return _start(last, checkpoint, sentence, str(path))
+
+
+def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
+    """From nothing; what lies in the folder moves away."""
+    moved = _move_aside(Path(config["folder"]), config) if leads else None
+    return Start(None, f"An earlier run in this folder was moved to {moved}{reason}." if moved else "")
+
+
+def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
+    """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
+    step = checkpoint["global_step"] + ("standing" not in checkpoint)
+    world = checkpoint.get("standing", {}).get("world")
+    return Start(path, sentence, step, origin, world and sequences_a_step(_config(checkpoint), world))
+
+
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
+    """How many one step has, on so many ranks."""
+    return config["data"]["batch_size"] * config["trainer"]["accumulate_grad_batches"] * world
+
+
+def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
+    world, devices = checkpoint.get("standing", {}).get("world"), config["trainer"].get("devices")
+    if world is None:
+        return False
+    if "WORLD_SIZE" in os.environ:
+        here = int(os.environ["WORLD_SIZE"])
+    elif isinstance(devices, int) and devices > 0:
+        here = devices * config["trainer"].get("num_nodes", 1)
+    else:
+        return True
+    return sequences_a_step(_config(checkpoint), world) == sequences_a_step(config, here)
+
+
+def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What does not go on smoothly in a run of another length than it was begun with, as a sentence."""
+    planned, steps = _config(checkpoint)["trainer"]["max_steps"], config["trainer"]["max_steps"]
+    if planned == steps:
+        return ""
+    follow = ["the learning rate"]
+    follow += ["the length of sequences"] if config["data"].get("shortest") else []
+    own = [name for name, node in (config.get("callbacks") or {}).items() if node and name not in WATCHING]
+    follow += [f"callbacks.{name}" for name in own]
+    return (
+        f" It was to have {planned} steps and is to have {steps}: from here on, what is a function of the part of the "
+        f"run that is done jumps to the curve of the new length: {', '.join(follow)}."
+    )
+
+
+def _read_last(last: Path) -> dict[str, Any]:
+    """``last.ckpt``; where it is broken, the error says what can be done instead of starting over without a word."""
+    try:
+        return read_checkpoint(last, mmap=True, verify=True)
+    except CheckpointError as error:
+        remedy = "resume=never starts over"
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            best = last.with_name("best.ckpt")
+            step = read_checkpoint(best, mmap=True, verify=True)["global_step"]
+            remedy = f"resume={best} goes on from step {step}, {remedy}"
+        raise CheckpointError(f"{error}; {remedy}") from error
+
+
+def _config(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    return checkpoint["hyper_parameters"]["config"]
+
+
+def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) -> list[str]:
+    """What the data that is here differs in from the checkpoint's; an older checkpoint does not say and goes on."""
+    before = checkpoint.get("fingerprint")
+    return unlike(before, fingerprint()) if before and fingerprint else []
+
+
+def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What a run started from, and would start from now, where these are not the same weights, wherever they lie."""
+    before, here = checkpoint.get("started_from"), weights.digest(config.get("start_from"))
+    names = [_short(digest) if digest else "fresh ones" for digest in (before, here)]
+    return [] if before == here else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
+
+
+def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[str]:
+    """What two fingerprints of data differ in: ``the data's tokenizer (1f0c... there, 77ab... here)``."""
+    return [
+        f"the data's {key} ({_short(one.get(key, 'nothing'))} there, {_short(two.get(key, 'nothing'))} here)"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key)
+    ]
+
+
+def _short(value: str | int) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else str(value)
+
+
+def _why_over(changes: list[str], step: int) -> str:
+    """Why a finished run does not go on, to be put after where it was moved to."""
+    if not changes:
+        return ": it is finished"
+    if len(changes) == 1 and changes[0].startswith("trainer.max_steps "):
+        return (
+            f": it is finished, after {step} steps, and one of another length is another run, as the learning rate "
+            "depends on it (to prolong it all the same: resume=<its last.ckpt>)"
+        )
+    return f": it is finished and its configuration differs in {few(changes)}"
+
+
+def _matters(key: str, by_path: bool, divided: bool = False) -> bool:
+    head, _, rest = key.partition(".")
+    if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
+        return False
+    if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
+        return False
+    if head == "callbacks":
+        return rest.partition(".")[0] not in WATCHING
+    return not (by_path and head == "trainer" and key not in BOUND)
+
+
+def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Moves an earlier run's files out of the way, checkpoints first; returns where to, None if there was nothing.
+
+    Raises ConfigError for files that are not a run's.
+    """
+    found = [path for path in folder.iterdir() if path.name not in OWN and path.suffix != ".log"]
+    if not found:
+        return None
+    foreign = sorted(path.name for path in found if not LEFT.fullmatch(path.name))
+    if foreign and not any(path.name in MARKS for path in found):
+        raise ConfigError(
+            f"folder {folder} holds {few(foreign)}, but no run that could be moved aside: choose an empty folder="
+        )
+    parent = Path(config["logs"]) / ".replaced" / str(config["name"]) / str(config["arm"])
+    taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()
+    target = next(parent / name for n in range(1, len(taken) + 2) if (name := f"{folder.name}-{n}") not in taken)
+    target.mkdir(parents=True)
+    for path in sorted(found, key=lambda path: path.name != "checkpoints"):
+        shutil.move(path, target / path.name)
+    return target

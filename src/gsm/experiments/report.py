@@ -1,0 +1,144 @@
+"""What a run prints before and after training: plain ASCII, at most 80 columns, one screen."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gsm.evaluation import show
+from gsm.training.callbacks.progress import clock
+
+if TYPE_CHECKING:
+    from gsm.data.module import TextData
+    from gsm.experiments.fit import Run
+    from gsm.models.base import LanguageModel
+
+WIDTH = 78
+
+
+def header(run: Run, note: str = "") -> str:
+    """What is about to be trained, on what, and where to."""
+    config, facts = run.config, run.summary.facts
+    trainer, data = run.trainer, run.data
+    step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
+    rows = {
+        "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
+        **data.headline(),
+        "steps": f"{trainer.max_steps:,} of {step:,} tokens ({data.context} a sequence), seed {config['seed']}",
+        "device": device(run),
+        "kernels": kernels(facts["kernels"]),
+        "folder": shown(config["folder"]),
+    }
+    lines = [line for name, text in rows.items() for line in _row(name, text)]
+    return "\n".join([*lines, *(textwrap.wrap(note, WIDTH) if note else []), ""])
+
+
+def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
+    """What came out of it, and what to do next."""
+    folder = Path(run.config["folder"])
+    seconds = facts["train_seconds"] or 0.0
+    lines = [
+        "",
+        f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}: {facts['tokens']:,} tokens in {clock(seconds)}",
+        "",
+    ]
+    lines += [*_table(facts), "", _resources(facts), ""]
+    if facts["overlap"]:
+        lines += [*show.overlap(facts["overlap"]), ""]
+    if facts["by_length"]:
+        lines += [*show.by_length(facts["by_length"]), ""]
+    if sample:
+        lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
+    lines += [
+        "Next:",
+        f"  tensorboard --logdir {shown(folder.parent.parent)}",
+    ]
+    if run.data.tokenizer:
+        lines += [
+            f"  python generate.py checkpoint={shown(folder)} prompt='def '",
+            f"  python evaluate.py checkpoint={shown(folder)}",
+        ]
+    return "\n".join(lines)
+
+
+def sample(model: LanguageModel, data: TextData, given: int = 32, new: int = 64) -> str:
+    """A few lines that the model writes after the start of a held-out text."""
+    prompt_T = data.validation_set[0]["tokens"][:given]
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    made = model.generate(prompt_T.to(device), new, temperature=0.7, top_p=0.95, generator=generator)
+    text = f"{data.tokenizer.decode(prompt_T.tolist())}|{data.tokenizer.decode(made[0].tolist())}"
+    printable = "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
+    lines = [
+        part
+        for line in printable.splitlines()
+        if line.strip()
+        for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False)
+    ]
+    return "\n".join(f"  {line}" for line in lines[:8])
+
+
+def device(run: Run) -> str:
+    """The device that trains, and its arithmetic."""
+    root = run.trainer.strategy.root_device
+    name = (
+        torch.cuda.get_device_name(root) if root.type == "cuda" else f"{root.type}, {torch.get_num_threads()} threads"
+    )
+    several = f"{run.trainer.world_size} x " if run.trainer.world_size > 1 else ""
+    return f"{several}{name}, {run.trainer.precision}"
+
+
+def kernels(explained: Mapping[str, str]) -> str:
+    """How many operations run on which implementation; ``python -m gsm_kernels`` says why."""
+    chosen = Counter(choice.partition(":")[0] for choice in explained.values())
+    return ", ".join(f"{name} for {count} of {chosen.total()} operations" for name, count in chosen.items())
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _table(facts: Mapping[str, Any]) -> list[str]:
+    """The model beside n-gram models of the same tokens; of a task, how many of its questions are answered."""
+    if facts["accuracy"] is not None:
+        answers = facts["data"].get("validation_answers")  # None where an answer has several tokens
+        of = f"{answers:,} held-out questions answered" if answers else "the tokens of held-out answers right"
+        return [f"  {facts['accuracy']:.1%} of {of}, loss {facts['val_loss']:.3f}"]
+    rows = [(f"{facts['model']} ({facts['parameters']:,} parameters)", facts["bits_per_byte"], facts["val_perplexity"])]
+    for name in ("five_gram", "bigram", "unigram"):
+        bits = facts[f"{name}_bits_per_byte"]
+        if bits is not None:
+            rows.append(
+                (
+                    f"{name.replace('five_', '5-')} model, same tokens",
+                    bits,
+                    2 ** (bits * facts["data"]["bytes_per_token"]),
+                )
+            )
+    lines = [f"  {'on held-out text':<44}{'bits per byte':>14}{'perplexity':>14}"]
+    return lines + [
+        f"  {name:<44}{_number(bits, '14.3f')}{_number(perplexity, '14.1f')}" for name, bits, perplexity in rows
+    ]
+
+
+def _resources(facts: Mapping[str, Any]) -> str:
+    speed = _number(facts["tokens_per_second"], ",.0f")
+    what = "shared state" if "shared_state" in facts["memory_bytes"] else "memory"
+    state = f", {what} {facts['state_bytes']:,} bytes" if facts["state_bytes"] is not None else ""
+    return f"  {speed} tokens/s, peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB{state}"
+
+
+def _number(value: float | None, how: str) -> str:
+    return format("-", how.split(".")[0].strip(",")) if value is None else format(value, how)
+
+
+def _row(name: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)

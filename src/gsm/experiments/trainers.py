@@ -1,0 +1,122 @@
+"""Lightning's Trainer of a run: what its configuration says, and what the machine and the launcher say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed.constants import default_pg_timeout
+
+from gsm.config.check import ConfigError
+from gsm.config.load import instantiate, refusals
+from gsm.models.base import LanguageModel
+from gsm.training.callbacks.files import WholeFiles
+from gsm.training.callbacks.hyperparameters import Hyperparameters
+from gsm.training.callbacks.interruption import Interruption
+from gsm.training.callbacks.latest import Latest
+from gsm.training.callbacks.summary import Summary
+from gsm.training.callbacks.throughput import callbacks
+from gsm.training.distributed.sharded import Sharded
+from gsm.training.module import LanguageModeling
+
+OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
+
+
+def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
+    """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
+    chosen = settings(config)
+    parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
+    parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    plugins = [*(chosen.pop("plugins", None) or []), WholeFiles()]
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
+    make = instantiate({**chosen, "_partial_": True}, "trainer")
+    with refusals("trainer"):
+        return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+
+
+def meet(config: Mapping[str, Any]) -> None:
+    """Joins the ranks that torchrun or srun has started, so that they can agree before any of them does something.
+
+    Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
+    prepares everything before there are others.
+    """
+    chosen = settings(config)
+    environment, strategy = _environment(chosen), chosen.get("strategy")
+    if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
+        return
+    own = strategy if isinstance(strategy, Mapping) else {}
+    backend = _with_backend(own, chosen.get("accelerator"))["process_group_backend"]
+    devices = chosen.get("devices", "auto")
+    are_the_first = devices == "auto" or isinstance(devices, int)
+    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    torch.distributed.init_process_group(
+        backend,
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        timeout=instantiate(own["timeout"], "trainer.strategy.timeout") if own.get("timeout") else default_pg_timeout,
+        device_id=torch.device("cuda", environment.local_rank()) if "nccl" in backend and are_the_first else None,
+    )
+
+
+def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
+    """Who has started this process as one of several that train together; None: nobody, or Lightning."""
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    alone = not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
+    return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not alone else None
+
+
+def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
+    """Raises ConfigError for what cannot be where every rank has only its share of the model."""
+    if not isinstance(trainer.strategy, Sharded):
+        return
+    if not task.optimizer.shardable:
+        raise ConfigError(
+            f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
+            "trainer=ddp, or optimizer=adamw"
+        )
+    if not any(isinstance(callback, Latest) for callback in callbacks(trainer)):
+        raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Trainer is made with. Raises ConfigError for an end of the run that is not a number of steps."""
+    chosen = dict(config["trainer"])
+    for name in OTHER_ENDS:
+        if chosen.get(name) is not None:
+            raise ConfigError(
+                f"trainer.{name} is {chosen[name]}, but a run ends after trainer.max_steps, since its learning rate "
+                f"is a function of their number: leave {name} out"
+            )
+    interval = chosen.get("val_check_interval")
+    if interval is not None and type(interval) is not int and chosen.get("check_val_every_n_epoch") is None:
+        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of batches")
+    if chosen["max_steps"] > 0:
+        chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
+    if chosen.get("precision") == "auto":
+        chosen["precision"] = best_precision(chosen.get("accelerator"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many
+        here, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        chosen |= {"devices": here, "num_nodes": all_ranks // here}
+    if "process_group_backend" in (chosen.get("strategy") or ""):
+        chosen["strategy"] = _with_backend(chosen["strategy"], chosen.get("accelerator"))
+    return chosen
+
+
+def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:
+    """On GPUs, objects and checkpoints travel from host to host (gloo): then no GPU is waited for."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available()
+    chosen = strategy.get("process_group_backend") or ("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    return {**strategy, "process_group_backend": chosen}
+
+
+def best_precision(accelerator: str | None = None) -> str:
+    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if gpu else "32-true"

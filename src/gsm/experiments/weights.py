@@ -1,0 +1,81 @@
+"""A run that starts from the weights of another one (`start_from=`): a fresh optimiser and step count, its own data.
+
+It may differ in everything that changes no parameter: the length of sequences, the rotation, the text, the optimiser.
+Its tokenizer is the checkpoint's, since weights mean nothing without the ids that they were trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gsm.config.check import few, flat
+from gsm.config.load import CheckpointError, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.data.tokenizer import Tokenizer
+from gsm.models.base import LanguageModel
+
+
+def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
+    """Gives a model the weights of a checkpoint.
+
+    Args:
+        model: of the configuration, with any weights.
+        path: of a checkpoint, or of a run's folder.
+        config: the configuration that the model was made from; only an error looks at it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it cannot be read, or its parameters are not the model's; names the fields that differ.
+    """
+    checkpoint = read_checkpoint(path)
+    wrong = misfits(model, checkpoint)
+    if wrong:
+        raise CheckpointError(
+            f"start_from={path} holds the weights of another model: it differs in "
+            f"{few(_other_fields(checkpoint, config) or wrong)}, and so do parameters ({few(wrong)}); give what it had"
+        )
+    load_weights(model, checkpoint)
+
+
+def tokenizer(path: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint; None if it has none. Raises as `take` does."""
+    saved = read_checkpoint(path, mmap=True)
+    return tokenizer_of(saved, path) if saved.get("tokenizer") else None
+
+
+def told(path: str) -> str:
+    """A sentence on where a run starts. Raises as `take` does."""
+    return f"Starting from the weights of {path}, step {read_checkpoint(path, mmap=True)['global_step']}."
+
+
+def digest(path: str | Path | None) -> str | None:
+    """What the content of a checkpoint is known by, wherever it lies; None for None.
+
+    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `take` does.
+    """
+    if path is None:
+        return None
+    path = Path(path)
+    file = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    if not zipfile.is_zipfile(file):
+        read_checkpoint(file)  # which says what is wrong with it
+        raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
+    with zipfile.ZipFile(file) as opened:
+        parts = sorted((part.filename, part.file_size, part.CRC) for part in opened.infolist())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The fields of the model that two configurations differ in, for an error."""
+    there, here = flat(checkpoint["hyper_parameters"]["config"]["model"]), flat(config["model"])
+    return [
+        f"model.{key} ({there.get(key, 'nothing')} there, {here.get(key, 'nothing')} here)"
+        for key in sorted(there.keys() | here.keys(), key=lambda key: (key.startswith("geometry."), key))
+        if there.get(key) != here.get(key)
+    ]

@@ -1,0 +1,100 @@
+"""Attention with keys and values of its own, on all tokens before: the slot ``model/mixer``, and YOCO's second half.
+
+A mixer of this slot follows ``gsm.layers.block.SlotMixer``. In training ``own`` is None: nothing is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from gsm.cache.memory import NO_DENSE_CACHE, DenseCache
+from gsm.cache.view import Attended
+from gsm.costs.primitives import LayerCost
+from gsm.layers.block import Mixed
+from gsm.layers.key_value import History, KeyValue, RangeAttention
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
+from gsm.shapes import last
+from gsm.span import Span
+
+
+class Scale(Protocol):
+    """What a mixer asks of the geometry besides the widths of attention."""
+
+    @property
+    def window(self) -> int:
+        """Entries of a local window."""
+        ...
+
+    def window_rope(self) -> Rope:
+        """Rotation of layers that see a window."""
+        ...
+
+    def bank_rope(self) -> Rope:
+        """Rotation of layers that see the whole context."""
+        ...
+
+
+class Attention(RangeAttention):
+    """Dense causal attention with rotary positions and grouped key and value heads: the Transformer's (Vaswani et al.,
+    2017; Su et al., 2021; Ainslie et al., 2023).
+
+    Args:
+        shape: shared widths.
+        geometry: gives the rotation.
+        name: what its taps are called.
+        key_value_heads: key and value heads (G); None: one for every four query heads.
+    """
+
+    reach = None
+
+    def __init__(self, shape: Shape, *, geometry: Scale, name: str, key_value_heads: int | None = None):
+        super().__init__(shape, rope=geometry.bank_rope(), name=name)
+        self.key_value = KeyValue(shape, key_value_heads)
+
+    def start(self, batch: int, kind: str) -> DenseCache:
+        """A cache of nothing; ``kind`` labels its bytes (``decoder_cache``)."""
+        return DenseCache.empty(f"{kind}_cache", self.key_value.entry(batch))
+
+    def forward(self, x_BTD: Tensor, span: Span, own: DenseCache | None, view: Attended | None) -> Mixed:
+        """Writes keys and values of all T new positions and reads for the last R of them."""
+        angles = self.rope.at(span, x_BTD.dtype)
+        entry_BTE = self.key_value(x_BTD, angles)
+        seen_BFE, slots, cache = (own or NO_DENSE_CACHE).extend(entry_BTE, span)
+        history = self.key_value.history(seen_BFE, slots, span)
+        return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), cache, view)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs."""
+        return self.key_value.work(f"{kind}_cache") + self.reading(self.key_value.projection.out_features)
+
+
+class CrossAttention(RangeAttention):
+    """Queries on a history that another part has made, and nothing to remember: a layer of YOCO's cross-decoder.
+
+    Args:
+        shape: shared widths.
+        geometry: gives the rotation, that of the history's keys.
+        name: what its taps are called.
+    """
+
+    reach = 0
+
+    def __init__(self, shape: Shape, *, geometry: Scale, name: str):
+        super().__init__(shape, rope=geometry.bank_rope(), name=name)
+
+    def start(self, batch: int, kind: str) -> None:
+        """Nothing to remember: the history belongs to the model."""
+        return None
+
+    def forward(self, x_BTD: Tensor, span: Span, own: History, view: Attended | None) -> Mixed:
+        """Reads ``own``, the history as the rows see it, for the last R of T positions."""
+        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
+        return Mixed(self.read(last(x_BTD, span.rows), own.last(span.rows), angles), None, view)
+
+    def work(self, kind: str, below: LayerCost) -> LayerCost:
+        """What it costs on the history that ``below`` keeps."""
+        (history,) = below.stores
+        return self.reading(history.width)

@@ -1,0 +1,163 @@
+"""How indexers learn what to look for: the slot ``model/indexer_training``.
+
+A selection has no gradient, so the language-model loss alone teaches an indexer nothing. The variants differ in what
+reaches its parameters; what it reads is detached in all of them (``gsm.layers.projections.Indexer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gsm.cache.view import Attended
+from gsm.layers.projections import Indexer
+from gsm.layers.rope import Angles
+from gsm.layers.search import Selection
+from gsm_kernels import IndexerLoss, indexer_kl, score_slots
+
+
+class IndexerTraining:
+    """Base of all variants: nothing reaches an indexer."""
+
+    # What teaches an indexer: a loss of its own, and the language-model loss through attention.
+    by_loss = False
+    by_attention = False
+
+    def prepare(self, model: nn.Module) -> None:
+        """Freezes the indexers of a new model if nothing ever reaches them: no optimiser then moves or decays them."""
+        for part in model.modules():
+            if isinstance(part, Indexer) and not (self.by_loss or self.by_attention):
+                part.requires_grad_(False)
+
+    def learned_slots(self, tokens: int) -> Literal["none", "selected", "visible"]:
+        """Whose scores get a gradient in training on so many tokens, for the cost; for ``visible`` ones the attention
+        is computed as a teacher, too."""
+        return "none"
+
+    def loss(
+        self,
+        found: Selection,
+        query_BRHC: Tensor,
+        view: Attended,
+        position_BR: Tensor,
+        window: int,
+        sink_H: Tensor,
+        angles: Angles,
+    ) -> IndexerLoss | None:
+        """The loss of the indexer that has searched, given what the attention of its rows looks at; None: it has none.
+
+        Args:
+            found: the search; its index, key and selection are there.
+            query_BRHC, position_BR, window, sink_H, angles: that attention, as in ``gsm_kernels.attend``.
+            view: its window, its bank and the pool that was searched.
+        """
+        return None
+
+    def bias(self, found: Selection) -> Tensor | None:
+        """Zeros [B, R, K] on the logits of the selected slots, for their gradient; None: no gradient is wanted."""
+        return None
+
+
+class KL(IndexerTraining):
+    """The default: KL divergence of the indexer's distribution from the mass that attention puts on the bank, as in
+    the training of DeepSeek-V3.2's indexer, from the first step. The paper does not say how its indexers learn.
+
+    Teacher is the attention of the rows that searched: the layer's, or for a separate indexer the stage's.
+
+    Args:
+        dense_limit: up to so many new tokens the two are compared over all visible slots; above, over the selected
+            ones, both renormalised, and the recall of the selection is not known.
+    """
+
+    by_loss = True
+
+    def __init__(self, *, dense_limit: int = 4096):
+        self.dense_limit = dense_limit
+
+    def learned_slots(self, tokens: int) -> Literal["selected", "visible"]:
+        """All visible slots, up to the limit."""
+        return "visible" if tokens <= self.dense_limit else "selected"
+
+    def loss(
+        self,
+        found: Selection,
+        query_BRHC: Tensor,
+        view: Attended,
+        position_BR: Tensor,
+        window: int,
+        sink_H: Tensor,
+        angles: Angles,
+    ) -> IndexerLoss | None:
+        """The divergence, and where the teacher is dense, how much of its mass the selection recalls."""
+        if view.bank is None or found.index is None:
+            return None
+        dense = self.learned_slots(position_BR.shape[1]) == "visible"
+        learned = indexer_kl(
+            query_BRHC,
+            view.window_BEC,
+            position_BR,
+            window,
+            sink_H,
+            *angles,
+            view.bank.entry_BFC,
+            view.bank.first_BR,
+            view.bank.last_BR,
+            found.chosen_BRK,
+            *found.index,
+            found.key_BFI,
+            dense=dense,
+            pool_BRN=view.pool_BRN,
+        )
+        return learned if dense else learned._replace(recall=None)
+
+
+class Frozen(IndexerTraining):
+    """A control: indexers keep their initial weights, and select by random projections of what they see."""
+
+
+class ScoreBias(IndexerTraining):
+    """Straight-through: a selected slot's index score is added to its attention logit, the gradient alone.
+
+        dL/dscore_tk = sum over everyone who reads slot k for row t, and over heads, of dL/dlogit_thk
+
+    A slot whose reading lowers the language-model loss gets a higher score; slots that are not selected get nothing.
+
+    The value is not added. A score is made for ranking and has a scale of its own; added, it would change what is
+    attended to, so that arms of a comparison would differ in more than in how indexers learn, and every mode and kernel
+    would have to carry it. So the model computes what it always computes, with a bias in training alone.
+
+    Reuse layers, and stages that share the layer's Top-K, read what one indexer has selected. They all teach it: its
+    selection acts on the loss through each of them, and gradients add up.
+    """
+
+    by_attention = True
+
+    def learned_slots(self, tokens: int) -> Literal["selected"]:
+        """The selected ones: no others have a logit."""
+        return "selected"
+
+    def bias(self, found: Selection) -> Tensor | None:
+        """score - score, of which the second is a constant."""
+        if found.index is None or found.key_BFI is None or found.chosen_BRK is None:
+            return None
+        score_BRK = score_slots(*found.index, found.key_BFI, found.chosen_BRK)
+        return score_BRK - score_BRK.detach()
+
+
+def indexer_losses(
+    learned: Sequence[tuple[str, IndexerLoss]], weight: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a forward in training adds to its output for its indexers, by name.
+
+    Returns the loss, their mean times ``weight``; and the metrics, how much of the teacher's mass their Top-K recalls,
+    each and on average."""
+    if not learned:
+        return {}, {}
+    losses = {"indexer_kl": weight * torch.stack([result.loss for _, result in learned]).mean()}
+    recall = {f"indexer_recall/{name}": result.recall for name, result in learned if result.recall is not None}
+    if not recall:
+        return losses, {}
+    return losses, {**recall, "indexer_recall": torch.stack(list(recall.values())).mean()}

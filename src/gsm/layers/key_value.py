@@ -1,0 +1,155 @@
+"""Keys and values of their own, and attention that reads a contiguous range of them: what dense, windowed and shared
+attention of the comparators have in common. Queries and outputs are those of all other models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gsm.cache.slots import Slots
+from gsm.costs.primitives import LayerCost, ProductCost, Store, attention, products
+from gsm.layers.linear import Linear
+from gsm.layers.projections import Output, Query, Shape
+from gsm.layers.rope import Angles, Rope
+from gsm.observe import tap
+from gsm.shapes import last, promoted
+from gsm.span import Span
+from gsm_kernels import attend_range, rotate
+from gsm_kernels.slots import visible
+
+
+@dataclass(frozen=True)
+class History:
+    """Keys and values, and which of them each row sees.
+
+    Attributes:
+        key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
+        first_BR, last_BR: int64, the slots [first, last) that each row sees.
+        width, whole: what is known of these without looking; see ``gsm_kernels.attend_range``.
+    """
+
+    key_BFGC: Tensor
+    value_BFGC: Tensor
+    first_BR: Tensor
+    last_BR: Tensor
+    width: int | None = None
+    whole: bool = False
+
+    def last(self, rows: int) -> History:
+        """The same for the last ``rows`` rows."""
+        return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
+
+
+class UnfitHeads(ValueError):
+    """A number of query heads that a mixer's key and value heads do not divide."""
+
+
+class KeyValue(nn.Module):
+    """Key and value heads of a token: one projection; keys are rotated.
+
+    Stored side by side as one entry of width 2 G C, so that a memory has one store and one copy to make.
+
+    Args:
+        shape: shared widths.
+        heads: key and value heads (G); None: one for every four query heads, or as near to that as divides them.
+
+    Raises:
+        UnfitHeads: a ValueError, if the heads do not divide the query heads.
+    """
+
+    def __init__(self, shape: Shape, heads: int | None = None):
+        super().__init__()
+        self.heads = shared_heads(shape.heads) if heads is None else heads
+        if self.heads < 1 or shape.heads % self.heads:
+            raise UnfitHeads(f"key_value_heads {self.heads} must divide the {shape.heads} query heads")
+        self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
+
+    def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
+        """Returns entries [B, T, 2GC]."""
+        key_BTGC, value_BTGC = self.projection(x_BTD).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
+
+    def entry(self, batch: int) -> Tensor:
+        """An unwritten entry of ``batch`` sequences, [B, 2GC], in the model's dtype and on its device."""
+        return self.projection.weight.new_empty(batch, self.projection.out_features)
+
+    def history(self, seen_BFE: Tensor, slots: Slots, span: Span) -> History:
+        """All entries of a cache, with the ranges of the rows asked for."""
+        whole = span.whole or span.filled is not None
+        key_BFGC, value_BFGC = self.split(seen_BFE if span.filled is None else seen_BFE[:, : span.filled])
+        history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
+        return history.last(span.rows)
+
+    def recent(self, seen_BEC: Tensor, width: int, span: Span) -> History:
+        """The entries of a window in stream order, with the last ``width`` of its document for each row asked for."""
+        stored, position_BR = seen_BEC.shape[1], span.row_position_BR
+        place_R = torch.arange(stored - span.rows, stored, device=position_BR.device)
+        last_BR = (place_R + 1).expand_as(position_BR)
+        first_BR = last_BR - (position_BR.clamp(max=width - 1) + 1)  # padding, at -1, sees nothing
+        key_BEGC, value_BEGC = self.split(seen_BEC)
+        return History(key_BEGC, value_BEGC, first_BR, last_BR, width, span.whole)
+
+    def split(self, seen_BFE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, F, G, C] of entries [B, F, 2GC]."""
+        key_BFGC, value_BFGC = seen_BFE.unflatten(-1, (2, self.heads, -1)).unbind(2)
+        return key_BFGC, value_BFGC
+
+    def work(self, kind: str, size: int | None = None) -> LayerCost:
+        """What they cost: their projection for each token, and what is kept as ``kind``, all or the last ``size``."""
+        store = Store(kind, self.projection.out_features, size, counted=size is None)
+        return LayerCost(per_token={"keys and values": products(self)}, stores=(store,))
+
+
+class RangeAttention(nn.Module):
+    """Query and output projection of an attention that reads a history.
+
+    Args:
+        shape: shared widths.
+        rope: rotation of queries, that of the keys.
+        name: what its taps are called, e.g. ``decoder/3``.
+    """
+
+    def __init__(self, shape: Shape, *, rope: Rope, name: str):
+        super().__init__()
+        self.rope, self.name = rope, name
+        self.query = Query(shape.dim, shape, rope.query_scale)
+        self.output = Output(shape)
+
+    def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
+        """What the rows take from their history, [B, R, D]."""
+        query_BRHC = rotate(self.query(x_BRD)[0], *angles)
+        tap(f"{self.name}/weights", lambda: range_weights(query_BRHC, history))
+        mixed_BRHC = attend_range(
+            query_BRHC,
+            history.key_BFGC,
+            history.value_BFGC,
+            history.first_BR,
+            history.last_BR,
+            history.width,
+            history.whole,
+        )
+        return self.output(mixed_BRHC)
+
+    def reading(self, width: int, limit: int | None = None) -> LayerCost:
+        """What reading a history costs whose entries have such a width, and of which a row sees all or the nearest."""
+        inner = self.query.width
+        per_row = {"projections": products(self.query, self.output), "attention": ProductCost(moved=2 * inner)}
+        return LayerCost(per_row, looks=(attention(inner, width, limit, nearest=True),))
+
+
+def shared_heads(heads: int) -> int:
+    """The largest divisor of the query heads that gives at least four of them to each key head; 1 for fewer."""
+    return next(count for count in range(max(1, heads // 4), 0, -1) if heads % count == 0)
+
+
+def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
+    """Attention weights for looking at, [B, R, H, F]: rows sum to 1, or to 0 where a row sees nothing."""
+    query_BRGMC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
+    logit_BRGMF = torch.einsum("brgmc,bfgc->brgmf", query_BRGMC, promoted(history.key_BFGC))
+    logit_BRHF = logit_BRGMF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
+    seen_BRF = visible(history.first_BR, history.last_BR, slice(0, logit_BRHF.shape[-1]))
+    hidden_BR1F = ~seen_BRF[:, :, None]
+    return logit_BRHF.masked_fill(hidden_BR1F, float("-inf")).softmax(dim=-1).masked_fill(hidden_BR1F, 0)

@@ -1,0 +1,200 @@
+"""The projections that every attention of the models is built from: query, entry, compressor, indexer, output.
+
+Attention has H query heads and one latent per position that is key and value of all of them (an *entry*, width C).
+Equations: the query, compressor and index forms of DeepSeek-V4.1 (CSA2), which the paper's baseline retains and GSM's
+stages and decoder reuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gsm.cache.slots import Slots
+from gsm.costs.primitives import AttentionCost, LayerCost, ProductCost, products
+from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
+from gsm.layers.norm import RMSNorm
+from gsm.layers.rope import Angles
+from gsm_kernels import pool_groups, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The widths that all attention layers of a model share.
+
+    Attributes:
+        dim: model width (D).
+        heads, entry_dim: query heads (H) and width of an entry (C).
+        rotary_dim: rotated channels at the end of an entry, an index query and an index key.
+        query_rank: rank of the query projection (Q).
+        output_groups, output_rank: groups of heads with an output projection of their own, and its rank.
+        index_heads, index_dim: heads (J) and width (I) of an indexer.
+    """
+
+    dim: int
+    heads: int
+    entry_dim: int
+    rotary_dim: int
+    query_rank: int
+    output_groups: int
+    output_rank: int
+    index_heads: int
+    index_dim: int
+
+
+class Query(nn.Module):
+    """Low-rank query: ``up(norm(down(x)))``, split into heads; the normed latent also feeds the indexer.
+
+    Args:
+        dim_in: width of the input (D, or 2D for the later stages of the aggregation).
+        shape: shared widths.
+        scale: what queries are multiplied by (``Rope.query_scale``); their latent is not.
+    """
+
+    def __init__(self, dim_in: int, shape: Shape, scale: float = 1.0):
+        super().__init__()
+        self.scale = scale
+        self.heads, self.width = shape.heads, shape.heads * shape.entry_dim
+        self.down = Linear(dim_in, shape.query_rank)
+        self.norm = RMSNorm(shape.query_rank)
+        self.up = Linear(shape.query_rank, self.width)
+
+    def forward(self, x_BRD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
+        latent_BRQ = self.norm(self.down(x_BRD))
+        query_BRHC = self.up(latent_BRQ).unflatten(-1, (self.heads, -1))
+        return query_BRHC if self.scale == 1 else query_BRHC * self.scale, latent_BRQ
+
+
+class Entry(nn.Module):
+    """One entry per position: projection, norm, rotation. Key and value at once.
+
+    Args:
+        shape: shared widths.
+    """
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.projection = Linear(shape.dim, shape.entry_dim)
+        self.norm = RMSNorm(shape.entry_dim)
+
+    def latent(self, x_BTD: Tensor) -> Tensor:
+        """The entries before rotation, [B, T, C]."""
+        return self.norm(self.projection(x_BTD))
+
+    def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
+        """Returns ``entry_BTC``."""
+        return rotate(self.latent(x_BTD), angles.cos_BTP, angles.sin_BTP)
+
+
+class Compressor(nn.Module):
+    """Pools every m consecutive tokens of a document into one bank latent, by a softmax over the tokens for each
+    channel.
+
+    Args:
+        shape: shared widths.
+        ratio: tokens per entry (m); for 1 there is no gate.
+    """
+
+    def __init__(self, shape: Shape, ratio: int):
+        super().__init__()
+        self.ratio, self.entry_dim = ratio, shape.entry_dim
+        self.value = Linear(shape.dim, shape.entry_dim)
+        self.gate = Linear(shape.dim, shape.entry_dim) if ratio > 1 else None
+        self.norm = RMSNorm(shape.entry_dim)
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """Values and gates of single tokens, side by side: what has to be kept of an unfinished group."""
+        if self.gate is None:
+            return self.value(x_BTD)
+        return torch.cat([self.value(x_BTD), self.gate(x_BTD)], dim=-1)
+
+    def pool(self, seen_BEC: Tensor, slots: Slots, new: int) -> Tensor:
+        """Latents of the groups that finish in this call.
+
+        Args:
+            seen_BEC: projected tokens, pending and new, in stream order.
+            slots: which groups finish where.
+            new: how many of the tokens are new.
+
+        Returns:
+            latent_BGC, normed, not rotated.
+        """
+        end_BG = torch.where(slots.end_BG < 0, -1, slots.end_BG + (seen_BEC.shape[1] - new))
+        value_BEC = seen_BEC[..., : self.entry_dim]
+        gate_BEC = None if self.gate is None else seen_BEC[..., self.entry_dim :]
+        return self.norm(pool_groups(value_BEC, gate_BEC, end_BG, self.ratio))
+
+
+class IndexQuery(NamedTuple):
+    """What a row searches a bank with: rotated index queries and signed weights of the index heads."""
+
+    query_BRJI: Tensor
+    weight_BRJ: Tensor
+
+
+class Indexer(nn.Module):
+    """Scores bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.
+
+    Its inputs are detached: the language-model loss never reaches an indexer, which learns from its own loss alone.
+
+    Args:
+        query_dim: width of the input of the index query (the query's latent, or a stage's normed input).
+        weight_dim: width of the input of the weights.
+        shape: shared widths.
+        owns_keys: whether this indexer makes index keys, or (Reindex) searches with the keys of another one.
+    """
+
+    def __init__(self, query_dim: int, weight_dim: int, shape: Shape, *, owns_keys: bool):
+        super().__init__()
+        self.heads, self.width = shape.index_heads, shape.index_dim
+        self.query = Linear(query_dim, self.heads * self.width)
+        self.weight = Linear(weight_dim, self.heads)
+        self.key = Linear(shape.entry_dim, self.width) if owns_keys else None
+        self.key_norm = RMSNorm(self.width) if owns_keys else None
+
+    def forward(self, query_BRQ: Tensor, weight_BRD: Tensor, angles: Angles) -> IndexQuery:
+        """Index queries and weights of the rows."""
+        query_BRJI = self.query(query_BRQ.detach()).unflatten(-1, (self.heads, self.width))
+        weight_BRJ = self.weight(weight_BRD.detach()) * (self.heads * self.width) ** -0.5
+        return IndexQuery(rotate(query_BRJI, angles.cos_BTP, angles.sin_BTP), weight_BRJ)
+
+    def keys(self, latent_BGC: Tensor, angles: Angles) -> Tensor:
+        """Index keys of new bank entries, from their latents before rotation."""
+        if self.key is None or self.key_norm is None:
+            raise RuntimeError(
+                "this indexer searches with the keys of another one (owns_keys=False) and has none to make"
+            )
+        return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
+
+    def work(self, ratio: int, pool: int | None = None) -> LayerCost:
+        """What a search costs: for each row and slot J products of width I, and their weighted sum.
+
+        Args:
+            ratio: tokens of a slot (m).
+            pool: slots among which it searches at most; None: all that a row sees.
+        """
+        each = self.heads * (self.width + 1)
+        per_row = {"indexers": products(self.query, self.weight), "index scores": ProductCost(moved=each)}
+        look = AttentionCost("index scores", each, self.width, pool, ratio, blocks=True)
+        return LayerCost(per_row, per_slot={"indexers": products(self.key, self.key_norm)}, looks=(look,))
+
+
+class Output(nn.Module):
+    """Grouped low-rank output projection: heads of a group share ``down``, all groups share ``up``.
+
+    Args:
+        shape: shared widths.
+    """
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.down = GroupedLinear(shape.output_groups, shape.heads * shape.entry_dim, shape.output_rank)
+        self.up = Linear(shape.output_groups * shape.output_rank, shape.dim, gain=INTO_RESIDUAL)
+
+    def forward(self, out_BRHC: Tensor) -> Tensor:
+        """Maps attention's output of all heads to [B, R, D]."""
+        return self.up(self.down(out_BRHC.flatten(-2)))

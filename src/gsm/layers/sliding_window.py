@@ -1,0 +1,67 @@
+"""Attention with keys and values of its own, on the last few tokens alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gsm.cache.store import FORGET, Window
+from gsm.cache.view import Attended
+from gsm.costs.primitives import LayerCost
+from gsm.layers.attention import Scale
+from gsm.layers.block import Mixed
+from gsm.layers.key_value import KeyValue, RangeAttention
+from gsm.layers.projections import Shape
+from gsm.shapes import last
+from gsm.span import Span
+
+
+class SlidingWindow(RangeAttention):
+    """Causal attention on a window of the last W tokens, the row's own included (Beltagy et al., 2020).
+
+    Args:
+        shape: shared widths.
+        geometry: gives the rotation, and the window unless it is said.
+        name: what its taps are called.
+        window: tokens that a row sees (W); None: the geometry's.
+        key_value_heads: key and value heads (G); None: one for every four query heads.
+
+    Raises:
+        ValueError: for a window below 1.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        geometry: Scale,
+        name: str,
+        window: int | None = None,
+        key_value_heads: int | None = None,
+    ):
+        super().__init__(shape, rope=geometry.window_rope(), name=name)
+        self.window = geometry.window if window is None else window
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1 token, got {window}; null means the size's window")
+        self.key_value = KeyValue(shape, key_value_heads)
+
+    @property
+    def reach(self) -> int:
+        """Positions back of its input that a row needs."""
+        return self.window - 1
+
+    def start(self, batch: int, kind: str) -> Window:
+        """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        return Window.empty(f"{kind}_window", self.window, self.key_value.entry(batch))
+
+    def forward(self, x_BTD: Tensor, span: Span, own: Window | None, view: Attended | None) -> Mixed:
+        """Writes keys and values of all T new positions and reads for the last R of them."""
+        angles = self.rope.at(span, x_BTD.dtype)
+        seen_BEC, window = (own or FORGET).extend(self.key_value(x_BTD, angles))
+        history = self.key_value.recent(seen_BEC, self.window, span)
+        kept = None if own is None else window
+        return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), kept, view)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs."""
+        kept = self.key_value.work(f"{kind}_window", self.window)
+        return kept + self.reading(self.key_value.projection.out_features, self.window)

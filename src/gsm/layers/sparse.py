@@ -1,0 +1,186 @@
+"""Sparse attention of DeepSeek-V4.1 (CSA2): a window of its own, and a few entries of a bank that a group of layers
+shares.
+
+    x -> window entries ----------------------------------------------.
+    x -> compressor -> bank entries, index keys   (Full)               |
+    x -> query -> indexer -> Top-K of the bank    (Full, Reindex)      |
+    x -> query -> one softmax over window and selected entries, sink <-'-> output
+
+Four roles, one class: ``window`` reads its window alone; ``full`` builds a bank and selects from it; ``reindex``
+selects anew from the bank of the last Full layer; ``reuse`` reads what the last Full or Reindex layer selected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from gsm.cache.memory import BankCache, LayerCache
+from gsm.cache.slots import plan_slots
+from gsm.cache.store import Window
+from gsm.cache.view import Attended, Bank
+from gsm.costs.primitives import POOL_BLOCK, LayerCost, Store, check_pool, products
+from gsm.layers.block import Mixed
+from gsm.layers.indexer_training import IndexerTraining
+from gsm.layers.latent_attention import LatentAttention
+from gsm.layers.projections import Compressor, Entry, Indexer, Shape
+from gsm.layers.rope import Angles, Rope
+from gsm.layers.search import Selection, search_bank
+from gsm.observe import tap
+from gsm.shapes import last
+from gsm.span import Span
+from gsm_kernels import candidate_pool, rotate
+
+Role = Literal["window", "full", "reindex", "reuse"]
+
+
+class SparseAttention(LatentAttention):
+    """One sparse-attention layer.
+
+    Args:
+        shape: shared widths.
+        role: see above.
+        window: entries of the window (W), the row itself included.
+        top_k: bank entries that a row selects (K).
+        ratio: tokens per bank entry (m), for a Full layer.
+        rope: rotation of everything in this layer.
+        name: what its taps are called.
+        reads_bank: whether this layer itself attends to a bank. If not, a Full layer still builds one, for the
+            aggregation stages, and has no indexer.
+        pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep
+            (None: no pool).
+        indexer_training: how its indexer learns.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role,
+        *,
+        window: int,
+        top_k: int,
+        ratio: int,
+        rope: Rope,
+        name: str,
+        reads_bank: bool = True,
+        pool_blocks: int | None = None,
+        indexer_training: IndexerTraining | None = None,
+    ):
+        super().__init__(shape.dim, shape, window=window, rope=rope, name=name, indexer_training=indexer_training)
+        self.role, self.top_k, self.ratio, self.pool_blocks = role, top_k, ratio, pool_blocks
+        self.window = Entry(shape)
+        self.compressor = Compressor(shape, ratio) if role == "full" else None
+        indexes = reads_bank and role in ("full", "reindex")
+        self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
+
+    def start(self, batch: int, kind: str) -> LayerCache:
+        """An empty memory; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        like = self.window.projection.weight
+        entry_BC = like.new_empty(batch, like.shape[0])
+        window = Window.empty(f"{kind}_window", self.window_size, entry_BC)
+        if self.compressor is None:
+            return LayerCache(window)
+        pending_BC = entry_BC.repeat(1, 1 if self.ratio == 1 else 2)
+        key_BI = None if self.indexer is None else like.new_empty(batch, self.indexer.width)
+        return LayerCache(window, BankCache.empty(f"{kind}_bank", self.ratio, pending_BC, entry_BC, key_BI))
+
+    def forward(self, x_BTD: Tensor, span: Span, own: LayerCache, view: Attended | None) -> Mixed:
+        """Writes entries for all T new positions and reads for the last R of them.
+
+        Args:
+            x_BTD: normed input.
+            span: the new positions, and how many rows are asked for.
+            own: this layer's memory.
+            view: what the layer below looked at (None on the first layer).
+        """
+        angles = self.rope.at(span, x_BTD.dtype)
+        window_BEC, window = own.window.extend(self.window(x_BTD, angles))
+        bank, bank_memory = self.publish(x_BTD, span, own.bank)
+        x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
+        query_BRHC, latent_BRQ = self.query(x_BRD)
+        view = self.look(window_BEC, bank, view, span.rows)
+        found = self.search(latent_BRQ, x_BRD, angles, view)
+        view = self.choose(view, found)
+        self.show(view, bank)
+        learned = self.learn(query_BRHC, found, view, position_BR, angles)
+        update_BRD = self.read(query_BRHC, view, position_BR, angles)
+        return Mixed(update_BRD, LayerCache(window, bank_memory), self.narrow(view, found), learned)
+
+    def publish(self, x_BTD: Tensor, span: Span, own: BankCache | None) -> tuple[Bank | None, BankCache | None]:
+        """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
+        if self.compressor is None or own is None:
+            return None, None
+        projected_BEC, pending = own.pending.extend(self.compressor.project(x_BTD))
+        # All banks of a ratio fill alike: one plan serves them, and one table of angles.
+        slots = span.once(self.ratio, lambda: plan_slots(span.position_BT, self.ratio, own.count_B))
+        latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
+        key = (self.ratio, *self.rope.key, x_BTD.dtype)
+        angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
+        entry_BFC, entry = own.entry.place(rotate(latent_BGC, *angles), slots)
+        key_BFI, key = None, None
+        if self.indexer is not None and own.key is not None:
+            key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
+        bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
+        return bank, BankCache(pending, entry, key, None if own.count_B is None else slots.after_B)
+
+    def look(self, window_BEC: Tensor, bank: Bank | None, below: Attended | None, rows: int) -> Attended:
+        """What the rows can see: their window, and the bank of the group that this layer starts or belongs to."""
+        if bank is not None:
+            return Attended(window_BEC, bank.last(rows))
+        if self.role == "window" or below is None:
+            return Attended(window_BEC)
+        return replace(below.last(rows), window_BEC=window_BEC)
+
+    def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, view: Attended) -> Selection:
+        """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
+        if self.indexer is None or view.bank is None or view.bank.key_BFI is None:
+            return Selection.by_layer(view)
+        index = self.indexer(latent_BRQ, x_BRD, angles)
+        return search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
+
+    def show(self, view: Attended, published: Bank | None) -> None:
+        """Taps what the rows look at; a Reuse layer shows the selection that it has taken over."""
+        tap(f"{self.name}/window", view.window_BEC)
+        if published is not None:
+            tap(f"{self.name}/bank", published.entry_BFC)
+        if view.chosen_BRK is not None:
+            tap(f"{self.name}/top_k", view.chosen_BRK)
+
+    def narrow(self, view: Attended, found: Selection) -> Attended:
+        """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""
+        if self.pool_blocks is None or found.index is None or found.key_BFI is None or view.bank is None:
+            return view
+        bank = view.bank
+        pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
+        return replace(view, pool_BRN=pool_BRN)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs; a layer that owns no bank reads that of the layer below, as this one does."""
+        near = self.seeing(self.window_size, nearest=True)
+        window = Store(f"{kind}_window", near.width, self.window_size)
+        total = LayerCost(self.reading(), {"entries": products(self.window)}, looks=(near,), stores=(window,))
+        if self.role == "full":
+            total += self.owning(f"{kind}_bank", near.width)
+            bank, pool = self.seeing(self.top_k if self.indexer else 0, ratio=self.ratio), None
+        elif self.role == "window" or below is None or below.bank is None:
+            return total
+        else:
+            bank, pool = below.bank, below.pool
+        total += LayerCost(looks=(bank,), bank=bank, pool=pool)
+        if self.indexer is not None:
+            total += self.indexer.work(self.ratio, pool)
+        if self.pool_blocks:
+            check_pool(POOL_BLOCK * self.pool_blocks, self.top_k)
+            total += LayerCost(pool=POOL_BLOCK * self.pool_blocks)
+        return total
+
+    def owning(self, kind: str, width: int) -> LayerCost:
+        """What a bank costs whose entries have so many numbers: compressing tokens, and keeping what comes of it."""
+        values = 1 if self.ratio == 1 else 2  # of a token: its value, and in groups its gate
+        pending = Store(f"{kind}_pending", values * width, self.ratio - 1, carried=True)
+        stores = [pending, Store(kind, width, ratio=self.ratio, counted=True)]
+        if self.indexer is not None:
+            stores.append(Store("index_keys", self.indexer.width, ratio=self.ratio))
+        return LayerCost(per_token={"compressors": products(self.compressor)}, stores=tuple(stores))

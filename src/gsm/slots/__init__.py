@@ -1,0 +1,1 @@
+"""The exchangeable parts of GSM, one module or folder for each group of `configs/model/`."""

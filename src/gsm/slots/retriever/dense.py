@@ -1,0 +1,37 @@
+"""An upper bound: the stages read the whole bank."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.cache.view import Attended
+from gsm.layers.rope import Angles
+from gsm.layers.search import Selection
+from gsm.slots.retriever.base import Retriever
+
+
+class Dense(Retriever):
+    """Selects every visible entry.
+
+    The selection is as long as the bank, so that a call makes a tensor of rows x slots and costs as much: for sequences
+    of training, and for prefill in chunks, not for training on very long ones.
+    """
+
+    @property
+    def reads(self) -> int:
+        """All entries."""
+        return sys.maxsize
+
+    def forward(
+        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+    ) -> tuple[Selection, Any]:
+        """All visible slots, ascending; without a bank, nothing."""
+        bank = view.bank
+        if bank is None:
+            return Selection(None), own
+        slot_BRF = bank.first_BR[..., None] + torch.arange(bank.entry_BFC.shape[1], device=bank.first_BR.device)
+        return Selection(torch.where(slot_BRF < bank.last_BR[..., None], slot_BRF, -1)), own

@@ -1,0 +1,75 @@
+"""A control: as many entries as the paper's retriever reads, but any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.cache.view import Attended
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Angles
+from gsm.layers.search import Selection
+from gsm.slots.retriever.base import Retriever
+from gsm_kernels.device import scratch_elements
+
+LAST = (1 << 31) - 1  # above every ordinal of a bank: stands for none
+NEVER = (1 << 63) - 1  # behind every hash, and LAST in its low bits
+
+
+class RandomTopK(Retriever):
+    """Draws K visible slots for every row, without replacement.
+
+    The draw is a function of the seed, the stage, the row's position in its document and the entry's number in its
+    document: training, prefill, decoding and packed documents see the same one, and a row's draws do not change as the
+    text goes on.
+
+    Args:
+        dim_in, shape: unused.
+        top_k: entries to draw (K).
+        stage: number of its stage; stages draw independently.
+        seed: another seed, other draws.
+    """
+
+    def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int, seed: int):
+        super().__init__(dim_in, shape, top_k=top_k, stage=stage)
+        self.seed, self.stage = seed % (1 << 32), stage
+
+    def forward(
+        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+    ) -> tuple[Selection, Any]:
+        """The drawn slots, ascending, -1 where fewer than K are visible; without a bank, nothing."""
+        bank = view.bank
+        if bank is None:
+            return Selection(None), own
+        slots, count_BR = bank.entry_BFC.shape[1], bank.last_BR - bank.first_BR
+        # In chunks of rows, so that no tensor of rows x slots is made.
+        step = max(1, scratch_elements(position_BR.device) // max(1, slots * len(position_BR)))
+        row_BR = mixed(mixed(mixed(position_BR.clamp(min=0)) ^ self.seed) ^ self.stage)
+        chunks = zip(row_BR.split(step, dim=1), count_BR.split(step, dim=1), strict=True)
+        ordinal_BRK = torch.cat([draw(*chunk, slots, self.top_k) for chunk in chunks], dim=1)
+        return Selection(torch.where(ordinal_BRK == LAST, -1, bank.first_BR[..., None] + ordinal_BRK)), own
+
+
+def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:
+    """K of the first ``count_BR`` of the ordinals below ``slots``, ascending, then ``LAST``; rows are given as hashes.
+
+    The K lowest hashes win. An ordinal stands in the low bits of its hash, so that no two are equal.
+    """
+    ordinal_F = torch.arange(slots, device=row_BR.device)
+    hash_BRF = mixed(row_BR[..., None] ^ mixed(ordinal_F))
+    key_BRF = torch.where(ordinal_F < count_BR[..., None], hash_BRF << 31 | ordinal_F, NEVER)
+    lowest_BRK = key_BRF.topk(min(top_k, slots), largest=False, sorted=False).values & LAST
+    return torch.nn.functional.pad(lowest_BRK.sort().values, (0, max(0, top_k - slots)), value=LAST)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A hash of 32 bits, in int64: shifts and odd factors in the manner of MurmurHash3's finaliser.
+
+    The constants come from C. Wellons' search for such hashes (prospector); both factors are below 2^31, so that int64
+    holds every product.
+    """
+    x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
+    return x ^ x >> 15

@@ -1,0 +1,43 @@
+"""The paper's ablation: every stage has an indexer of its own over the same bank (section 4.5.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gsm.cache.store import FORGET, Column, ColumnStore
+from gsm.cache.view import Attended
+from gsm.layers.projections import Indexer, Shape
+from gsm.layers.rope import Angles
+from gsm.layers.search import Selection, search_bank
+from gsm.slots.retriever.base import Retriever
+
+
+class SeparateIndexer(Retriever):
+    """Searches with its own index queries, weights and keys; the keys are made from the bank's latents before rotation.
+
+    Args:
+        dim_in: width of the stage's query input.
+        shape: shared widths.
+        top_k: entries to select (K).
+        stage: number of its stage (unused).
+    """
+
+    def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int):
+        super().__init__(dim_in, shape, top_k=top_k, stage=stage)
+        self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
+
+    def start(self, batch: int, ratio: int) -> Column:
+        """No index keys yet."""
+        like = self.indexer.query.weight
+        return Column.empty("index_keys", ratio, like.new_empty(batch, self.indexer.width))
+
+    def forward(
+        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: ColumnStore | None
+    ) -> tuple[Selection, ColumnStore | None]:
+        """The K best visible slots by this indexer's own scores; without a bank, nothing."""
+        bank = view.bank
+        if bank is None:
+            return Selection(None), own
+        new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.angles))
+        key_BFI, own = (FORGET if own is None else own).place(new_BGI, bank.slots)
+        return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), own

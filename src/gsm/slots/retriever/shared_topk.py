@@ -1,0 +1,24 @@
+"""The paper's retriever: a stage reads what the encoder layer has selected (section 3.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gsm.cache.view import Attended
+from gsm.layers.rope import Angles
+from gsm.layers.search import Selection
+from gsm.slots.retriever.base import Retriever
+
+
+class SharedTopK(Retriever):
+    """Reuses the Top-K of the encoder layer; owns no parameters, and uses none of the widths."""
+
+    follows_encoder = True
+
+    def forward(
+        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+    ) -> tuple[Selection, Any]:
+        """The layer's own selection."""
+        return Selection.by_layer(view), own

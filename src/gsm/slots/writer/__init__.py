@@ -1,0 +1,1 @@
+"""How retrieved history enters the shared state: the group `configs/model/writer/`."""

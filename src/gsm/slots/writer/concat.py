@@ -1,0 +1,34 @@
+"""A learned projection of the encoder's output beside what the stages retrieved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.layers.linear import Linear
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
+from gsm.slots.writer.base import StateWriter, retrieved
+
+
+class Concat(StateWriter):
+    """z = W [e ; r] with W = [1 1] + V, where 1 is the identity and V is learned from zero.
+
+    So it starts as the paper's writer, with every stage at work from the first step; a W drawn at random would have to
+    learn first that the streams pass through, and weight decay, which pulls V to zero, would pull it to silence.
+
+    Args:
+        shape, state_size, rope: as for every writer.
+    """
+
+    needs_stages = True
+
+    def __init__(self, shape: Shape, *, state_size: int, rope: Rope):
+        super().__init__(shape, state_size=state_size, rope=rope)
+        self.correction = Linear(2 * shape.dim, shape.dim, gain=0.0)
+
+    def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
+        """Projects the encoder's output and the sum of all increments."""
+        retrieved_BTD = retrieved(increments)
+        both_BTU = torch.cat([encoded_BTD, retrieved_BTD], dim=-1)
+        return encoded_BTD + retrieved_BTD + self.correction(both_BTU)

@@ -1,0 +1,131 @@
+"""Write only what the state does not already predict, against the bottleneck that the paper names (section 4): entries
+that repeat one another waste what little room there is.
+
+    z -- norm, projection, norm --> plain entry --------------------- minus --> norm --> rotation --> state entry
+                                         |                              ^
+                                         '--> the M - 1 plain entries --'
+                                              before: beta x prediction
+
+The delta rule of fast-weight memories (Schlag et al., 2021) also subtracts what is there already from what is written.
+There a write depends on the corrected ones before it, one after another; here it depends on the plain ones, so that all
+positions are corrected in one parallel step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from gsm.cache.store import FORGET, WindowStore
+from gsm.cache.view import Attended
+from gsm.layers.latent_attention import attention_weights
+from gsm.layers.linear import Linear
+from gsm.layers.norm import RMSNorm
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Angles, Rope
+from gsm.observe import tap
+from gsm.shapes import last
+from gsm.slots.writer.additive import Additive
+from gsm.span import Span
+from gsm_kernels import attend_band, rotate
+
+
+@dataclass(frozen=True)
+class DeltaMemory:
+    """What is kept between calls.
+
+    Attributes:
+        plain: the last M - 1 plain entries, for the predictions of those to come.
+        corrected: the last M corrected entries, which the decoder reads.
+    """
+
+    plain: WindowStore
+    corrected: WindowStore
+
+
+class Delta(Additive):
+    """z = e + r, and with x = RMSNorm(z), i over the M - 1 positions before t in the same document:
+
+        p_t = RMSNorm( W x_t )                                                  the plain entry
+        a_ti = exp(q_t . RoPE_{i-t} p_i / sqrt(C)) / (exp(sink) + the sum of these over i),    q_t = W_q x_t
+        s_t = sum_i a_ti RoPE_{i-t} p_i                                         what the entries before t predict
+        beta_t = sigmoid(w . x_t + b)
+        entry_t = RoPE_t RMSNorm( p_t - beta_t s_t )
+
+    The sink takes the weight where nothing fits; the first position of a document predicts nothing. The norm gives what
+    is new the whole range of an entry, and keys a fixed scale. w starts at zero and b below it: the model starts near
+    the paper's entries, as long as W_q is random and s_t no prediction, but far enough from beta = 0 for W_q to learn.
+
+    A row sees M corrected entries, the first of which needs M - 1 plain ones more: the state carries something over
+    2 M - 1 positions, and so many entries are its memory.
+
+    Args:
+        shape, state_size, rope: as for every writer.
+        bias: b at the start; -2.0 means that beta is 0.12.
+
+    Raises:
+        ValueError: for a state of one entry, before which there is nothing that could predict it.
+    """
+
+    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, bias: float):
+        super().__init__(shape, state_size=state_size, rope=rope)
+        if state_size < 2:
+            raise ValueError(
+                f"state_size must be at least 2 for writer delta, got {state_size}; for one entry take writer additive"
+            )
+        self.reach = state_size - 1
+        self.query = Linear(shape.dim, shape.entry_dim)
+        self.sink = nn.Parameter(torch.zeros(1))
+        self.rate = Linear(shape.dim, 1, gain=0.0)
+        self.bias = nn.Parameter(torch.full((1,), float(bias)))
+        self.corrected_norm = RMSNorm(shape.entry_dim)
+
+    def start(self, batch: int) -> DeltaMemory:
+        """No entries of either kind."""
+        return DeltaMemory(self.window(batch, self.reach), self.window(batch, self.state_size))
+
+    def forget(self) -> DeltaMemory:
+        """Keeps nothing of either kind."""
+        return DeltaMemory(FORGET, FORGET)
+
+    def stored(self, tokens: int) -> dict[str, int]:
+        """Plain and corrected entries: the state of this writer is both."""
+        entries = min(tokens, self.reach) + min(tokens, self.state_size)
+        return {"shared_state": entries * self.query.out_features}
+
+    def multiply_adds(self, first: int, last: int) -> dict[str, int]:
+        """The predictions: logit and mixture for every entry before a position, at most M - 1."""
+        seen = sum(min(position, self.reach) for position in range(first, last))
+        return {"attention": 2 * self.query.out_features * seen}
+
+    def reads(self, first: int, last: int) -> int:
+        """The plain entries of those predictions."""
+        return self.query.out_features * max(0, min(last - 1, last - 1 - first + self.reach))
+
+    def write(self, z_BTD: Tensor, span: Span, state: DeltaMemory) -> tuple[Tensor, DeltaMemory]:
+        """Plain entries of all positions; corrected ones of the last ``span.rows``, which have theirs before them."""
+        x_BTD, angles = self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)
+        plain_BTC = self.entry.latent(x_BTD)
+        plain_BEC, plain = state.plain.extend(rotate(plain_BTC, *angles))
+        beta_BT1 = torch.sigmoid(self.rate(x_BTD) + self.bias)
+        query_BRC, angles = last(self.query(x_BTD), span.rows), angles.last(span.rows)
+        predicted_BRC = self.predict(query_BRC, plain_BEC, span.row_position_BR, angles)
+        new_BRC = last(plain_BTC, span.rows) - last(beta_BT1, span.rows) * predicted_BRC
+        new_BRC = self.corrected_norm(new_BRC).type_as(plain_BTC)  # autocast leaves beta wider than the entries
+        corrected_BEC, corrected = state.corrected.extend(rotate(new_BRC, *angles))
+        return corrected_BEC, DeltaMemory(plain, corrected)
+
+    def predict(self, query_BRC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles) -> Tensor:
+        """s of the rows, [B, R, C], rotated back.
+
+        Attention sees a row's own entry and those before it. So each row stands one entry farther back, and one
+        position, where its own is out of sight; at position 0 that leaves nothing.
+        """
+        before_BEC = pad(plain_BEC[:, :-1], (0, 0, 1, 0))
+        query_BR1C, position_BR = query_BRC[:, :, None], (position_BR - 1).clamp(min=-1)
+        band = (position_BR, self.reach, self.sink)
+        tap("state/weights", lambda: attention_weights(query_BR1C, Attended(before_BEC), *band, angles))
+        return attend_band(query_BR1C, before_BEC, *band, *angles)[:, :, 0]

@@ -1,0 +1,42 @@
+"""A gate that decides, channel by channel, how much of the retrieval enters the state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gsm.layers.linear import Linear
+from gsm.layers.norm import RMSNorm
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
+from gsm.observe import tap
+from gsm.slots.writer.base import StateWriter, retrieved
+
+
+class Gated(StateWriter):
+    """z = e + g * r with g = sigmoid(W RMSNorm([e ; r]) + b), as wide as the model.
+
+    W starts at zero, so that at first all gates are sigmoid(b). They start mostly open: a stage's gradient passes its
+    gate, and a stage behind a closed one would hardly learn what there is to let through. The input is normed like
+    that of a stage's query, for the streams of the encoder have no fixed scale.
+
+    Args:
+        shape, state_size, rope: as for every writer.
+        bias: b at the start; 2.0 opens the gates to 0.88.
+    """
+
+    needs_stages = True
+
+    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, bias: float):
+        super().__init__(shape, state_size=state_size, rope=rope)
+        self.gate_norm = RMSNorm(2 * shape.dim)
+        self.gate = Linear(2 * shape.dim, shape.dim, gain=0.0)
+        self.bias = nn.Parameter(torch.full((shape.dim,), float(bias)))
+
+    def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
+        """Adds as much of the sum of all increments as the gates let through."""
+        retrieved_BTD = retrieved(increments)
+        both_BTU = torch.cat([encoded_BTD, retrieved_BTD], dim=-1)
+        gate_BTD = torch.sigmoid(self.gate(self.gate_norm(both_BTU)) + self.bias)
+        tap("state/gate", gate_BTD)
+        return encoded_BTD + gate_BTD * retrieved_BTD

@@ -1,0 +1,1 @@
+"""The Lightning module, optimisers, callbacks, resume, and training on several ranks."""

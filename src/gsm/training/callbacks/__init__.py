@@ -1,0 +1,1 @@
+"""What happens beside training: checkpoints, throughput, progress, pictures, the run's summary."""

@@ -1,0 +1,107 @@
+"""One line that says where training stands: rewritten in place on a terminal, printed now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning
+
+from gsm.training.callbacks.throughput import Throughput, callbacks
+from gsm.training.module import LanguageModeling
+
+CLEAR_LINE = "\r\x1b[2K"
+
+
+class Progress(lightning.Callback):
+    """Prints loss, validation bits per byte, tokens per second and the time left.
+
+    Args:
+        every: steps between two lines that stay; on a terminal the line in between is rewritten at each step.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        if every < 1:
+            raise ValueError(f"callbacks.progress.every is {every}, but has to be 1 or more")
+        self.every = every
+        self._terminal = sys.stdout.isatty()
+        self._start = (0, 0.0)
+        self._shown = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
+        """Remembers where this process started, for the time left."""
+        self._start = (trainer.global_step, time.perf_counter())
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Prints the line of a finished step."""
+        step = trainer.global_step
+        stays = pl_module.step_ends() and (step % self.every == 0 or step == trainer.max_steps)
+        if trainer.is_global_zero and (stays or self._may_rewrite()):
+            self._show(self._line(trainer, float(outputs["cross_entropy"])), stays)
+
+    def on_validation_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: LanguageModeling,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """On a terminal, says that the pause is a validation."""
+        if trainer.is_global_zero and self._terminal:
+            self._show(
+                f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {trainer.num_val_batches[0]}",
+                stays=False,
+            )
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
+        """Prints what validation found."""
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            metrics = trainer.callback_metrics
+            found = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
+            self._show(
+                f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(found), stays=True
+            )
+
+    def _line(self, trainer: lightning.Trainer, loss: float) -> str:
+        """The parts of the line that are known already, within 80 columns."""
+        steps = trainer.max_steps
+        parts = [f"step {trainer.global_step:>{len(str(steps))}}/{steps}", f"loss {loss:.3f}"]
+        bits = trainer.callback_metrics.get("val/bits_per_byte")
+        if bits is not None:
+            parts.append(f"val bits/byte {bits:.3f}")
+        speed = next((c.latest for c in callbacks(trainer) if isinstance(c, Throughput) and c.latest), None)
+        if speed:
+            parts.append(f"{speed:,.0f} tokens/s")
+        done, since = trainer.global_step - self._start[0], time.perf_counter() - self._start[1]
+        if done and steps > trainer.global_step:
+            parts.append(f"{clock(since / done * (steps - trainer.global_step))} left")
+        return "  ".join(parts)
+
+    def _may_rewrite(self) -> bool:
+        """On a terminal, a few times a second: reading a loss makes a GPU wait."""
+        return self._terminal and time.perf_counter() - self._shown > 0.25
+
+    def _show(self, line: str, stays: bool) -> None:
+        """Writes a line; one that does not stay is overwritten by the next."""
+        sys.stdout.write((CLEAR_LINE if self._terminal else "") + line + ("\n" if stays else ""))
+        sys.stdout.flush()
+        self._shown = time.perf_counter()
+
+
+VALIDATION = (
+    ("loss", "val/loss"),
+    ("perplexity", "val/perplexity"),
+    ("bits/byte", "val/bits_per_byte"),
+    ("accuracy", "val/accuracy"),
+)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as ``3:07`` or ``1:02:45``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,103 @@
+"""``summary.json``: what a run was and what came out of it, in one file that tables are made from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+from gsm import __version__
+from gsm.files import write_json
+from gsm.paths import ROOT
+from gsm.training.callbacks.throughput import Throughput, callbacks, peak_memory_bytes
+
+
+class Summary(lightning.Callback):
+    """Writes the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
+
+    ``finished`` is for the run to say (``add``), when its conclusions are drawn too: what is cut off before goes on.
+    One that has ended before its last step, because a callback told it to, is ``stopped``.
+
+    Args:
+        path: of the file.
+        facts: what is known before training: experiment, arm, seed, size, parameters, data, kernels, ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.facts = {**facts, "versions": versions(), "commit": commit()}
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Takes the place of what an earlier part of this run, or an earlier run, has said."""
+        self.add(trainer, status="running", reason=None)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Writes what training has measured; conclusions come through ``add``, which writes the file once more."""
+        self.add(trainer)
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        """Writes what was measured until then, and what went wrong; on a full disk, that is what has to be heard."""
+        stopped = isinstance(exception, KeyboardInterrupt | SystemExit)  # Ctrl-C; SIGTERM, as Lightning raises it
+        reason = None if stopped else f"{type(exception).__name__}: {exception}"
+        with contextlib.suppress(OSError):
+            self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
+
+    def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
+        """Brings the measurements up to date, adds ``facts``, writes the file; returns the whole of it."""
+        self.facts.update(measured(trainer), **facts)
+        if trainer.is_global_zero:
+            write_json(self.path, self.facts)
+        return self.facts
+
+
+def measured(trainer: lightning.Trainer) -> dict[str, Any]:
+    """What a trainer knows of its run so far; None for what it has not measured."""
+    metrics = trainer.callback_metrics
+    throughput = next((c for c in callbacks(trainer) if isinstance(c, Throughput)), None)
+    return {
+        "steps": trainer.global_step,
+        "tokens": throughput.tokens if throughput else None,
+        "val_loss": number(metrics.get("val/loss")),
+        "val_perplexity": number(metrics.get("val/perplexity")),
+        "bits_per_byte": number(metrics.get("val/bits_per_byte")),
+        "accuracy": number(metrics.get("val/accuracy")),
+        "tokens_per_second": throughput.tokens_per_second if throughput else None,
+        "train_seconds": throughput.seconds if throughput else None,
+        "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
+    }
+
+
+def number(value: torch.Tensor | float | None) -> float | None:
+    """A scalar as a float, for JSON."""
+    return None if value is None else float(value)
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "gsm": __version__,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the repository; None outside of one, or where git is not installed."""
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
