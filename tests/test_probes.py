@@ -128,7 +128,8 @@ def test_latents_are_the_entries_before_their_rotation_and_facts_leave_padding_o
     with gsm.record() as seen:
         model(token_BT, documents=documents)
     x_BTD = model.writer.norm(seen["state/z"])
-    want = torch.stack([entry.latent(x_BTD) for entry in (model.writer.entry, *model.writer.further)], 2).flatten(1, 2)
+    entries = (model.writer.entry["entries"], *model.writer.further["entries"])
+    want = torch.stack([entry.latent(x_BTD) for entry in entries], 2).flatten(1, 2)
     real_BE = (documents >= 0).repeat_interleave(model.writer.slots, dim=1)
     assert_same(latents(model, seen)[real_BE], want[real_BE], "latents")
     facts, last = state_facts(model, seen), model.writer.positions * model.writer.slots

@@ -16,21 +16,26 @@ from gsm_kernels import rotate
 
 def latents(model: GSM, seen: Seen) -> Tensor:
     """The entries of the state as they were before their rotation, [B, E, C]: equal content is equal here wherever it
-    stands.
+    stands. Those of several parts lie side by side.
 
     Args:
         model: the model that was recorded.
-        seen: one call without a memory (``position``, ``state/entries``).
+        seen: one call without a memory (``position``, and ``state/<part>`` of all parts: ``state/entries``).
     """
-    entry_BEC = seen["state/entries"]
-    return unrotated(model, entry_BEC, last(seen["position"], entry_BEC.shape[1] // model.writer.slots))
+    entries = seen[f"state/{model.writer.parts[0].name}"].shape[1]
+    return unrotated(model, seen, last(seen["position"], entries // model.writer.slots))
 
 
-def unrotated(model: GSM, entry_BEC: Tensor, position_BT: Tensor) -> Tensor:
-    """Entries that were written at these document-local positions, before their rotation; of padding anything."""
-    angles = model.writer.rope(position_BT.clamp(min=0), entry_BEC.dtype)
+def unrotated(model: GSM, seen: Seen, position_BT: Tensor) -> Tensor:
+    """The last entries, that were written at these document-local positions, before their rotation, [B, E, C]; of
+    padding anything."""
+    angles = model.writer.rope(position_BT.clamp(min=0), model.embedding.weight.dtype)
     cos_BEP, sin_BEP = (x.repeat_interleave(model.writer.slots, dim=1) for x in angles)
-    return rotate(entry_BEC, cos_BEP, sin_BEP, inverse=True)
+    parts = []
+    for name, rotated in model.writer.parts:
+        entry_BEC = last(seen[f"state/{name}"], cos_BEP.shape[1])
+        parts.append(rotate(entry_BEC, cos_BEP, sin_BEP, inverse=True) if rotated else entry_BEC)
+    return torch.cat(parts, dim=-1)
 
 
 def effective_rank(value_EC: Tensor) -> float:

@@ -36,6 +36,7 @@ COLUMNS = {  # column: where in the configuration; what a model does not have be
     "retriever": "choices/model/retriever",
     "stage_query": "choices/model/stage_query",
     "writer": "choices/model/writer",
+    "state_reader": "choices/model/state_reader",
     "residual": "choices/model/residual",
     "feed_forward": "choices/model/feed_forward",
     "indexer_training": "choices/model/indexer_training",

@@ -26,7 +26,7 @@ from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.standing import random_states, restore_random_states
 
-TAPS = (*overlap.TAPS, "state/gate", "state/z", "state/entries", "decoder/*/weights")
+TAPS = (*overlap.TAPS, "state/*", "decoder/*/weights")
 PIXELS = 8  # of a cell of a heat map, along each side
 # Dark to light through hues that colour-blind readers tell apart: eight points of matplotlib's viridis.
 COLOURS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))

@@ -1,9 +1,11 @@
-"""What a layer looked at, handed to later layers and to the aggregation stages: the paper's W, B and I (section
-3.1)."""
+"""What layers attend to, handed on to those above: windows, banks and selections (the paper's W, B and I, section 3.1),
+and the shared state that every decoder layer reads (section 3.2)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -56,7 +58,7 @@ class Attended:
     pool_BRN: Tensor | None = None
 
     def last(self, rows: int) -> Attended:
-        """The same view for the last ``rows`` rows."""
+        """The same for the last ``rows`` rows."""
         return replace(
             self,
             bank=None if self.bank is None else self.bank.last(rows),
@@ -66,5 +68,36 @@ class Attended:
         )
 
     def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> Attended:
-        """The same view with another selection, and what its logits are biased with."""
+        """The same with another selection, and what its logits are biased with."""
         return replace(self, chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
+
+
+class StatePart(NamedTuple):
+    """One tensor of the shared state: what a state reader asks of the writer.
+
+    Attributes:
+        name: ``entries``; its tap is ``state/entries``.
+        rotated: whether each entry is rotated by its position, as keys are.
+    """
+
+    name: str
+    rotated: bool = True
+
+
+ENTRIES = StatePart("entries")  # the paper's state: one entry for a position, key and value at once
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """The state of a model as the rows of the first decoder layer find it.
+
+    Attributes:
+        parts: by name, [B, E, C]: stored and new entries in stream order, the J of a position side by side; the new
+            ones end with those of the rows.
+    """
+
+    parts: dict[str, Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SharedState:
+        """The same with every part replaced."""
+        return SharedState({name: function(entry_BEC) for name, entry_BEC in self.parts.items()})
