@@ -36,7 +36,7 @@ def attack(folder: Path, *words: str) -> list[dict[str, Any]]:
     """What became of a sample's cases."""
     done = in_its_own_process("adversary", f"class={','.join(DANGEROUS)}", *words, f"json={folder / 'ends.json'}")
     assert (folder / "ends.json").is_file(), done.stdout + done.stderr
-    return json.loads((folder / "ends.json").read_text())
+    return [json.loads(line) for line in (folder / "ends.json").read_text().splitlines()]
 
 
 def failures(ends: list[dict[str, Any]], number: str) -> list[str]:

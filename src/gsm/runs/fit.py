@@ -33,6 +33,7 @@ from gsm.eval import overlap, tracking
 from gsm.eval.ngrams import ngram_bits_per_byte
 from gsm.models.base import LanguageModel
 from gsm.runs import report, trainers, weights
+from gsm.runs.children import leaving_with_this
 from gsm.runs.command_line import again
 from gsm.runs.folder import Start, locked, prepare, sequences_a_step
 from gsm.runs.load import (
@@ -160,7 +161,7 @@ def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))):
+        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))), leaving_with_this():
             run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
             run.trainer.validate(run.task, datamodule=run.data, verbose=False)
