@@ -22,7 +22,7 @@ from gsm.data.module import TextData
 pytestmark = pytest.mark.slow
 PROCESSES, KILLED = 20, 6
 MADE = ("Training a BPE", "Encoding the train split", "Encoding the validation split")  # what is logged when it is done
-OPTIONS: dict[str, Any] = {"vocabulary": 300, "context": 32, "batch_size": 4}
+OPTIONS: dict[str, Any] = {"vocabulary": 300, "context": 512, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(500)]
     for number in range(8):
-        (folder / f"part{number}.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(3000)))
+        (folder / f"part{number}.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
     return folder
 
 
@@ -52,7 +52,7 @@ def reader(text: Path, cache: Path, together: Any, said: Any, death: Callable[[]
     handler.emit = lambda record: made.append(record.getMessage())
     logging.getLogger("gsm.data").addHandler(handler)
     logging.getLogger("gsm.data").setLevel(logging.INFO)
-    shards.SHARD = 1 << 14  # ids in a file: many of them
+    shards.SHARD = 1 << 12  # ids in a file: many of them
     death()
     together.wait()
     said.put((read(text, cache), [start for start in MADE for line in made if line.startswith(start)]))
@@ -75,10 +75,12 @@ def killed_while_encoding(deaths: Any) -> None:
     shards.ShardWriter._append = append
 
 
-def all_at_once(processes: Any, text: Path, cache: Path, death: Callable[[], None]) -> tuple[list[int], list[Any]]:
-    """Exit codes of all, and what those who came to their end have told."""
-    together, said = processes.Barrier(PROCESSES), processes.SimpleQueue()
-    started = [processes.Process(target=reader, args=(text, cache, together, said, death)) for _ in range(PROCESSES)]
+def all_at_once(
+    processes: Any, count: int, text: Path, cache: Path, death: Callable[[], None] = no_death
+) -> tuple[list[int], list[Any]]:
+    """Exit codes of so many, and what those who came to their end have told."""
+    together, said = processes.Barrier(count), processes.SimpleQueue()
+    started = [processes.Process(target=reader, args=(text, cache, together, said, death)) for _ in range(count)]
     for process in started:
         process.start()
     for process in started:
@@ -92,19 +94,28 @@ def files_in(cache: Path) -> set[str]:
     return {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def test_twenty_processes_encode_a_text_once(processes: Any, text: Path, tmp_path: Path):
-    codes, said = all_at_once(processes, text, tmp_path / "cache", no_death)
+@pytest.fixture(scope="module")
+def alone(processes: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[str]]:
+    """What a process reads that nobody disturbs, and the files of its cache."""
+    cache = tmp_path_factory.mktemp("alone")
+    _, [(ids, made)] = all_at_once(processes, 1, text, cache)
+    assert sorted(made) == sorted(MADE)
+    return ids, files_in(cache)
+
+
+def test_twenty_processes_encode_a_text_once(processes: Any, text: Path, tmp_path: Path, alone: tuple[str, set[str]]):
+    codes, said = all_at_once(processes, PROCESSES, text, tmp_path)
     assert codes == [0] * PROCESSES
-    assert {ids for ids, _ in said} == {read(text, tmp_path / "alone")}
+    assert ({ids for ids, _ in said}, files_in(tmp_path)) == ({alone[0]}, alone[1])
     assert Counter(made for _, all_made in said for made in all_made) == dict.fromkeys(MADE, 1)
 
 
-def test_those_that_are_killed_while_they_encode_leave_it_to_the_next(processes: Any, text: Path, tmp_path: Path):
-    deaths = processes.Value("i", KILLED)
-    codes, said = all_at_once(processes, text, tmp_path / "cache", partial(killed_while_encoding, deaths))
+def test_those_that_are_killed_while_they_encode_leave_it_to_the_next(
+    processes: Any, text: Path, tmp_path: Path, alone: tuple[str, set[str]]
+):
+    death = partial(killed_while_encoding, processes.Value("i", KILLED))
+    codes, said = all_at_once(processes, PROCESSES, text, tmp_path, death)
     assert Counter(codes) == {0: PROCESSES - KILLED, -signal.SIGKILL: KILLED}
-    codes, undisturbed = all_at_once(processes, text, tmp_path / "whole", no_death)
-    assert {ids for ids, _ in said} == {ids for ids, _ in undisturbed}
+    assert ({ids for ids, _ in said}, files_in(tmp_path)) == ({alone[0]}, alone[1]), "nothing half written is left"
     made = Counter(made for _, all_made in said for made in all_made)
-    assert all(made[split] == 1 for split in MADE[1:]), "by those that lived; the others died of it"
-    assert files_in(tmp_path / "cache") == files_in(tmp_path / "whole"), "what was half written has to be swept away"
+    assert all(made[split] == 1 for split in MADE[1:]), "of those that live one encodes; the others died of it"

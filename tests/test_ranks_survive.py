@@ -236,7 +236,7 @@ def test_lightning_starts_ranks_by_itself(home: Path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_a_rank_that_lightning_has_just_started_leaves_with_the_one_that_started_it(home: Path, tmp_path: Path):
-    """It had not met the others yet, and went on looking for them for a minute or more."""
+    """It had not met the others yet, and went on looking for them for half an hour."""
     command = [sys.executable, str(ROOT / "train.py"), *given(home, "orphan", "lightning")]
     with (tmp_path / "log").open("w") as log:
         leader = subprocess.Popen(command, stdout=log, stderr=log)

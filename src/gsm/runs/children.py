@@ -129,7 +129,7 @@ def leave_with_parent() -> None:
 def leaving_with_this() -> Iterator[None]:
     """Whoever is started meanwhile, not by ``Child``, but by Lightning as another rank, leaves with this process too.
 
-    One that was still on its way would look for the leading rank for a minute, and for longer on a busy machine.
+    One that was still on its way, when the leading rank was killed, would look for it for half an hour.
     """
     before = os.environ.get(PARENT)
     os.environ[PARENT] = str(os.getpid())
