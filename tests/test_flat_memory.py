@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ import gsm
 pytestmark = pytest.mark.slow
 CALLS, STEPS = 1_000, 10_000
 CAPACITY, PROMPT, KEPT = 64, 8, 16
-# A tenth is warm: PyTorch's and the allocator's own stores have filled. What then still comes and goes is a few pages of
-# the allocator's. To keep a row of logits of each call that is left would be FIXME.
-MOST_GROWN = 2 << 20
+# After a tenth, PyTorch's own stores and the allocator's have filled: 1.6 MiB came after it in 1,000 calls, nothing
+# in 10,000 steps. The bound is about twice that: 4.7 KiB for each call that is left, 470 bytes for each step. What
+# keeps less than that of a call and is a tensor, such as the 2 KiB of a row of logits, is counted.
+MOST_GROWN = 4 << 20
 
 
 class Seen(NamedTuple):
@@ -33,7 +33,9 @@ def seen() -> Seen:
     """Of this process, after what is unreachable is gone."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Seen(pages * os.sysconf("SC_PAGE_SIZE"), sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    return Seen(
+        pages * os.sysconf("SC_PAGE_SIZE"), sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    )
 
 
 def small() -> Any:
@@ -82,7 +84,7 @@ def watched(make: Callable[[int], Callable[[], None]], count: int, said: Any) ->
         if number == count // 10:
             marks.append(seen())
         step()
-    said.put([*marks, seen(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])
+    said.put([*marks, seen()])
 
 
 @pytest.mark.timeout(900)
@@ -93,6 +95,6 @@ def test_memory_stays_flat(processes: Any, make: Callable[[int], Callable[[], No
     child.start()
     child.join()
     assert child.exitcode == 0
-    warm, last, _ = said.get()
+    warm, last = said.get()
     assert last.tensors == warm.tensors
     assert last.resident - warm.resident <= MOST_GROWN, f"{warm} after a tenth, {last} in the end"
