@@ -87,7 +87,7 @@ def watched(make: Callable[[int], Callable[[], None]], count: int, said: Any) ->
     said.put([*marks, seen()])
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("make", "count"), [(generates, CALLS), (decodes, STEPS)])
 def test_memory_stays_flat(processes: Any, make: Callable[[int], Callable[[], None]], count: int):
     said = processes.SimpleQueue()

@@ -34,7 +34,8 @@ from adversary.world import QUICK, World
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 SUBREAPER = 36  # of Linux' prctl: orphans below this process become its children, and so are seen
-PATIENCE = 60  # seconds that who is left by a killed command may take to end: to start Python takes ten on busy cores
+PATIENCE = 120  # seconds that who is left by a killed command may take to end: busy cores start a process in forty
+LONGEST = 900  # that a command may take, a few times what it takes on busy cores
 PAUSE = 0.02  # seconds between two looks
 SAVED = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")  # of a checkpoint; the rest holds paths
 # What no two runs share: of a summary what was measured with a clock, the repository's commit, and the digest of a
@@ -132,16 +133,16 @@ class Killer:
         victim = command.kill(pick)
         said = f"{victim} after {moment * straight.moments:.2f}"
         # Who has lost a child may have others to start; who has lost a parent may not.
-        patience = PATIENCE if victim == "the command" else PATIENCE + 5 * straight.whole
+        patience = PATIENCE if victim == "the command" else LONGEST
         if command.wait(patience):
             return said, ""
-        return said, f"{patience:.0f} seconds after {victim} was killed there was still {command.end()}."
+        return said, f"{patience} seconds after {victim} was killed there was still {command.end()}."
 
     def _compared(self, name: str, home: Path, straight: Straight) -> tuple[str, str]:
         """Gives the command again, to its end: the class of what is not as in the undisturbed run, and what it is."""
         command = self._start(name, home)
-        if not command.wait(PATIENCE + 5 * straight.whole):
-            return "kills", f"given again it had not ended after {5 * straight.whole:.0f} seconds: {command.end()}"
+        if not command.wait(LONGEST):
+            return "kills", f"given again it had not ended after {LONGEST} seconds: {command.end()}"
         if command.code:
             return "kills", f"it did not go on: {command.last_words()}"
         return difference(found(home), straight.left)
