@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from adversary.kills import KINDS, difference
 from short_runs import arguments, lines, no_death, started
 
 from gsm.eval.task_files import find, read_task
@@ -70,6 +72,39 @@ def test_no_case_of_a_dangerous_class_fails(number: str, sample: list[dict[str, 
 def test_nor_of_a_larger_sample(tmp_path: Path):
     ends = attack(tmp_path, "cases=500", "seed=6000")
     assert not [failure for number in DANGEROUS for failure in failures(ends, number)]
+
+
+def test_the_judge_of_kills_sees_what_it_is_there_for():
+    curve = ["step,name,value", "3,val/loss,2.0", "6,train/loss,1.5", "6,val/loss,1.0"]
+    whole = {
+        "a/metrics.csv": curve,
+        "a/last.ckpt": {"state_dict": torch.zeros(2)},
+        "results.png": b"a",
+        "results.md": b"a",
+    }
+    lost = {"a/metrics.csv": curve[:-1], "results.png": b"b"}
+    assert difference(whole, whole) == ("kills", "")
+    assert difference({**whole, **lost}, whole) == ("3", "the last step's lines are missing, 1 of a/metrics.csv")
+    for other in (
+        {**whole, "results.png": b"b"},
+        {**whole, **lost, "results.md": b"b"},
+        {**whole, **lost, "a/last.ckpt": {"state_dict": torch.ones(2)}},
+        {**whole, "a/metrics.csv": [curve[0], *curve[2:]]},
+        {**whole, "a/metrics.csv": [*curve, curve[-1]]},
+        {**whole, "a/.last.ckpt.1.partial": b""},
+        {name: value for name, value in whole.items() if name != "results.md"},
+    ):
+        number, said = difference(other, whole)
+        assert number == "kills" and said, other.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_kill_loses_nothing_but_what_is_known(tmp_path: Path):
+    """One of each kind. Class 3 is known, and has its own test."""
+    ends = attack(tmp_path, "cases=0", "kills=5", "seed=20")
+    assert [end["title"].partition(":")[0] for end in ends] == list(KINDS)
+    assert not [end for end in ends if end["end"] == "failed" and end["number"] != "3"]
 
 
 # What is known to fail, in parts that are about to be replaced.
