@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gsm.config import command_line
 from gsm.config.compose import compose
@@ -71,3 +73,32 @@ def no_death() -> None:
 def lines(folder: Path) -> list[str]:
     text = (folder / "metrics.csv").read_text().splitlines()
     return [line for line in text if line.split(",")[1] not in UNSTEADY]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What TensorBoard shows; text, since a metric that is not measured yet is NaN."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = sorted(set(events.Tags()["scalars"]) - UNSTEADY)
+    return {tag: [(point.step, str(point.value)) for point in events.Scalars(tag)] for tag in tags}
+
+
+def below(root: int) -> list[int]:
+    """The processes below one, nearest first."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for one in found:
+        found += [process for process, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def called(process: int) -> str:
+    """A process's command line, in short."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return " ".join(
+            [Path(words[0]).name, *(Path(word).name if word.startswith("/") else word for word in words[1:])]
+        )[:40]
+    return "nobody"

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import TINY, composed, count_calls, lines, no_death, run_here
+from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here
+from test_children import running
+from test_experiment import until
 
 from gsm.config.load import load_model, read_checkpoint
 from gsm.experiments import folder as run_folder
@@ -230,3 +232,21 @@ def test_lightning_starts_ranks_by_itself(home: Path):
     assert said.count("An earlier run in this folder was moved to") == 1
     assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1
     assert read_checkpoint(folder)["global_step"] == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_a_rank_that_lightning_has_just_started_leaves_with_the_one_that_started_it(home: Path, tmp_path: Path):
+    """It had not met the others yet, and went on looking for them for half an hour."""
+    command = [sys.executable, str(ROOT / "train.py"), *given(home, "orphan", "lightning")]
+    with (tmp_path / "log").open("w") as log:
+        leader = subprocess.Popen(command, stdout=log, stderr=log)
+    until(lambda: bool(started_by(leader.pid)))
+    other = started_by(leader.pid)[0]
+    leader.kill()
+    leader.wait()
+    until(lambda: not running(other))
+
+
+def started_by(leader: int) -> list[int]:
+    """The other ranks, of which each is train.py once more."""
+    return [child for child in below(leader) if "train.py" in called(child)]

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import UNSTEADY, arguments, count_calls, lines, no_death, started
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from short_runs import arguments, count_calls, lines, no_death, scalars, started
 
 import gsm.training.callbacks.files as files
 from gsm.files import PARTIAL
@@ -222,10 +221,3 @@ def assert_equal(one: Any, two: Any, where: str) -> None:
             assert_equal(first, second, where)
     else:
         assert one == two, where
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What TensorBoard shows; text, since a metric that is not measured yet is NaN."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = sorted(set(events.Tags()["scalars"]) - UNSTEADY)
-    return {tag: [(point.step, str(point.value)) for point in events.Scalars(tag)] for tag in tags}

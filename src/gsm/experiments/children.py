@@ -126,6 +126,23 @@ def leave_with_parent() -> None:
 
 
 @contextlib.contextmanager
+def leaving_with_this() -> Iterator[None]:
+    """Whoever is started meanwhile, not by ``Child``, but by Lightning as another rank, leaves with this process too.
+
+    One that was still on its way, when the leading rank was killed, would look for it for half an hour.
+    """
+    before = os.environ.get(PARENT)
+    os.environ[PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARENT]
+        else:
+            os.environ[PARENT] = before
+
+
+@contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
     """The signals that arrive meanwhile, in a list that grows."""
     arrived: list[int] = []

@@ -34,6 +34,7 @@ from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import overlap, tracking
 from gsm.evaluation.ngrams import ngram_bits_per_byte
 from gsm.experiments import report, trainers, weights
+from gsm.experiments.children import leaving_with_this
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
 from gsm.experiments.state import refuse_other_state
 from gsm.models.base import LanguageModel
@@ -160,7 +161,7 @@ def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))):
+        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))), leaving_with_this():
             run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
             run.trainer.validate(run.task, datamodule=run.data, verbose=False)

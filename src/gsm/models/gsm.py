@@ -115,9 +115,15 @@ class GSM(LanguageModel):
         check_writer(self.writer, layers)
         blocks, self.reaches = [], []
         for layer in range(geometry.decoder_layers):
-            place = {"layer": layer, "layers": geometry.decoder_layers}
-            place |= {"name": f"decoder/{geometry.encoder_layers + 1 + layer}"}
-            one = reader.layer(shape, state_size=self.state_size, slots=self.writer.slots, rope=rope, **place)
+            one = reader.layer(
+                shape,
+                layer=layer,
+                layers=geometry.decoder_layers,
+                state_size=self.state_size,
+                slots=self.writer.slots,
+                rope=rope,
+                name=f"decoder/{geometry.encoder_layers + 1 + layer}",
+            )
             self.reaches.append(one.reach)
             blocks.append(block(one))
         self.decoder = Stack(blocks, recompute=recompute)
