@@ -81,6 +81,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             kernel[grid](*args, **options)
 
 
+def cdiv(number: int, size: int) -> int:
+    """How many pieces of this size a number takes, the last one perhaps not whole."""
+    return -(-number // size)
+
+
 def power_of_two(number: int, least: int = 1) -> int:
     """The lowest power of two that is not below the number nor below `least`, itself one."""
     return max(least, 1 << max(number - 1, 0).bit_length())
