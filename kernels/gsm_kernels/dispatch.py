@@ -1,8 +1,8 @@
-"""Choosing the implementation of an operation, and being able to say which one ran and why the others did not.
+"""Choose the implementation of an operation, and report which one ran and why the others did not.
 
 An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by
 giving a reason; the first that does not refuse runs. There is no cache and no lock, so that
-`torch.compile(fullgraph=True)` traces through a call as if the chosen implementation had been called directly.
+`torch.compile(fullgraph=True)` traces a call as if the chosen implementation had been called directly.
 
     swiglu = Op("swiglu", reference, (Impl("triton", kernel, refuses=needs_hopper),), check=check)
     with listening() as heard:
@@ -64,7 +64,7 @@ class Op:
     """An operation with one or more implementations; call it like the function it names.
 
     Attributes:
-        name: what `listening`, `explain` and errors call it.
+        name: its name in `listening`, `explain` and errors.
         reference: the plain PyTorch implementation. It refuses nothing.
         fast: the other implementations, the preferred one first.
         inputs: makes `Inputs`, a NamedTuple, of a call's arguments; None: implementations take the arguments.
@@ -164,8 +164,8 @@ def variant(*args: Any, **kwargs: Any) -> Hashable:
     Integers in tensors (positions, slots) are not compiled in. Without `Inputs`, the same call by position and by name
     has two variants: a kernel that cannot be built is then tried twice.
     """
-    if args and isinstance(args[0], tuple):
-        return tuple(_part(name, value) for name, value in zip(args[0]._fields, args[0], strict=True))
+    if args and hasattr(args[0], "_asdict"):
+        kwargs, args = args[0]._asdict(), ()
     return tuple(_part(name, value) for name, value in (*enumerate(args), *sorted(kwargs.items())))
 
 

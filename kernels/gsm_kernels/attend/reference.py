@@ -137,7 +137,7 @@ def _chunk(inputs: Inputs, rows: slice, softmax: Tensor | None = None) -> _Chunk
 
 def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
     """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size. A
-    bias belongs to a pick, not to a slot, so it asks for the gather, unless there is nothing to gather."""
+    bias belongs to a pick, not to a slot, so it needs the gather, unless there is nothing to gather."""
     return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
 

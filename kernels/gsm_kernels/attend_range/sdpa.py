@@ -1,7 +1,7 @@
 """PyTorch's own attention under masks made from the ranges: all slots for some rows at a time, or blocks of a window.
 
-Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated, and nobody
-asks for PyTorch's grouped attention, which on a GPU leaves its fused kernels where there is a mask.
+Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated.
+PyTorch's grouped attention is not used: with a mask, it has no fused kernel on a GPU.
 
 Rows that see nothing are let see one slot, lest a softmax of nothing spread NaN through backward, and set to 0 after.
 """
@@ -48,7 +48,7 @@ def _in_one_dtype(inputs: Inputs) -> Inputs:
 
 
 def _by_rows(inputs: Inputs) -> Tensor:
-    """All slots for so many rows at a time as their mask has room."""
+    """All slots, for as many rows at a time as a mask may have."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR = inputs[:5]
     (batch, slots), heads = key_BFGC.shape[:2], query_BRHC.shape[2]
     size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))

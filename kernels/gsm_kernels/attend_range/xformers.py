@@ -1,4 +1,4 @@
-"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when somebody asks.
+"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when needed.
 
 Its masks live on the host. The promise `whole` names one without looking; packed documents have to be read from the
 ranges, which waits for the device: only where the rows are all there is, so never while a memory is being read.

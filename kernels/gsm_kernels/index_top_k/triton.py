@@ -26,7 +26,7 @@ digits of one bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def candidate_pool(inputs: Inputs) -> Tensor:
 
 
 @torch.library.custom_op("gsm_kernels::index_top_k", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
-def _index_top_k(*arguments):
+def _index_top_k(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     search, index = Search.of(inputs), _chosen(*arguments)
     slots, k, pool, block = inputs.key_BFI.shape[1], inputs.k, inputs.pool_BRN, inputs.block
@@ -84,7 +84,7 @@ def _index_top_k(*arguments):
 
 
 @torch.library.custom_op("gsm_kernels::candidate_pool", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
-def _candidate_pool(*arguments):
+def _candidate_pool(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     search, pool, block = Search.of(inputs), _chosen(*arguments), inputs.block
     for part in row_chunks(pool.shape, inputs.key_BFI.shape[1]):
@@ -92,7 +92,7 @@ def _candidate_pool(*arguments):
     return pool
 
 
-def _chosen(*arguments):
+def _chosen(*arguments: Any) -> Tensor:
     """Uninitialised; what either operator returns of tensors without data."""
     inputs = Inputs(*arguments)
     return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)

@@ -10,7 +10,7 @@ Backward moves 24, where 15 is the least. The gradient of a stream needs that of
 whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one
 through the coefficients, and one by columns (reads 9, writes 4), which holds its part of phi's gradient in registers
 while the tokens pass. In a single kernel, a tile of 16 tokens would be 86 MB on all processors, which no second sweep
-finds in L2, and phi's gradient would want the streams once more. The streams that left are not read: with g the
+finds in L2, and phi's gradient would need the streams once more. The streams that left are not read: with g the
 gradient of the next site's input, <g, X'_k> follows from the products of g with what entered.
 
 Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms (196 bytes). Sinkhorn's
@@ -209,7 +209,7 @@ def _(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     keep(ctx, inputs, *output[2:])
-    ctx.set_materialize_grads(False)  # nobody uses the last three outputs, so there is no need of zeros for them
+    ctx.set_materialize_grads(False)  # the last three outputs have no gradient, and need no zeros for one
 
 
 def _gradients(ctx, left_grad: Tensor | None, mixed_grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
