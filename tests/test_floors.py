@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,28 @@ def test_an_import_that_goes_down_is_let_through(tmp_path: Path, place: str, lin
     assert upward_arrows(tmp_path) == []
 
 
+def test_no_kernels_import_each_other() -> None:
+    circle = import_circle(ROOT / "kernels")
+    assert not circle, "imports go round in a circle: " + " -> ".join(circle)
+
+
+@pytest.mark.parametrize("line", ["from .. import score", "def late():\n    from ..score.triton import tile"])
+def test_a_planted_circle_is_found(tmp_path: Path, line: str) -> None:
+    _plant(tmp_path, "ops/top/triton.py", line)
+    _plant(tmp_path, "ops/score/triton.py", "from ..top.triton import rows\ntile = rows")
+    (tmp_path / "ops/score/__init__.py").write_text("from . import triton\n", encoding="utf-8")
+    assert {"ops.top.triton", "ops.score.triton"} <= set(import_circle(tmp_path))
+    (tmp_path / "ops/top/triton.py").write_text("rows = 1\n", encoding="utf-8")
+    assert import_circle(tmp_path) == []
+
+
 def upward_arrows(*sources: Path) -> list[str]:
     """List the imports below these source roots that the floors forbid, as `file:line module imports target`."""
     return [
         f"{path}:{line} {importer} imports {target}"
         for source in sources
         for path in sorted(source.rglob("*.py"))
-        for importer in [".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")]
+        for importer in [_dotted(path, source)]
         for line, target in _imports(path, source)
         if not _may_import(importer, target)
     ]
@@ -131,8 +147,40 @@ def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
 
 def _from_targets(node: ast.ImportFrom, parts: tuple[str, ...]) -> list[str]:
     """`from gsm import layers` names a part of the house, `from gsm.layers import block` is in one already."""
-    base = ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
+    base = _base(node, parts)
     return [f"gsm.{alias.name}" for alias in node.names] if base == "gsm" else [base]
+
+
+def _base(node: ast.ImportFrom, parts: tuple[str, ...]) -> str:
+    """The module that names are imported from, in full: `from ..rows import slices` -> `gsm_kernels.rows`."""
+    return ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
+
+
+def import_circle(source: Path) -> list[str]:
+    """One circle of imports among the modules below this source root, from a module back to itself; [] if none."""
+    paths = {_dotted(path, source): path for path in source.rglob("*.py")}
+    graph = {name: _modules_imported(path, source, set(paths)) - {name} for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _dotted(path: Path, source: Path) -> str:
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _modules_imported(path: Path, source: Path, known: set[str]) -> set[str]:
+    """The known modules that one imports: `from .attend import reference` names `attend.reference`, not `attend`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, path.relative_to(source).parts)
+            found |= {name if (name := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known
 
 
 def _plant(root: Path, place: str, line: str) -> None:

@@ -122,9 +122,9 @@ def fla_local(call: Call) -> Run:
     turn = compiled(rotate)
 
     def run(
-        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
     ) -> Tensor:
-        query, key = turn(query_BRHC, cos_BRP, sin_BRP), entry_BEC[:, :, None]
+        query, key = turn(query_BRHC, cos_BRP, sin_BRP), window_BEC[:, :, None]
         return turn(attention(query, key, key, window_size=width, sink_bias=sink_H), cos_BRP, sin_BRP, True)
 
     return run
@@ -139,12 +139,12 @@ def xformers_local(call: Call) -> Run:
     turn = compiled(rotate)
 
     def run(
-        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
     ) -> Tensor:
         if torch.is_grad_enabled():
             raise Absent("it gives the sum of exponentials away only where nothing is differentiated")
         mask = fmha.attn_bias.LocalAttentionFromBottomRightMask(window_left=width - 1, window_right=0)
-        key = entry_BEC[:, :, None].expand(query_BRHC.shape)
+        key = window_BEC[:, :, None].expand(query_BRHC.shape)
         out, lse = fmha.memory_efficient_attention_partial(turn(query_BRHC, cos_BRP, sin_BRP), key, key, attn_bias=mask)
         return turn(sunk(out, lse.transpose(1, 2), sink_H), cos_BRP, sin_BRP, True)
 
@@ -160,9 +160,9 @@ def flash_local(call: Call) -> Run:
     turn = compiled(rotate)
 
     def run(
-        query_BRHC: Tensor, entry_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
     ) -> Tensor:
-        key, sink = entry_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
+        key, sink = window_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
         options = {"causal": True, "window_size": (width - 1, 0), "learnable_sink": sink}
         result = attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options)
         return turn(result if isinstance(result, Tensor) else result[0], cos_BRP, sin_BRP, True)
@@ -174,7 +174,7 @@ def columns(call: Call) -> Tensor:
     """All entries, [B,G,C]: the stream's, then the bank's."""
     if "bank_BFC" in call:
         return torch.cat((call["window_BEC"], call["bank_BFC"]), 1)
-    return call["entry_BEC"]
+    return call["window_BEC"]
 
 
 def places(call: Call) -> tuple[Tensor, Tensor]:

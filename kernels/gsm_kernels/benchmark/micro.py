@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import launch
-from ..index_top_k.triton import Rows, Search
+from ..index_top_k.triton import Search
+from ..indexer import Indexer
+from ..rows import Rows
 from . import timing
 from .machine import Lost
 from .report import rate
@@ -185,7 +187,7 @@ def choices(device: torch.device, sizes: Sizes) -> dict[str, Run]:
     """The selection of `index_top_k` alone: k groups of every row of a chunk, and PyTorch's top-k of the same."""
     best = torch.randn(sizes.lines, GROUPS, device=device)
     first = torch.zeros(1, sizes.lines, dtype=torch.int64, device=device)
-    search, part = Search(best, best, best, first, first + 4 * GROUPS), Rows(0, 1, 0, sizes.lines)
+    search, part = Search(Indexer(best, best, best), first, first + 4 * GROUPS), Rows(0, 1, 0, sizes.lines)
     out = torch.zeros(sizes.lines, PICKS, dtype=torch.int32, device=device)
 
     def right() -> bool:  # by their values: which of two equal ones is chosen, PyTorch leaves open

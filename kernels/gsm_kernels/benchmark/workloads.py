@@ -96,11 +96,9 @@ def attend(
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         rows = _rows(batch, length, heads, channels, angles, device, dtype)
-        window = rows.pop("entry_BEC")
         bank = torch.randn(batch, length // RATIO, channels, device=device, dtype=dtype)
         return {
             **rows,
-            "window_BEC": window,
             "width": width,
             "bank_BFC": bank,
             "index_BRK": picked(batch, length, picks, device),
@@ -361,7 +359,7 @@ def _rows(
     angle_BRP = position_BR[..., None] * 160_000.0 ** -(torch.arange(angles, device=device) / angles)
     return {
         "query_BRHC": torch.randn(batch, length, heads, channels, device=device, dtype=dtype),
-        "entry_BEC": torch.randn(batch, length, channels, device=device, dtype=dtype),
+        "window_BEC": torch.randn(batch, length, channels, device=device, dtype=dtype),
         "position_BR": position_BR,
         "sink_H": torch.randn(heads, device=device),
         "cos_BRP": angle_BRP.cos(),

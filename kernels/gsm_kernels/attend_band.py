@@ -6,7 +6,7 @@
 
 Args:
     query_BRHC: not rotated; the R rows stand at the last R entries of the stream.
-    entry_BEC: stored and new entries in stream order, E >= R, each rotated by its own position.
+    window_BEC: stored and new entries in stream order, E >= R, each rotated by its own position.
     position_BR: int64, position inside its document; -1 is padding and sees nothing.
     width: entries a row sees at most, itself included; none before position 0 of its document.
     sink_H: logit of the sink, in the denominator only, not divided by sqrt(C).
@@ -22,42 +22,18 @@ Source: the decoder's attention to the shared state in the global state model; s
 shared key and value head (Shazeer 2019).
 """
 
-from torch import Tensor
+from functools import partial
 
-from ..attend import require_window
-from ..dispatch import Impl, Op
-from ..launch import missing
-from ..shapes import agree
-from . import reference, triton
-
-
-def check(
-    query_BRHC: Tensor,
-    entry_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
-    rows, or channels are odd or fewer than are rotated."""
-    sizes = agree(
-        "attend_band",
-        query_BRHC=query_BRHC,
-        entry_BEC=entry_BEC,
-        position_BR=position_BR,
-        sink_H=sink_H,
-        cos_BRP=cos_BRP,
-        sin_BRP=sin_BRP,
-    )
-    require_window("attend_band", sizes, width)
-
+from .attend import reference, triton
+from .attend.inputs import band, check_window
+from .dispatch import Impl, Op
+from .launch import missing
 
 attend_band = Op(
     "attend_band",
-    reference.attend_band,
-    (Impl("triton", triton.attend_band, triton.refuses, missing),),
-    check=check,
+    reference.attend,
+    (Impl("triton", triton.attend, triton.refuses, missing),),
+    inputs=band,
+    check=partial(check_window, "attend_band"),
     doc=__doc__,
 )
