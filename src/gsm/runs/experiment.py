@@ -29,7 +29,7 @@ from gsm.runs.check import ConfigError
 from gsm.runs.children import Child, tail, work_off
 from gsm.runs.command_line import again
 from gsm.runs.compare import CONTENTS, apart, unfinished, write
-from gsm.runs.compose import compose, job_directories
+from gsm.runs.compose import compose, job_directories, refuse_unnamed
 from gsm.runs.fit import train
 from gsm.runs.folder import finished, locked, prepare
 from gsm.runs.load import CheckpointError
@@ -111,7 +111,9 @@ class Experiment:
         if (arm, seed) not in self._jobs:
             overrides = self._overrides(arm, seed)
             try:
-                self._jobs[arm, seed] = Job(arm, seed, overrides, compose(overrides, self.directories))
+                config = compose(overrides, self.directories)
+                refuse_unnamed(config, self.directories)
+                self._jobs[arm, seed] = Job(arm, seed, overrides, config)
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from error
         return self._jobs[arm, seed]

@@ -35,7 +35,7 @@ from gsm.runs.arms import NAME, NOT_FOR_ARMS, WORDS, check_overrides, key
 from gsm.runs.check import ConfigError, flat
 from gsm.runs.children import Child, work_off
 from gsm.runs.command_line import again, read_arguments
-from gsm.runs.compose import compose
+from gsm.runs.compose import compose, refuse_unnamed
 
 EVALUATE = "evaluate"  # the key of a phase that measures
 SAID = ("checkpoint", "output")  # of evaluate.py's arguments, those that a phase has already
@@ -211,7 +211,9 @@ class Phased:
     def _composed(self, name: str, lines: Sequence[str], directories: Sequence[Path]) -> dict[str, Any]:
         place = f"folder={_quoted(str(self.home / name))}"
         try:
-            return compose([*lines, place], directories)
+            config = compose([*lines, place], directories)
+            refuse_unnamed(config, directories)
+            return config
         except ConfigError as error:
             raise ConfigError(f"phase {name}: {error}") from error
 

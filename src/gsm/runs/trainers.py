@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.constants import default_pg_timeout
 
 from gsm.callbacks.files import WholeFiles
@@ -31,6 +32,8 @@ def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> 
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    saves = any(isinstance(part, Checkpoint) for part in parts)
+    chosen.setdefault("enable_checkpointing", saves)  # or Lightning would add a callback that nobody asked for
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     plugins = [*(chosen.pop("plugins", None) or []), WholeFiles()]
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
