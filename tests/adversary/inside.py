@@ -11,6 +11,7 @@ import torch
 from gsm.callbacks.summary import commit, versions
 from gsm.runs.command_line import REMEDIES
 from gsm.runs.compose import compose
+from gsm.runs.estimate import refuse_endless
 from gsm.runs.fit import assemble, open_data, train
 from gsm.runs.folder import prepare
 from gsm.runs.load import read_checkpoint
@@ -32,6 +33,7 @@ __all__ = [
 
 def build(config: Mapping[str, Any]) -> None:
     """All that a run is made of, up to its first step."""
+    refuse_endless(config)
     assemble(config, prepare(config))
 
 

@@ -195,6 +195,13 @@ def errors_as_sentences() -> Iterator[None]:
         if error.errno not in REMEDIES:
             raise
         raise SystemExit(f"error: {refusal(error)}") from error
+    except (MemoryError, RuntimeError) as error:
+        from gsm.benchmarks.room import out_of_memory  # with PyTorch, for which no misspelt word has to wait
+
+        if not out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()).partition(". ")[0]
+        raise SystemExit(f"error: out of memory ({said}): take a smaller data.batch_size, context or size=") from error
     except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from error

@@ -100,6 +100,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     interval = chosen.get("val_check_interval")
     if interval is not None and type(interval) is not int and chosen.get("check_val_every_n_epoch") is None:
         raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of batches")
+    if chosen.get("limit_train_batches") == 0:
+        raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
     if chosen["max_steps"] > 0:
         chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
     if chosen.get("precision") == "auto":
