@@ -33,7 +33,7 @@ CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = 
     "4": ("other entries of optimiser and weights", 0.14, damage.entries),
     "5": ("bad values of every key", 0.15, values.case),
     "10": ("hostile calls on a static memory", 0.13, calls.case),
-    "7": ("hostile text files (and class 9)", 0.01, texts.case),
+    "7": ("hostile text files (and classes 8 and 9)", 0.01, texts.case),
     "11": ("sizes without bound, groups left out", 0.01, values.sizes),
     "12": ("places", 0.01, values.places),
 }

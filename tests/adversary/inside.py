@@ -12,6 +12,7 @@ from gsm.config.command_line import REMEDIES
 from gsm.config.compose import compose
 from gsm.config.load import read_checkpoint
 from gsm.data import shards
+from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.fit import assemble, open_data, train
 from gsm.experiments.folder import prepare
 from gsm.training.callbacks.summary import commit, versions
@@ -33,6 +34,7 @@ __all__ = [
 
 def build(config: Mapping[str, Any]) -> None:
     """All that a run is made of, up to its first step."""
+    refuse_endless(config)
     assemble(config, prepare(config))
 
 

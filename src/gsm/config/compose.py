@@ -11,13 +11,14 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
-from gsm.config.check import ConfigError, check, parameters, unknown
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, parameters, unknown
+from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
 
@@ -26,13 +27,13 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
 
     Args:
         overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
-        directories: folders of yaml files besides ``configs/``.
+        directories: folders of yaml files besides ``configs/`` and those that GSM_CONFIGS names.
         script: whose configuration; it is the name of its yaml in ``configs/``.
 
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
-    overrides = list(overrides)
+    overrides, directories = list(overrides), paths.config_folders(directories)[1:]
     groups = _groups(_folders(directories))
     parsed = _check_choices(overrides, groups)
     try:
@@ -69,21 +70,47 @@ def finish(
     if reference is None:
         groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
         reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
-    check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
+    if script == "train":
+        plain = {**dict.fromkeys(NAMED_PARTS), **plain}
+        plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
+        for key in PLACES:
+            if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
+                check_place(key, plain[key])
+    known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}
+    check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, _folders(directories))
     return {**plain, "choices": chosen}
 
 
+def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) -> None:
+    """Raises ConfigError for a model or data that could be trained, but not loaded from the checkpoint again."""
+    for part in ("model", "data"):
+        if not isinstance(config.get(part), Mapping):
+            continue
+        try:
+            vetted(config[part], part, directories)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; what is trained could not be loaded again: write a yaml of what has no name in one yet"
+            ) from error
+
+
 def from_job(config: DictConfig) -> dict[str, Any]:
-    """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
-    job = HydraConfig.get()
-    return finish(config, job.runtime.choices, job_directories(), job.job.config_name or "train")
+    """The same for the configuration of the Hydra job that is running, which can be loaded again from what it trains.
+
+    Raises ConfigError.
+    """
+    job, script = HydraConfig.get(), HydraConfig.get().job.config_name or "train"
+    finished = finish(config, job.runtime.choices, job_directories(), script)
+    if script == "train":
+        refuse_unnamed(finished, job_directories())
+    return finished
 
 
 def job_directories() -> list[Path]:
     """The folders of yaml files besides ``configs/`` of the Hydra job that is running."""
     sources = HydraConfig.get().runtime.config_sources
     folders = [Path(source.path) for source in sources if source.schema == "file"]
-    return [folder for folder in folders if folder != paths.configs()]
+    return [folder for folder in dict.fromkeys(folders) if folder != paths.configs()]
 
 
 def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
@@ -207,6 +234,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed = []
     for line in overrides:
+        check_readable(line)
         try:
             parsed.append(parser.parse_override(line))
         except HydraException as error:
@@ -242,10 +270,35 @@ def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
             raise ConfigError(
                 f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
             )
+        if key in PLACES and not override.is_sweep_override() and "${" not in str(override.value()):
+            # Hydra makes the folder before the configuration is looked at as a whole.
+            if not (key == "arm" and isinstance(override.value(), list)):
+                check_place(key, _plain(override))
         return
+    if override.is_delete() or override.value() is None:
+        _check_left_out(override, groups[key])
     for choice in _choices(override, groups[key]):
         if choice not in groups[key]:
             raise unknown("variant", choice, groups[key], f"the group '{key}'")
+
+
+def _check_left_out(override: Override, known: Collection[str]) -> None:
+    """Raises ConfigError for a group that cannot be left out; below another one, who takes it says so."""
+    key = override.key_or_group
+    if override.is_delete() and (key in NAMED_PARTS or "/" in key):
+        return
+    said = f"{key} is left out" if override.is_delete() else f"{key} is null"
+    if key in NAMED_PARTS:
+        raise ConfigError(f"{said}: write ~{key} to do without")
+    if key == "experiment":
+        raise ConfigError(f"{said}: leave the word out to do without")
+    raise ConfigError(f"{said}, but a run needs one of {', '.join(sorted(known))}")
+
+
+def _plain(override: Override) -> Any:
+    """The value of an override, without its quotes."""
+    value = override.value()
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def _choices(override: Override, known: Collection[str]) -> list[str]:

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import again
-from gsm.config.compose import compose, job_directories
+from gsm.config.compose import compose, job_directories, refuse_unnamed
 from gsm.config.load import CheckpointError
 from gsm.evaluation.commands import ruler
 from gsm.experiments import launcher, phases, report
@@ -112,7 +112,9 @@ class Experiment:
         if (arm, seed) not in self._jobs:
             overrides = self._overrides(arm, seed)
             try:
-                self._jobs[arm, seed] = Job(arm, seed, overrides, compose(overrides, self.directories))
+                config = compose(overrides, self.directories)
+                refuse_unnamed(config, self.directories)
+                self._jobs[arm, seed] = Job(arm, seed, overrides, config)
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from error
         return self._jobs[arm, seed]

@@ -35,6 +35,7 @@ from gsm.evaluation import overlap, tracking
 from gsm.evaluation.ngrams import ngram_bits_per_byte
 from gsm.experiments import report, trainers, weights
 from gsm.experiments.children import leaving_with_this
+from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
 from gsm.experiments.state import refuse_other_state
 from gsm.models.base import LanguageModel
@@ -74,15 +75,16 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
-            or of steps of other sizes, the one to start from holds another model, or another process trains in the same
-            folder.
+        ConfigError: a part refuses its values, a step takes more memory than there is, the checkpoint to go on from is
+            of another configuration, of other data or of steps of other sizes, the one to start from holds another
+            model, or another process trains in the same folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with what to
             do; the same call then goes on.
     """
     leads = ranks.rank() == 0
+    long = refuse_endless(config)
     data = functools.cache(functools.partial(open_data, config))
     with contextlib.ExitStack() as held:
 
@@ -96,7 +98,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         run = assemble(config, start, data())
         if leads:
             taken = weights.told(config["start_from"]) if config.get("start_from") and not start.checkpoint else ""
-            print(report.header(run, f"{start.sentence} {taken}".strip()), flush=True)
+            print(report.header(run, " ".join(filter(None, [start.sentence, taken, long]))), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 

@@ -43,11 +43,8 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
     """What came out of it, and what to do next."""
     folder = Path(run.config["folder"])
     seconds = facts["train_seconds"] or 0.0
-    lines = [
-        "",
-        f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}: {facts['tokens']:,} tokens in {clock(seconds)}",
-        "",
-    ]
+    run_was = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
+    lines = ["", f"{run_was}: {_number(facts['tokens'], ',')} tokens in {clock(seconds)}", ""]
     lines += [*_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
         lines += [*show.overlap(facts["overlap"]), ""]

@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
@@ -31,6 +32,8 @@ def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> 
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    saves = any(isinstance(part, Checkpoint) for part in parts)
+    chosen.setdefault("enable_checkpointing", saves)  # or Lightning would add a callback that nobody asked for
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     plugins = [*(chosen.pop("plugins", None) or []), WholeFiles()]
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -97,6 +100,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     interval = chosen.get("val_check_interval")
     if interval is not None and type(interval) is not int and chosen.get("check_val_every_n_epoch") is None:
         raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of batches")
+    if chosen.get("limit_train_batches") == 0:
+        raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
     if chosen["max_steps"] > 0:
         chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
     if chosen.get("precision") == "auto":

@@ -1,0 +1,123 @@
+"""What a run takes at the very least, before anything of it is made: memory of one step, and time of all of them.
+
+Numbers are lower bounds, of arithmetic as fast as no machine has it and of what nothing can do without, so that what
+is refused could not have been trained here.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+
+from gsm.benchmarks.room import available_bytes
+from gsm.config.check import ConfigError
+from gsm.config.load import instantiate_model
+from gsm.costs.model import cost
+from gsm.data.encode import cores
+from gsm.experiments import trainers
+from gsm.layers.block import Block
+from gsm.models.base import LanguageModel
+
+FLOPS = {"cpu": 2e11, "cuda": 2e15}  # a second: of a core, of a GPU
+PAUSE = 1e-4  # seconds that a batch takes, however small it is
+DAY = 24 * 3600
+LONG, ENDLESS = 30 * DAY, 36525 * DAY
+
+
+def refuse_endless(config: Mapping[str, Any]) -> str:
+    """A sentence on a run that takes more than a month; empty for others.
+
+    Args:
+        config: a composed configuration.
+
+    Raises ConfigError for a run that takes more memory than there is, or more than a hundred years.
+    """
+    chosen = trainers.settings(config)
+    gpu = chosen.get("accelerator") != "cpu" and torch.cuda.is_available()
+    try:
+        with torch.device("meta"):
+            model = instantiate_model(config)
+    except NotImplementedError:  # a part of one's own that takes values: nothing is known of it
+        return ""
+    except (RuntimeError, OverflowError, MemoryError, InstantiationException) as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            return ""
+        said = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"size or model asks for what no machine has: {said}") from error
+    _refuse_memory(config, chosen, model, gpu)
+    return _time(config, chosen, model, gpu)
+
+
+def _refuse_memory(config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool) -> None:
+    parameters = sum(p.numel() for p in model.parameters())
+    half = str(chosen.get("precision")) in ("bf16-true", "16-true")
+    # Weights, gradients and one moment; where ranks divide them, a share.
+    divided = _ranks(chosen) if isinstance(chosen.get("strategy"), Mapping) else 1
+    need = 3 * (2 if half else 4) * parameters / divided + _activations(config, chosen, model, gpu)
+    there = _there(gpu)
+    if need > there:
+        batch, context = config["data"]["batch_size"], config["data"]["context"]
+        raise ConfigError(
+            f"a step with data.batch_size {batch} of data.context {context} and a model of {parameters:,} parameters "
+            f"takes at least {need / 2**30:,.3g} GiB, but {there / 2**30:,.3g} GiB are there: choose a smaller size=, "
+            "or smaller numbers of model, size or data"
+        )
+
+
+def _activations(config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool) -> float:
+    """Bytes of a batch on its way: its ids, what enters every layer, and without kernels of ours, who sees whom."""
+    batch, context = config["data"]["batch_size"], config["data"]["context"]
+    layers = sum(isinstance(part, Block) for part in model.modules())
+    itemsize = 4 if str(chosen.get("precision", "32")).startswith("32") else 2
+    each = 3 * 8 + itemsize * model.dim * layers
+    if not gpu:
+        windows = (getattr(part, name, 0) for part in model.modules() for name in ("window", "window_size"))
+        each += 8 * max(window for window in windows if type(window) is int)
+    return batch * context * each
+
+
+def _there(gpu: bool) -> float:
+    """Bytes that this process may still take."""
+    if gpu:
+        return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    free = available_bytes(torch.device("cpu"))
+    if limit == resource.RLIM_INFINITY:
+        return free
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return min(free, limit - taken)
+
+
+def _time(config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool) -> str:
+    batch, context = config["data"]["batch_size"], config["data"]["context"]
+    try:
+        flops = cost(model).training_flops(context).total()
+    except ValueError:  # a part whose cost is not known
+        flops = 0
+    speed = FLOPS["cuda"] if gpu else FLOPS["cpu"] * cores()
+    batches = chosen["max_steps"] * chosen.get("accumulate_grad_batches", 1)
+    seconds = batches * max(PAUSE, batch * flops / speed)
+    said = (
+        f"trainer.max_steps {chosen['max_steps']} of {chosen.get('accumulate_grad_batches', 1)} batches "
+        f"(trainer.accumulate_grad_batches) of data.batch_size {batch} and data.context {context}"
+    )
+    if seconds > ENDLESS:
+        raise ConfigError(
+            f"{said} take at least {seconds / ENDLESS * 100:,.3g} years: choose smaller numbers, or size="
+        )
+    return f"{said} take at least {seconds / DAY:,.0f} days." if seconds > LONG else ""
+
+
+def _ranks(chosen: Mapping[str, Any]) -> int:
+    """Processes that train together."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    devices = chosen.get("devices")
+    here = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
+    return max(1, here * int(chosen.get("num_nodes") or 1))
