@@ -7,7 +7,7 @@ from gsm.paths import hide_root
 hide_root()
 
 from gsm.config import command_line  # noqa: E402
-from gsm.evaluation.commands import commands  # noqa: E402
+from gsm.evaluation import commands  # noqa: E402
 from gsm.experiments import children  # noqa: E402
 
 if __name__ == "__main__":

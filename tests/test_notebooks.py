@@ -12,7 +12,7 @@ import torch
 from small import GEOMETRY, RATIO, W, build, random_tokens
 
 import gsm
-from gsm.evaluation.attention import attention_map
+from gsm.analysis.attention import attention_map
 from gsm.notebook import describe, explore, finished_runs, load, measurements, ruler_picture, trained
 from gsm.paths import ROOT
 

@@ -16,7 +16,7 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import read_checkpoint
-from gsm.evaluation.commands import commands, scoring
+from gsm.evaluation import checkpoints, commands
 from gsm.experiments import phases, weights
 from gsm.experiments.arms import read_arms
 from gsm.experiments.fit import train
@@ -88,7 +88,7 @@ def test_each_phase_starts_from_the_weights_of_the_one_before(
     assert found["loss/loss"] == pytest.approx(found["val_loss"], abs=1e-4), "measured is what was trained last"
     assert found["phases"]["train"]["steps"] == 2 and found["steps"] == 1 and found["status"] == "finished"
     assert json.loads((made.home / "summary.json").read_text()) == found
-    assert scoring.checkpoints(str(made.home.parent.parent)) == [made.home / "extend/checkpoints/last.ckpt"]
+    assert checkpoints.checkpoints(str(made.home.parent.parent)) == [made.home / "extend/checkpoints/last.ckpt"]
     assert made.finished()
 
 
@@ -182,7 +182,7 @@ def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_o
         (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
         (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
     write_json(tmp_path / "two/seed0/summary.json", {"trained": ["new"]})
-    assert scoring.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
+    assert checkpoints.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
 
 
 def test_values_come_through_the_command_line_as_they_are():

@@ -9,10 +9,10 @@ import torch
 from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.analysis import drawing, probes, retrieval
+from gsm.analysis import attention, drawing, probes
 from gsm.analysis.needles import ask
+from gsm.analysis.state import effective_rank, latents, state_facts
 from gsm.data.recall import Needle
-from gsm.evaluation.state import effective_rank, latents, state_facts
 from gsm.paths import ROOT
 
 CLASSES = 5
@@ -105,9 +105,9 @@ def test_what_falls_at_all_distances_and_on_the_sink_is_one():
     model = build("gsm-writer=multi_slot")
     with torch.no_grad(), gsm.record("position", "*/weights", "*/top_k") as seen:
         model(random_tokens(2, 30))
-    for name in retrieval.names_of(model):
-        far_D = retrieval.by_distance(model, seen, name, torch.tensor([0, 1, 2, 4, 8, 16]))
-        sink_H = retrieval.sinks(model, seen)[name]
+    for name in attention.names_of(model):
+        far_D = attention.by_distance(model, seen, name, torch.tensor([0, 1, 2, 4, 8, 16]))
+        sink_H = attention.sinks(model, seen)[name]
         assert_same(far_D.sum() + sink_H.mean(), torch.ones((), dtype=torch.float64), name)
         window = model.writer.positions if name.startswith("decoder") else GEOMETRY.window
         reads_bank = f"{name}/top_k" in seen

@@ -23,7 +23,7 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
 from gsm.experiments import fit, trainers
 from gsm.experiments.folder import Start, differences, finished, prepare
 from gsm.training.callbacks.interruption import Interrupted

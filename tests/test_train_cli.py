@@ -17,7 +17,7 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, load_tokenizer
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
 from gsm.training.callbacks.hyperparameters import COLUMNS, METRICS

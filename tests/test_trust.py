@@ -22,7 +22,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
 from gsm.config.trust import vetted
-from gsm.evaluation.commands.evaluate import open_data
+from gsm.evaluation.held_out import open_data
 from gsm.training.distributed import shards
 
 PAYLOADS: dict[str, Any] = {

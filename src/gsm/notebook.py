@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsm import paths
 from gsm.analysis import figures
+from gsm.analysis.attention import attention_map, decoder_attention
 from gsm.analysis.rollout import Routes
 from gsm.benchmarks import inference, projection, projection_pictures
 from gsm.config.compose import compose
@@ -23,7 +24,6 @@ from gsm.config.load import instantiate, load_model, read_checkpoint, vetted_nod
 from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import plots
-from gsm.evaluation.attention import attention_map, decoder_attention
 from gsm.experiments.compare import CONTENTS
 from gsm.experiments.experiment import Experiment
 from gsm.experiments.fit import train

@@ -19,8 +19,8 @@ from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
 from gsm import notebook
-from gsm.evaluation.commands.evaluate import evaluate
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
+from gsm.evaluation.held_out import evaluate
 
 # What a stranger might have called, with {folder} for the folder of the case.
 CALLS: tuple[dict[str, Any], ...] = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gsm.analysis.needles import Asked
-from gsm.evaluation.state import unrotated
+from gsm.analysis.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record

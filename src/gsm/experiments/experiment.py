@@ -25,7 +25,7 @@ from gsm.config.check import ConfigError
 from gsm.config.command_line import again
 from gsm.config.compose import compose, job_directories, refuse_unnamed
 from gsm.config.load import CheckpointError
-from gsm.evaluation.commands import ruler
+from gsm.evaluation import ruler
 from gsm.experiments import launcher, phases, report
 from gsm.experiments.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
 from gsm.experiments.children import Child, tail, work_off
@@ -335,7 +335,7 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     for sentence in [FOOTNOTE, *notes, *written]:
         lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     asked = ruler.known_below([run.folder for run in table.runs])
-    lines += ["", *ruler.side_by_side(asked, experiment.folder)] if asked else []
+    lines += ["", *ruler.write_side_by_side(asked, experiment.folder)] if asked else []
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)

@@ -31,8 +31,7 @@ from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
-from gsm.evaluation import overlap, tracking
-from gsm.evaluation.ngrams import ngram_bits_per_byte
+from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import report, trainers, weights
 from gsm.experiments.children import leaving_with_this
 from gsm.experiments.estimate import refuse_endless
@@ -51,7 +50,6 @@ from gsm.training.module import LanguageModeling
 from gsm_kernels import explain
 
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
-OVERLAP_SEQUENCES = 16  # of each length
 Data = TextData | SyntheticData | RulerData
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
@@ -270,8 +268,8 @@ def _overlap(run: Run) -> dict[str, Any] | None:
     """How much of what the stages select the encoder has selected too; None where they do not select."""
     if not overlap.selects_for_itself(run.model):
         return None
-    sequences = functools.partial(run.data.of_length, most=OVERLAP_SEQUENCES)
-    return overlap.by_length(run.model, sequences, run.data.context)
+    sequences = functools.partial(run.data.of_length, most=overlap.SEQUENCES)
+    return overlap.measure(run.model, sequences, run.data.context)
 
 
 def _by_length(run: Run) -> dict[str, Any] | None:
@@ -279,7 +277,7 @@ def _by_length(run: Run) -> dict[str, Any] | None:
     data = run.data
     if not (isinstance(data, SyntheticData) and isinstance(data.task, StateTracking)):
         return None
-    return tracking.by_length(run.model, data.task, data.context, data.validation_sequences)
+    return tracking.measure(run.model, data.task, data.context, data.validation_sequences)
 
 
 def _log_overlap(run: Run, found: Mapping[str, Any] | None) -> None:
@@ -299,7 +297,7 @@ def _ngrams(run: Run) -> dict[str, float | None]:
     consumed, validation = list(data.consumed(sequences)), list(data.validation())
     size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
     return {
-        f"{name}_bits_per_byte": ngram_bits_per_byte(consumed, validation, order=order, **size)
+        f"{name}_bits_per_byte": ngrams.measure(consumed, validation, order=order, **size)
         for name, order in NGRAMS.items()
     }
 

@@ -32,7 +32,7 @@ from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.command_line import again, read_arguments
 from gsm.config.compose import compose, refuse_unnamed
-from gsm.evaluation.commands import commands, scoring
+from gsm.evaluation import checkpoints, commands
 from gsm.experiments import folder, report, weights
 from gsm.experiments.arms import NAME, NOT_FOR_ARMS, WORDS, check_overrides, key
 from gsm.experiments.children import Child, work_off
@@ -304,7 +304,7 @@ def _note(phased: Phased, **facts: Any) -> dict[str, Any]:
     """Writes the run's summary."""
     config = phased.config
     known = {"experiment": config["name"], "arm": str(config["arm"]), "seed": config["seed"], "reason": None, **facts}
-    known[scoring.TRAINED] = [phase.name for phase in phased.phases if not phase.measures]
+    known[checkpoints.TRAINED] = [phase.name for phase in phased.phases if not phase.measures]
     write_json(phased.home / "summary.json", known)
     return known
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gsm.evaluation import show
+from gsm.evaluation import overlap, tracking
 from gsm.training.callbacks.progress import clock
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
     lines = ["", f"{run_was}: {_number(facts['tokens'], ',')} tokens in {clock(seconds)}", ""]
     lines += [*_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
-        lines += [*show.overlap(facts["overlap"]), ""]
+        lines += [*overlap.table(facts["overlap"]), ""]
     if facts["by_length"]:
-        lines += [*show.by_length(facts["by_length"]), ""]
+        lines += [*tracking.table(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     lines += [

@@ -12,7 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """One of them. Its module, imported when it is wanted, has `evaluate`, and `metrics` of what that has written.
+    """A measure of checkpoints. Its module, imported when it is wanted, has `evaluate`, and `metrics` of what that has
+    written.
 
     Attributes:
         name: as its help says it.
@@ -40,10 +41,10 @@ class Command:
         return import_module(self.module).metrics(json.loads((folder / self.output).read_text(encoding="utf-8")))
 
 
-TEXT = Command("evaluate.py", "gsm.evaluation.commands.evaluate", "evaluation.json")
-TASKS = Command("evaluate.py", "gsm.evaluation.commands.downstream", "tasks.json", takes_folder=True)
-RULER = Command("evaluate.py ruler=true", "gsm.evaluation.commands.ruler", "ruler.json")
-LENGTHS = Command("evaluate.py", "gsm.evaluation.commands.lengths", "lengths.json")
+TEXT = Command("evaluate.py", "gsm.evaluation.held_out", "evaluation.json")
+TASKS = Command("evaluate.py", "gsm.evaluation.downstream", "tasks.json", takes_folder=True)
+RULER = Command("evaluate.py ruler=true", "gsm.evaluation.ruler", "ruler.json")
+LENGTHS = Command("evaluate.py", "gsm.evaluation.lengths", "lengths.json")
 
 
 def choose(words: Sequence[str]) -> tuple[Command, list[str]]:

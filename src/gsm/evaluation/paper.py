@@ -1,4 +1,4 @@
-"""The paper's tables (``paper.yaml``), for ours to stand beside them."""
+"""The paper's tables (``paper.yaml``), to stand beside ours."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-FILE = Path(__file__).parent / "paper.yaml"
 
 
 @dataclass(frozen=True)
@@ -32,25 +30,12 @@ class Published:
 
 
 def published(name: str) -> Published | None:
-    """A table of downstream tasks by its name, or None."""
-    table = _tables().get(name, {})
+    """A table of downstream tasks by its name (``paper``, ``ablation``), or None."""
+    table = tables().get(name, {})
     return Published(**table) if "average" in table and "rows" in table else None
 
 
-def published_ruler() -> dict[str, Any]:
-    """RULER: `columns`, and in their order `by_length`, `average` and `by_task`."""
-    return _tables()["ruler"]
-
-
-def published_perplexity() -> dict[str, Any]:
-    """Perplexity on FineWeb: `columns`, and in their order `rows` by what was scored."""
-    return _tables()["perplexity"]
-
-
-def published_overlap() -> dict[int, list[float]]:
-    """By length, the overlap of every stage's own selection with the encoder's, in percent of K."""
-    return _tables()["overlap"]["by_length"]
-
-
-def _tables() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+def tables() -> dict[str, Any]:
+    """All tables. ``ruler``: ``columns``, and in their order ``by_length``, ``average``, ``by_task``; ``perplexity``:
+    ``columns`` and ``rows``; ``overlap``: ``by_length``, in percent of K for each stage."""
+    return yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf-8"))
