@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,23 +98,6 @@ def plain_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) 
     return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), target_N)
 
 
-def liger_rms_norm(call: Call) -> Peer:
-    """Liger's, with the weight in the dtype that it wants."""
-    norm = _function("liger_kernel", LIGER, "liger_rms_norm")
-    return lambda x, weight: norm(x, weight.to(x.dtype), 1e-6)
-
-
-def liger_swiglu(call: Call) -> Peer:
-    """Liger's, which clamps nothing; random numbers of this size do not reach the limit. Its backward writes the
-    gradients over its inputs, so it gets copies of its own where there will be one; they are made before it."""
-    swiglu = _function("liger_kernel", LIGER, "liger_swiglu")
-
-    def run(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-        return swiglu(gate.clone(), up.clone()) if torch.is_grad_enabled() else swiglu(gate, up)
-
-    return run
-
-
 def liger_mhc_boundary(call: Call) -> Peer:
     """Liger's three functions: coefficients, streams past a site, and the mixture that the next site reads. Its matrix
     of a projection is the transpose of ours; as we do, it is rounded to the streams' dtype."""
@@ -133,45 +117,9 @@ def liger_mhc_boundary(call: Call) -> Peer:
     return run
 
 
-def liger_cross_entropy(call: Call) -> Peer:
-    """Liger's fused head and loss."""
-    loss = _function("liger_kernel", LIGER, "liger_fused_linear_cross_entropy")
-
-    def run(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
-        result = loss(hidden_ND, weight_VD, target_N)
-        return result if isinstance(result, Tensor) else result[0]
-
-    return run
-
-
-def fla_rms_norm(call: Call) -> Peer:
-    """flash-linear-attention's, with the weight in its own dtype."""
-    norm = _function("fla", "fla.modules.norm.layernorm", "rms_norm")
-    return lambda x, weight: norm(x, weight, None, eps=1e-6)
-
-
-def fla_swiglu(call: Call) -> Peer:
-    """flash-linear-attention's, which clamps nothing."""
-    swiglu = _function("fla", "fla.modules.activations", "swiglu")
-    return lambda gate, up, limit: swiglu(gate, up)
-
-
-def fla_cross_entropy(call: Call) -> Peer:
-    """flash-linear-attention's head and loss, in eight chunks."""
-    loss = _function("fla", "fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss")
-    return lambda hidden_ND, weight_VD, target_N: loss(hidden_ND, target_N, weight_VD)
-
-
-def quack_rms_norm(call: Call) -> Peer:
-    """QuACK's."""
-    norm = _function("quack", "quack.rmsnorm", "rmsnorm")
-    return lambda x, weight: norm(x, weight, eps=1e-6)
-
-
-def quack_cross_entropy(call: Call) -> Peer:
-    """QuACK's head and loss, chunk by chunk."""
-    loss = _function("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-    return lambda hidden_ND, weight_VD, target_N: loss(hidden_ND, weight_VD, target_N)
+def of(package: str, module: str, name: str, call: Callable[..., Any]) -> Maker:
+    """A peer made of a function of another package: ``call(function, **arguments)``."""
+    return lambda _: partial(call, _function(package, module, name))
 
 
 def _function(package: str, module: str, name: str) -> Callable[..., Any]:
@@ -311,10 +259,15 @@ def flash_local(call: Call) -> Peer:
     ) -> Tensor:
         key, sink = entry_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
         options = {"causal": True, "window_size": (width - 1, 0), "learnable_sink": sink}
-        result = attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options)
-        return turn(result if isinstance(result, Tensor) else result[0], cos_BRP, sin_BRP, True)
+        out = _first(attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options))
+        return turn(out, cos_BRP, sin_BRP, True)
 
     return run
+
+
+def _first(result: Any) -> Tensor:
+    """The output of a function that may return others behind it."""
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def columns(call: Call) -> Tensor:
@@ -398,7 +351,36 @@ _OTHERS: Mapping[str, Mapping[str, Maker]] = {
     "attend": ON_A_GPU,
     "attend_band": {**ON_A_GPU, **BAND},
     "mhc_boundary": {"liger": liger_mhc_boundary},
-    "rms_norm": {"liger": liger_rms_norm, "fla": fla_rms_norm, "quack": quack_rms_norm},
-    "swiglu": {"liger": liger_swiglu, "fla": fla_swiglu},
-    "linear_cross_entropy": {"liger": liger_cross_entropy, "fla": fla_cross_entropy, "quack": quack_cross_entropy},
-}
+    "rms_norm": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_rms_norm", lambda norm, x, weight: norm(x, weight.to(x.dtype), 1e-6)
+        ),
+        "fla": of(
+            "fla", "fla.modules.norm.layernorm", "rms_norm", lambda norm, x, weight: norm(x, weight, None, eps=1e-6)
+        ),
+        "quack": of("quack", "quack.rmsnorm", "rmsnorm", lambda norm, x, weight: norm(x, weight, eps=1e-6)),
+    },
+    # These clamp nothing; random numbers of this size do not reach the limit. The backward of Liger's writes the
+    # gradients over its inputs, so it gets copies of its own where there will be one; they are made before it.
+    "swiglu": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_swiglu",
+            lambda swiglu, gate, up, limit: swiglu(*(x.clone() if torch.is_grad_enabled() else x for x in (gate, up))),
+        ),
+        "fla": of("fla", "fla.modules.activations", "swiglu", lambda swiglu, gate, up, limit: swiglu(gate, up)),
+    },
+    "linear_cross_entropy": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_fused_linear_cross_entropy",
+            lambda loss, hidden_ND, weight_VD, target_N: _first(loss(hidden_ND, weight_VD, target_N)),
+        ),
+        "fla": of(  # in eight chunks
+            "fla", "fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss",
+            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, target_N, weight_VD),
+        ),
+        "quack": of(  # chunk by chunk
+            "quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
+            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, weight_VD, target_N),
+        ),
+    },
+}  # fmt: skip
