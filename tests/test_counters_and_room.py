@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from gsm.benchmarks import counters, room
-from gsm.benchmarks.counters import Operations, counting
-from gsm.benchmarks.room import Room, watching
+from gsm.costs import room
+from gsm.costs.room import Room
+from gsm_benchmarks import counters
+from gsm_benchmarks.counters import Operations, counting
+from gsm_benchmarks.machine import watching
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from gsm.benchmarks.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, load_tokenizer, usable
 from gsm.costs.model import cost
+from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.tokenizer import Tokenizer
 from gsm.engine import CHUNK, Engine
 from gsm.models.base import LanguageModel
