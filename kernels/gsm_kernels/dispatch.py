@@ -87,12 +87,10 @@ class Op:
         self.impls = (*self.fast, Impl("reference", self.reference))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args, kwargs
         if self.inputs is not None:
             args, kwargs = (self.inputs(*args, **kwargs),), {}
         self.check(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
         impl = self._choose(*args, **kwargs)
         first = args[0] if args else next(iter(kwargs.values()))
         try:
@@ -100,7 +98,7 @@ class Op:
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
             self._retire(impl, error, *args, **kwargs)
-            return self._run(*args, **kwargs)
+            return self(*given[0], **given[1])
         if _heard is not None:
             _heard.append((self.name, impl.name))
         return result
@@ -114,8 +112,9 @@ class Op:
         return self._choose(*args, **kwargs) if self.inputs is None else self._choose(self.inputs(*args, **kwargs))
 
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
+        asked = self._asked
         for impl in self.impls:
-            if self._asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
+            if asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
                 return impl
         reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
@@ -142,8 +141,9 @@ class Op:
     @property
     def _asked(self) -> str:
         """The choice in force for this operation."""
-        known = _forced == "triton" or any(impl.name == _forced for impl in self.impls)
-        return _forced if known else "auto"
+        if _forced in ("auto", "reference", "triton"):
+            return _forced
+        return _forced if any(impl.name == _forced for impl in self.impls) else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
         unbuilt = self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
@@ -155,7 +155,7 @@ class Op:
         if self._asked == "auto":
             what = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again there"
             message = f"{self.name}: {what}: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:

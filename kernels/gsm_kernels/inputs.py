@@ -29,8 +29,8 @@ def contiguous(inputs: Any) -> Any:
 
 def keep(ctx: Any, inputs: tuple[Any, ...], *results: Tensor | None) -> None:
     """Save inputs and some results for backward."""
-    ctx.save_for_backward(*results, *(x if isinstance(x, Tensor) else None for x in inputs))
-    ctx.numbers = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+    ctx.save_for_backward(*results, *[x if isinstance(x, Tensor) else None for x in inputs])
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def kept(ctx: Any, kind: Any) -> Any:

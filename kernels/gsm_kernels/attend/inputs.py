@@ -73,7 +73,7 @@ def check_window(op: str, inputs: Any) -> None:
         ValueError: in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the rows,
             or channels are odd or fewer than are rotated.
     """
-    sizes = agree(op, **inputs._asdict())
+    sizes = agree(op, inputs)
     require(op, inputs.width >= 1, f"width = {inputs.width} must be at least 1")
     require(op, sizes["E"] >= sizes["R"], f"{sizes['E']} window entries do not hold the {sizes['R']} rows themselves")
     fits = sizes["C"] % 2 == 0 and 2 * sizes["P"] <= sizes["C"]

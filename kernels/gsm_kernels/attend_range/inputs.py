@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 def check(inputs: Inputs) -> None:
     """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
     1, or rows that stand at the last slots are more than these."""
-    sizes, width = agree("attend_range", **inputs._asdict()), inputs.width
+    sizes, width = agree("attend_range", inputs), inputs.width
     heads, groups = sizes["H"], sizes["G"]
     require("attend_range", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
     require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")

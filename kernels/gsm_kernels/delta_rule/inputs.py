@@ -25,5 +25,5 @@ class Inputs(NamedTuple):
 
 def check(inputs: Inputs) -> None:
     """Raises ValueError, in one sentence, if a letter has two sizes, or T is 0."""
-    sizes = agree("delta_rule", **inputs._asdict())
+    sizes = agree("delta_rule", inputs)
     require("delta_rule", sizes["T"] >= 1, "there must be at least one token, got T = 0")

@@ -26,4 +26,4 @@ class Inputs(NamedTuple):
 
 def check(inputs: Inputs) -> None:
     """Raises ValueError, in one sentence, if a letter has two sizes."""
-    agree("score_slots", **inputs._asdict())
+    agree("score_slots", inputs)
