@@ -3,8 +3,8 @@
 `Build` calls what launches kernels with tensors on the CPU. Where a kernel would be launched, Triton says what it would
 compile: the kernel, the types of its arguments, which of them are 1 or divide by 16, and its constants. That and
 nothing else goes into the key of Triton's cache on disk, beside the compiler itself and the capability; so a process
-that makes such a launch later loads what was compiled here. Every kernel is compiled by a process of its own, which is
-ended if it takes too long: a compiler that hangs costs one kernel. They are forked by a server that has imported all
+that makes such a launch later loads what was compiled here. Every kernel is compiled by one of a few processes, which
+is ended if it takes too long: a compiler that hangs costs one kernel. They are made by a server that has imported all
 that they need (`multiprocessing`'s forkserver) and has no threads.
 """
 
@@ -45,7 +45,7 @@ class Build:
 
     Args:
         capability: of the GPU, 90 for a Hopper.
-        workers: processes at a time.
+        workers: processes.
         seconds: after which no kernel is begun, and the rest is given up.
         each: seconds after which a kernel is given up.
         show: called with the row of each kernel as it is there.
@@ -69,6 +69,8 @@ class Build:
         self._known: set[Request] = set()
         self._waiting: list[Future[None]] = []
         self._one_at_a_time = threading.Lock()
+        self._mine = threading.local()  # each thread hands requests to a process of its own
+        self._processes: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, "triton.compiler.compiler"])
@@ -83,6 +85,8 @@ class Build:
                 future.result()
         finally:
             self._threads.shutdown(cancel_futures=True)
+            for worker in self._processes:
+                worker.end()
 
     def add(self, name: str, call: Callable[[], object]) -> None:
         """Compile what `call` would launch; kernels that were asked for before are not compiled again."""
@@ -100,31 +104,49 @@ class Build:
         began = time.monotonic()
         row = {"kernel": request.kernel, "of": name}
         try:
-            row |= self._compiled(request, min(self.each, self.end - began))
+            row |= self._worker().compile(request, min(self.each, self.end - began))
         except Exception as error:  # whatever became of that process: the others go on
+            if worker := getattr(self._mine, "worker", None):
+                worker.end()
             row["failed"] = sentence(error)
         self._done({"seconds": round(time.monotonic() - began, 2), **row})
-
-    def _compiled(self, request: Request, seconds: float) -> dict[str, Any]:
-        """What a process says of a kernel. Raises TimeoutError, or EOFError where the process has died."""
-        if seconds <= 0:
-            raise TimeoutError("no time was left for it")
-        connection, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, request, self.capability), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            if not connection.poll(seconds):
-                raise TimeoutError(f"the compiler took more than {seconds:.0f} s")
-            return connection.recv()
-        finally:
-            process.kill()
-            process.join()
 
     def _done(self, row: dict[str, Any]) -> None:
         with self._one_at_a_time:
             self.rows.append(row)
             self.show(row)
+
+    def _worker(self) -> _Worker:
+        """The process of this thread; another one where the last has ended."""
+        worker = getattr(self._mine, "worker", None)
+        if worker is None or not worker.process.is_alive():
+            worker = self._mine.worker = _Worker(self._context, self.capability)
+            self._processes.append(worker)
+        return worker
+
+
+class _Worker:
+    """A process that compiles one kernel after the other."""
+
+    def __init__(self, context: Any, capability: int) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, capability), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def compile(self, request: Request, seconds: float) -> dict[str, Any]:
+        """What it says of a kernel. Raises TimeoutError, or EOFError where the process has died."""
+        if seconds <= 0:
+            raise TimeoutError("no time was left for it")
+        self.connection.send(request)
+        if not self.connection.poll(seconds):
+            raise TimeoutError(f"the compiler took more than {seconds:.0f} s")
+        return self.connection.recv()
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+        self.process.kill()
+        self.process.join()
 
 
 def requests(call: Callable[[], object], capability: int) -> list[Request]:
@@ -174,14 +196,16 @@ def target(capability: int) -> Iterator[None]:
         driver.set_active(None)  # pyright: ignore[reportArgumentType] # the machine's own, when it is asked for
 
 
-def _serve(connection: Connection, request: Request, capability: int) -> None:
-    """Compile a kernel, in a process of its own, and say what came of it."""
-    with target(capability):
-        try:
-            row = _compiled(request)
-        except Exception as error:  # the compiler may fail in any way
-            row = {"failed": sentence(error)}
-        connection.send(row)
+def _serve(connection: Connection, capability: int) -> None:
+    """Compiles what it is asked for until the other end is closed."""
+    with target(capability), contextlib.suppress(EOFError):
+        while True:
+            request = connection.recv()
+            try:
+                row = _compiled(request)
+            except Exception as error:  # the compiler may fail in any way, and the other kernels are still to come
+                row = {"failed": sentence(error)}
+            connection.send(row)
 
 
 def _compiled(request: Request) -> dict[str, Any]:
