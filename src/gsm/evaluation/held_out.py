@@ -209,16 +209,16 @@ def measure(
     loss, loss_error = _ratio(loss_SP.sum(1), count_SP.sum(1))
     has_bytes = bool(bytes_S.sum() > 0)
     bits, bits_error = _ratio(loss_SP.sum(1) / math.log(2), bytes_S) if has_bytes else (None, None)
-    buckets = []
+    by_position = []
     for p in range(count_SP.shape[1]):
         if count_SP[:, p].any():
             mean, error = _ratio(loss_SP[:, p], count_SP[:, p])
             span = {"first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "targets": int(count_SP[:, p].sum())}
-            buckets.append({**span, "loss": mean, "error": error})
+            by_position.append({**span, "loss": mean, "error": error})
     return {
         **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
         **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
-        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": buckets},
+        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": by_position},
     }
 
 
@@ -474,9 +474,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
     grid = [[f"place in the {' or '.join(sorted({result['text']['place'] for result in results}))}", *arms]]
     for first, span in sorted(spans.items()):
-        buckets = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
-        losses = [[one["loss"] for one in each if one["first"] == first] for each in buckets]
-        grid.append([span, *(_number(statistics.fmean(found) if found else None, 3) for found in losses)])
+        found = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
+        losses = [[one["loss"] for one in each if one["first"] == first] for each in found]
+        grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
     return f"{grid_text(whole, WIDTH)}\n\n{grid_text(grid, WIDTH)}"
 
 

@@ -95,11 +95,12 @@ class Results:
         assert self.path
         content = read_json(self.path) or {}
         try:
-            changed = [name for name in self.settings if content["settings"].get(name) != self.settings[name]]
-            if not changed and len(content["settings"]) == len(self.settings):
+            before, now = content["settings"], self.settings
+            changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            if not changed:
                 return unpack(content)
             why = f"it was made with another {', '.join(changed)}"
-        except (LookupError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError):  # nothing that can be gone on from
             why = "it is damaged, or something else"
         previous = self.path.with_suffix(".previous")
         os.replace(self.path, previous)
