@@ -6,6 +6,7 @@ Read from the source with `ast`, so that an import inside a function counts like
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
@@ -139,3 +140,46 @@ def _plant(root: Path, place: str, line: str) -> None:
     path = root / place
     path.parent.mkdir(parents=True)
     path.write_text(line + "\n", encoding="utf-8")
+
+
+# Circles: for types alone or inside a function counts too, as modules that need each other can only be read together.
+
+
+@pytest.mark.parametrize("package", ["src/gsm"])
+def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+    assert not circle(ROOT / package)
+
+
+@pytest.mark.parametrize("line", ["from gsm.a import X", "def late():\n    from gsm import a", "import gsm.a as a"])
+def test_a_planted_circle_is_found(tmp_path: Path, line: str) -> None:
+    _plant(tmp_path, "gsm/b/deep.py", line)
+    (tmp_path / "gsm/a.py").write_text("from gsm.b import deep\n")
+    assert set(circle(tmp_path / "gsm")) == {"gsm.a", "gsm.b.deep"}
+
+
+def circle(package: Path) -> list[str]:
+    """Modules below this folder of which each imports the next one, and the last is the first; empty: there is none."""
+    source = package.parent
+    files = {
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in package.rglob("*.py")
+    }
+    arrows = {name: (_modules(file, source, set(files)) & files.keys()) - {name} for name, file in files.items()}
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _modules(file: Path, source: Path, known: set[str]) -> set[str]:
+    """What a module imports: of `from gsm.layers import block` the module `block`, of `import Block` the package."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = file.relative_to(source).parts[: -node.level] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else ())])
+            found |= {name if (name := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found

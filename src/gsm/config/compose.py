@@ -26,13 +26,13 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
 
     Args:
         overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
-        directories: folders of yaml files besides ``configs/``.
+        directories: folders of yaml files besides ``configs/`` and those of ``--config-dir``.
         script: whose configuration; it is the name of its yaml in ``configs/``.
 
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
-    overrides = list(overrides)
+    overrides, directories = list(overrides), paths.config_folders(directories)[1:]
     groups = _groups(_folders(directories))
     parsed = _check_choices(overrides, groups)
     try:

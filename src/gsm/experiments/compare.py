@@ -242,7 +242,7 @@ def _by_length(by_arm: Mapping[str, Sequence[RunSummary]]) -> dict[str, dict[str
 
 
 def _curve(run: RunSummary) -> Path:
-    """Where its learning curve lies: of one in phases, that of the first."""
+    """Where its learning curve lies: of several runs after one another, that of the first."""
     return run.folder / run.summary.get("curves", "") / "metrics.csv"
 
 
@@ -330,6 +330,6 @@ def _state(run: Path) -> str:
     if status == "finished":
         return ""
     how = "running, or killed," if status == "running" else str(status)
-    if summary.get("phase"):
-        return f"{how} in phase {summary['phase']}{f': {reason}' if reason else ''}"
+    if summary.get("run"):
+        return f"{how} in its run {summary['run']}{f': {reason}' if reason else ''}"
     return f"{how} at step {steps}{f': {reason}' if reason else ''}"

@@ -16,11 +16,11 @@ from gsm.experiments.trainers import best_precision
 from gsm.files import read_json
 from gsm.training.callbacks.progress import clock
 
-TRAINED = "trained"  # the phases that train, in the summary of a run in phases
+TRAINED = "trained"  # in a summary: those of several runs, one after another, that train
 
 
 def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path, or those of all runs below it, sorted; of a run in phases, that of the last.
+    """The checkpoint at a path, or those of all runs below it, sorted; of runs after one another, that of the last.
 
     Raises FileNotFoundError if there is none.
     """
@@ -36,13 +36,13 @@ def checkpoints(path: str) -> list[Path]:
 
 
 def _is_last(file: Path) -> bool:
-    """Whether a checkpoint is of a run in one go, or of the last of a run's phases that have one."""
-    phase, run = file.parent.parent.name, file.parent.parent.parent
+    """Whether a checkpoint is of a single run, or of the last one of those after one another that have one."""
+    name, run = file.parent.parent.name, file.parent.parent.parent
     trained = (read_json(run / "summary.json") or {}).get(TRAINED)
     if not isinstance(trained, list):
         return True
-    there = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
-    return phase in there[-1:]
+    there = [one for one in trained if (run / one / "checkpoints" / "last.ckpt").is_file()]
+    return name in there[-1:]
 
 
 def read_masks(text: str, *, both: bool = True) -> list[str]:
