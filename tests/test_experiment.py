@@ -65,13 +65,13 @@ def configs(folder: Path, text: str = TOY) -> Path:
     return folder / "configs"
 
 
-def composed(folder: Path, *given: str, text: str = TOY) -> Experiment:
+def composed(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) -> Experiment:
     """As the command line makes it; every configuration takes half a second."""
     directory = configs(folder, text)
     overrides = ["experiment=toy", f"logs={folder / 'logs'}", *given]
     with pytest.MonkeyPatch.context() as patch:  # as --config-dir is noted
         patch.setenv("GSM_CONFIGS", str(directory))
-        experiment = Experiment(compose(overrides), overrides)
+        experiment = Experiment(compose(overrides), overrides, script)
         experiment.trials()
     return experiment
 

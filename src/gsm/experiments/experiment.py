@@ -80,7 +80,7 @@ class Training(Job):
         done."""
         try:
             return folder.finished(self.config)
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:  # its own, or the one that it started from
             print(f"{self.name} was finished, but cannot be used: {error}", flush=True)
             return False
 
@@ -96,7 +96,8 @@ class Evaluation(Job):
     def finished(self) -> bool:
         """Whether just this was measured of just these weights."""
         known = read_json(self.folder / "summary.json") or {}
-        return known.get("status") == "finished" and self._measured().items() <= known.items()
+        there = known.get("status") == "finished" and self.checkpoint.is_file()
+        return there and self._measured().items() <= known.items()
 
     def conclude(self) -> None:
         """Writes what was measured, and what came out of it."""
