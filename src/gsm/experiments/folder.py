@@ -37,9 +37,8 @@ MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers a
 BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
 DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
-Fingerprint = Callable[
-    [], Mapping[str, str | int]
-]  # of the data, which is made only where there is something to compare
+# Of the data, which is made only where there is something to compare.
+Fingerprint = Callable[[], Mapping[str, str | int]]
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,9 @@ def _matters(key: str, by_path: bool, divided: bool = False) -> bool:
 
 
 def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Moves an earlier run's files out of the way, checkpoints first; returns where to, None if there was nothing.
+    """Moves an earlier run's files out of the way; returns where to, None if there was nothing.
+
+    Checkpoints go first and the summary last: what is cut off on the way is no finished run, and known for one of ours.
 
     Raises ConfigError for files that are not a run's.
     """
@@ -337,6 +338,6 @@ def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
     taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()
     target = next(parent / name for n in range(1, len(taken) + 2) if (name := f"{folder.name}-{n}") not in taken)
     target.mkdir(parents=True)
-    for path in sorted(found, key=lambda path: path.name != "checkpoints"):
+    for path in sorted(found, key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
         shutil.move(path, target / path.name)
     return target

@@ -56,7 +56,7 @@ class RunSummary:
 class Cell:
     """One column of one arm: the mean over the ``count`` seeds that have a value, and their sample standard deviation.
 
-    Of a difference, ``spread`` is the standard error of the mean, and ``scale`` the size of the values themselves, which
+    Of a difference, ``spread`` is the standard error of the mean, and ``scale`` the size of the values, which
     decides how many digits are shown.
     """
 
