@@ -180,7 +180,7 @@ def test_a_run_that_fails_stops_no_other_arm_and_the_same_command_goes_on_there(
     assert "one/seed0/loss: not started, as one/seed0/extend has failed" in said
     assert said.rindex("its last words") > said.index("sample standard deviation"), "last words come last"
     found = summary(asked(THREE, ARMS), "one")
-    assert (found["status"], found["reason"]) == ("failed", "run extend: ended with exit code 3")
+    assert (found["status"], found["reason"]) == ("failed", "run extend ended with exit code 3")
     assert done[1:] == ["one/seed0/train", "two/seed0/extend", "two/seed0/loss"]
     assert summary(asked(THREE, ARMS), "two")["status"] == "finished"
     del done[:]
@@ -199,7 +199,7 @@ def test_a_run_that_chooses_a_group_drops_what_was_said_of_it(asked: Callable[..
 
 def test_what_every_run_says_otherwise_is_known(asked: Callable[..., Experiment]):
     both = "runs={a: {trainer.max_steps: 2}, b: {after: a, trainer.max_steps: 1, optimizer.warmup_steps: 1}}"
-    assert experiments._without_effect(asked(both).trials()) == ["trainer.max_steps=30"]
+    assert experiments._without_effect(only(asked(both))) == ["trainer.max_steps=30"]
 
 
 def test_a_value_of_one_run_can_be_given_on_the_command_line(asked: Callable[..., Experiment]):

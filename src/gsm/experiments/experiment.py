@@ -48,7 +48,7 @@ from gsm.experiments import folder, launcher, report, weights
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
-from gsm.experiments.table import COLUMNS, FOOTNOTE, WIDTH, Table, read_runs, shown, summarise
+from gsm.experiments.table import COLUMNS, FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown, summarise
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
@@ -156,6 +156,8 @@ class Trial:
 
     def conclude(self) -> None:
         """Writes all that its last training says, and the metrics of every evaluation. Raises OSError."""
+        if "" in self.jobs:
+            return
         said = {name: read_json(job.folder / "summary.json") or {} for name, job in self.jobs.items()}
         where = {name: os.path.relpath(job.folder, self.folder) for name, job in self.jobs.items()}
         facts = said[self._trained()[-1]] if self._trained() else {}
@@ -365,24 +367,23 @@ class _Work:
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
         self.experiment, self.trials = experiment, trials
-        self.done: set[Job] = set()
-        jobs = list(dict.fromkeys(job for trial in trials for job in trial.jobs.values()))
-        for job in jobs:
-            if (job.after is None or job.after in self.done or job.after not in jobs) and job.finished():
-                self.done.add(job)
-        self.jobs, self.waiting = jobs, [job for job in jobs if job not in self.done]
+        self.done: dict[Job, None] = {}  # in their order
+        self.waiting: list[Job] = []
+        for job in dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
+            is_done = job.after not in self.waiting and job.finished()
+            self.done |= {job: None} if is_done else {}
+            self.waiting += [] if is_done else [job]
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
         self.failed: dict[str, list[str]] = {}  # what is said of each, by name
         for trial in trials:
-            if self._complete(trial):
-                trial.conclude()  # which a command that was killed has not
+            self._conclude(trial)  # which a command that was killed has not
 
     def train(self) -> int | None:
         """With processes of this machine; returns the signal that has ended it all, if one has."""
         stopped = work_off(self.waiting, self.at_once, self._start, self._ended)
-        for trial in self.trials if stopped is not None else []:
-            for name in [name for name, job in trial.jobs.items() if job.name in self.failed]:
-                trial.note(status="interrupted", run=name, reason=f"run {name} was stopped")
+        for job in self.waiting if stopped is not None else []:
+            if job.name in self.failed:
+                self._note(job, "interrupted", "was stopped")
         return stopped
 
     def hand_over(self, hand_to: str) -> None:
@@ -390,7 +391,7 @@ class _Work:
         parts = _parts(self.trials, self.waiting)
         print(f"{len(parts)} runs go to {hand_to}; what each says: <arm>/seed<k>/train.log", flush=True)
         for job in self.waiting:
-            self._note(job, status="running")
+            self._note(job, "running")
         try:
             codes = launcher.launch(parts)
         except launcher.GaveUp as error:
@@ -406,10 +407,10 @@ class _Work:
             f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
             f"seeds {', '.join(map(str, experiment.seeds))}; in {report.shown(experiment.folder)}"
         ]
-        done = [job.name for job in self.jobs if job in self.done]
-        if done:
-            lines.append(f"finished already, and skipped (force=true runs them again): {', '.join(done)}")
-        for line in _without_effect(self.trials):
+        if self.done:
+            names = ", ".join(job.name for job in self.done)
+            lines.append(f"finished already, and skipped (force=true runs them again): {names}")
+        for line in _without_effect(self.trials[0]):
             lines.append(f"{line} changes nothing, as every run sets that: ++runs.<name>.{line} would")
         return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False))
 
@@ -419,68 +420,53 @@ class _Work:
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
     def _start(self, job: Job) -> Child:
-        number = f"[{self.waiting.index(job) + 1}/{len(self.waiting)}]"
-        print(f"{number} {job.name}: started, output in {report.shown(job.log)}", flush=True)
+        print(f"{self._label(job)}: started, output in {report.shown(job.log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(job.command), "    "), flush=True)
-        self._note(job, status="running")
-        return Child(job, self._environment(), follow=self.at_once == 1)
+        self._note(job, "running")
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        threads = {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}  # one alone takes what it finds
+        return Child(job, threads if self.at_once > 1 else {}, follow=self.at_once == 1)
 
     def _ended(self, job: Job, code: int | None, child: Child | None = None) -> None:
         """Prints how a job has ended, notes it, and remembers one that has failed."""
+        how, numbers = _how(code), ""
         if code == 0:
-            self.done.add(job)
-            how = "finished"
+            self.done[job] = None
+            numbers = "".join(self._conclude(trial) for trial in self.trials if job in trial.jobs.values())
         elif job.after and job.after.name in self.failed:
             how = f"not started, as {job.after.name} has failed"
             self.failed[job.name] = [f"{job.name}: {how}"]
         else:
-            how = _how(code)
             words = child.tail() if child else tail(job.log)
-            self.failed[job.name] = [f"{job.name} failed; {_source(job.log, words)}", *(f"  {word}" for word in words)]
-            self._note(job, status="failed", reason=how)
-        after = f" after {clock(child.seconds())}" if child else ""
-        numbers = ""
-        for trial in self.trials:
-            if job in trial.jobs.values() and self._complete(trial):
-                trial.conclude()
-                numbers = self._numbers(trial)
-        number = f"[{self.waiting.index(job) + 1}/{len(self.waiting)}]"
-        print(f"{number} {job.name}: {how}{after}{numbers}", flush=True)
+            said = f"the end of {report.shown(job.log)}:" if words else "it has written no log"
+            self.failed[job.name] = [f"{job.name} failed; {said}", *(f"  {word}" for word in words)]
+            self._note(job, "failed", how)
+        print(f"{self._label(job)}: {how}{f' after {clock(child.seconds())}' if child else ''}{numbers}", flush=True)
 
-    def _note(self, job: Job, reason: str | None = None, **facts: Any) -> None:
+    def _label(self, job: Job) -> str:
+        return f"[{self.waiting.index(job) + 1}/{len(self.waiting)}] {job.name}"
+
+    def _note(self, job: Job, status: str, reason: str = "") -> None:
         for trial in self.trials:
             for name in [name for name, its in trial.jobs.items() if its is job]:
-                trial.note(run=name, reason=f"run {name}: {reason}" if reason else None, **facts)
+                trial.note(status=status, run=name, reason=f"run {name} {reason}" if reason else None)
 
-    def _complete(self, trial: Trial) -> bool:
-        return self.done.issuperset(trial.jobs.values())
-
-    def _numbers(self, trial: Trial) -> str:
-        """The columns of the table, of this line of it."""
-        of_this = (run for run in read_runs(self.experiment.folder) if run.folder == trial.folder)
-        return "".join(
-            f", {column} {shown(run.value(column))}" for run in of_this for column in self.experiment.columns
-        )
-
-    def _environment(self) -> dict[str, str]:
-        """Threads for several jobs at a time; one alone takes what it finds."""
-        if self.at_once == 1:
-            return {}
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        return {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}
+    def _conclude(self, trial: Trial) -> str:
+        """Writes the summary of a trial all of whose jobs are done; its columns of the table, as words."""
+        if not self.done.keys() >= {*trial.jobs.values()}:
+            return ""
+        trial.conclude()
+        found = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
+        return "".join(f", {column} {shown(found.value(column))}" for column in self.experiment.columns)
 
 
 def _how(code: int | None) -> str:
-    """The end of a job that is not finished, in words."""
+    """A job's end in words."""
     if code is None:
         return "has not come to its end"
-    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _source(log: Path, words: Sequence[str]) -> str:
-    return f"the end of {report.shown(log)}:" if words else "it has written no log"
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
 
 
 def _parts(trials: Sequence[Trial], waiting: Sequence[Job]) -> dict[tuple[str, ...], list[Job]]:
@@ -653,15 +639,11 @@ def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None)
     ]
 
 
-def _without_effect(trials: Sequence[Trial]) -> list[str]:
-    """Overrides of all that every run which trains says otherwise."""
-    asked = trials[0].config["runs"]
-    said = (
-        [{_key(line) for line in run.lines} for run in parse_runs(asked) if not (run.measures or run.given)]
-        if asked
-        else []
-    )
-    return [line for line in trials[0].overrides if said and _key(line) in set.intersection(*said)]
+def _without_effect(trial: Trial) -> list[str]:
+    """Overrides of all runs that every one which trains says otherwise."""
+    runs = parse_runs(trial.config["runs"]) if trial.config["runs"] else []
+    said = [{_key(line) for line in run.lines} for run in runs if not (run.measures or run.given)]
+    return [line for line in trial.overrides if said and _key(line) in set.intersection(*said)]
 
 
 def _read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
