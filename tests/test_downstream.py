@@ -16,7 +16,7 @@ from bag import Bag
 from small import GEOMETRY, MEMORIES, SHALLOW, build
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import downstream, task_files
+from gsm.evaluation import downstream, results, task_files
 from gsm.evaluation.bootstrap import paired
 from gsm.evaluation.loglikelihood import encode_pairs, loglikelihoods, plan
 from gsm.evaluation.paper import published
@@ -253,7 +253,7 @@ def test_subtasks_count_by_their_samples():
     records = [
         {"subtask": name, "cut": 0, "acc": acc} for name, acc in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 0.0))
     ]
-    found = downstream.conclude(["acc"], records)
+    found = results.conclude(["acc"], records)
     assert found["acc"] == 0.5
     assert found["subtasks"] == {"a": {"samples": 3, "acc": 2 / 3}, "b": {"samples": 1, "acc": 0.0}}
 

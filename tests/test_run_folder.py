@@ -25,6 +25,7 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.evaluation.generate import generate
 from gsm.experiments import fit, trainers
+from gsm.experiments import folder as run_folder
 from gsm.experiments.folder import Start, differences, finished, prepare
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.latest import Latest
@@ -122,6 +123,45 @@ def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(
     assert last.is_file()
     assert prepare({**changed, "resume": "never"}).sentence.startswith("An earlier run in this folder was moved to")
     assert not last.exists()
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
+    """A kill after `finished` was written, and the same command trained all of it again."""
+    last = leave(tmp_path / "run", "finished")
+    start = prepare(config(tmp_path / "run"), fingerprint=same_text)
+    assert start.finished and start.checkpoint is None and "is finished already" in start.sentence
+    began = leave(tmp_path / "began", "finished", origin=str(last))
+    assert prepare(config(tmp_path / "began", resume=str(last)), fingerprint=same_text).finished
+    assert last.is_file() and began.is_file()
+    assert not prepare(config(tmp_path / "run", resume="never")).finished
+
+
+def test_a_finished_run_on_other_text_or_measured_otherwise_is_moved_aside(tmp_path: Path):
+    leave(tmp_path / "run", "finished")
+    assert "finished and its configuration differs in the data's corpus" in (
+        prepare(config(tmp_path / "run"), fingerprint=other_text).sentence
+    )
+    leave(tmp_path / "run", "finished")
+    assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).sentence
+
+
+def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed between two files, of which one says that the folder is a run's."""
+    leave(tmp_path / "run/train", "finished")
+    (tmp_path / "run/summary.json").write_text("{}")
+    (tmp_path / "run/results").mkdir()
+    moved, move = [], run_folder.shutil.move
+
+    def one(*given: Path) -> None:
+        assert not moved, "killed"
+        moved.append(move(*given))
+
+    monkeypatch.setattr(run_folder.shutil, "move", one)
+    with pytest.raises(AssertionError, match="killed"):
+        prepare(config(tmp_path / "run", resume="never"))
+    monkeypatch.setattr(run_folder.shutil, "move", move)
+    prepare(config(tmp_path / "run", resume="never"))
+    assert not [path.name for path in (tmp_path / "run").iterdir()]
 
 
 def test_force_starts_a_single_run_over(tmp_path: Path):

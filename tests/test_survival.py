@@ -20,6 +20,7 @@ import torch
 from short_runs import arguments, count_calls, lines, no_death, scalars, started
 
 import gsm.training.callbacks.files as files
+from gsm.experiments import report
 from gsm.files import PARTIAL
 from gsm.training.callbacks.interruption import SAME
 from gsm.training.module import LanguageModeling
@@ -122,6 +123,26 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
     assert child.exitcode == 0, log.read_text()
     assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
     assert_same_run(folder, straight)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_once_it_is_finished_is_left_as_it_is(home: Path, processes: Any, straight: Path):
+    """It was moved aside, and trained again from the first step."""
+    log, folder = home / "late.log", home / "logs/late/gsm/seed0"
+    child = started(processes, arguments(home, "late"), log, killed_once_it_is_finished)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL, log.read_text()
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"}
+    child = started(processes, arguments(home, "late"), log, no_death)
+    child.join()
+    assert child.exitcode == 0 and "is finished already" in log.read_text()
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"} == before
+    assert_same_run(folder, straight)
+
+
+def killed_once_it_is_finished() -> None:
+    """After the last word of the summary, before the process ends."""
+    report.conclusion = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ PAYLOADS: dict[str, Any] = {
     "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/model.ckpt", "dst": "{folder}/mark"},
     "runs a command": {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
     "runs a shell": {"_target_": "os.system", "command": "touch {folder}/mark"},
-    "starts a child of ours": {"_target_": "gsm.experiments.children.Child", "command": ["touch", "{folder}/mark"]},
+    "starts a child of ours": {"_target_": "gsm.experiments.jobs.Child", "command": ["touch", "{folder}/mark"]},
     "reads a pickle": {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
     "evaluates an expression": {
         "_target_": "builtins.len",

@@ -48,7 +48,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
             given = ["experiment=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
-            config = Experiment(compose(given), given).job(arm, 0).config
+            config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)
             train(config)

@@ -34,7 +34,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "subprocess.run", "args": ["touch", "{folder}/mark"]},
     {"_target_": "subprocess.Popen", "args": ["touch", "{folder}/mark"]},
     {
-        "_target_": "gsm.experiments.children.Child",
+        "_target_": "gsm.experiments.jobs.Child",
         "command": ["touch", "{folder}/mark"],
         "log": "{folder}/mark",
         "environment": {},

@@ -44,7 +44,7 @@ LEFT_OUT = (
     "logger.",
     "arms",
     "seeds",
-    "phases",
+    "runs",
     "jobs",
     "table",
 )  # of several runs, or no value to type

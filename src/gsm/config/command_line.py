@@ -196,7 +196,7 @@ def errors_as_sentences() -> Iterator[None]:
             raise
         raise SystemExit(f"error: {refusal(error)}") from error
     except (MemoryError, RuntimeError) as error:
-        from gsm.benchmarks.room import out_of_memory  # with PyTorch, for which no misspelt word has to wait
+        from gsm.costs.room import out_of_memory  # with PyTorch, for which no misspelt word has to wait
 
         if not out_of_memory(error):
             raise

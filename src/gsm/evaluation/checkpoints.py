@@ -23,7 +23,7 @@ from gsm.files import read_json, write_json
 from gsm.models.base import LanguageModel
 from gsm.training.callbacks.progress import clock
 
-TRAINED = "trained"  # the phases that train, in the summary of a run in phases
+TRAINED = "trained"  # in a summary: those of several runs, one after another, that train
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 
 def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path, or those of all runs below it, sorted; of a run in phases, that of the last.
+    """The checkpoint at a path, or those of all runs below it, sorted; of runs after one another, that of the last.
 
     Raises FileNotFoundError if there is none.
     """
@@ -137,7 +137,7 @@ def checkpoints(path: str) -> list[Path]:
 
 
 def _is_last(file: Path) -> bool:
-    """Whether a checkpoint is of a run in one go, or of the last of a run's phases that have one."""
+    """Whether a checkpoint is of a single run, or of the last one of those after one another that have one."""
     phase, run = file.parent.parent.name, file.parent.parent.parent
     trained = (read_json(run / "summary.json") or {}).get(TRAINED)
     if not isinstance(trained, list):

@@ -9,8 +9,6 @@ that an evaluation that was interrupted ends with the numbers of one that was no
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,19 @@ from gsm.evaluation import ruler as needles
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.evaluation.loglikelihood import Score
 from gsm.evaluation.paper import Published, published
-from gsm.evaluation.results import Grid, Progress, Results, by_arm, difference, means, side_by_side, silent
+from gsm.evaluation.results import (
+    ACCURACIES,
+    Grid,
+    Progress,
+    Results,
+    by_arm,
+    conclude,
+    difference,
+    means,
+    side_by_side,
+    silent,
+    write_samples,
+)
 from gsm.evaluation.task_files import Sample, Task
 from gsm.experiments.report import shown
 from gsm.experiments.table import WIDTH, grid_markdown, grid_text
@@ -36,7 +46,6 @@ from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
-ACCURACIES = ("acc", "acc_norm")
 HUB = "hub"  # in the settings of results, where documents are not local files
 # Of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its
 # result or None.
@@ -208,31 +217,10 @@ def measure(
         ]
         return {place: score for place, score in enumerate(each) if score.loglikelihood is not None}
 
-    results = Results(file, settings or {}, pack=pack, unpack=unpack, write=write)
+    results = Results(file, settings or {}, pack=pack, unpack=unpack, write=write_samples)
     places = lambda batch: [place for question in batch for place in question.places]  # noqa: E731
     results.fill(batches, places, partial(loglikelihood.score, model), progress)
     return results.content()
-
-
-def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of a task: means over all samples, which for a task with subtasks weighs these by their samples.
-
-    Returns:
-        Each metric; ``samples``; ``cut``, how many of them were cut; and ``subtasks``, each with ``samples`` and its
-        accuracies.
-    """
-    subtasks: dict[str, list[Mapping[str, Any]]] = {}
-    for one in records:
-        subtasks.setdefault(one["subtask"], []).append(one)
-    found: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
-    found |= {"samples": len(records), "cut": sum(one["cut"] > 0 for one in records)}
-    if set(subtasks) != {""}:
-        accuracies = [metric for metric in metrics if metric in ACCURACIES]
-        found["subtasks"] = {
-            name: {"samples": len(those), **{metric: _mean(metric, those) for metric in accuracies}}
-            for name, those in sorted(subtasks.items())
-        }
-    return found
 
 
 def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[str, Any]:
@@ -256,14 +244,6 @@ def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[s
     return kept
 
 
-def write(file: Path, content: Mapping[str, Any]) -> None:
-    """A sample a line, the file as a whole or not at all."""
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in content["samples"])
-    head = json.dumps({name: value for name, value in content.items() if name != "samples"}, indent=2)
-    with replacing(file) as opened:
-        opened.write(f'{head[:-2]},\n  "samples": [\n{lines}\n  ]\n}}\n'.encode())
-
-
 def documents_digest(task: Task, folder: Path) -> str:
     """SHA-256 of a task's own file and of its documents, in hexadecimal."""
     found = hashlib.sha256()
@@ -280,13 +260,6 @@ def _harness() -> Any:
     except ImportError as error:
         raise ConfigError(f"harness=true needs the extra eval: pip install -e '.[eval]' ({error})") from error
     return harness
-
-
-def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
-    if metric == "perplexity":
-        return math.exp(min(700.0, -statistics.fmean(one["loglikelihoods"][one["gold"]] for one in records)))
-    return statistics.fmean(one[metric] for one in records)
 
 
 def _conclude(results: Sequence[Result], tasks: Sequence[Task], table: Published | None, place: Path) -> None:

@@ -24,9 +24,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import downstream, task_files
+from gsm.evaluation import task_files
 from gsm.evaluation.loglikelihood import Pair, Score, cut, encode_pairs, loglikelihoods
-from gsm.evaluation.results import Progress, Results, silent
+from gsm.evaluation.results import ACCURACIES, Progress, Results, conclude, silent, write_samples
 from gsm.evaluation.task_files import Sample, Task
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample as draw
@@ -182,12 +182,12 @@ def measure(
         settings or {},
         pack=lambda cells: {"task": task.name, **cells},
         unpack=lambda content: {name: content[name] for name in ("scores", "samples")},
-        write=downstream.write,
+        write=write_samples,
     )
     if not results.cells:
         records = _records_of_the_hub(adapter, task, limit) if samples is None else _records(adapter, task, samples)
         records.sort(key=lambda one: one["document"])
-        results.cells |= {"scores": downstream.conclude(task.metrics, records), "samples": records}
+        results.cells |= {"scores": conclude(task.metrics, records), "samples": records}
         results.save()
     return results.content()
 
@@ -263,5 +263,5 @@ def record(
         "loglikelihoods": [float(loglikelihood) for loglikelihood, _ in scores],
         "greedy": [bool(greedy) for _, greedy in scores],
         "cut": max(cut(*pair, adapter.max_length) for pair in pairs),
-        **{metric: float(logged[metric]) for metric in task.metrics if metric in downstream.ACCURACIES},
+        **{metric: float(logged[metric]) for metric in task.metrics if metric in ACCURACIES},
     }

@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from gsm.evaluation.bootstrap import paired
-from gsm.files import read_json, write_json
+from gsm.files import read_json, replacing, write_json
 
 SAVE_EVERY = 20.0  # seconds
 Grid = list[list[str]]  # rows of cells, the names of the columns first
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]  # passes so many parts on, and may say how far it is
+ACCURACIES = ("acc", "acc_norm")  # of the metrics of a task, those that are shares of right answers
 
 
 def silent(parts: Iterable[Any], count: int, note: str = "") -> Iterable[Any]:
@@ -188,3 +189,39 @@ def difference(
 def means(runs: Iterable[Sequence[float]]) -> list[float]:
     """The mean of several lists, element by element."""
     return [statistics.fmean(values) for values in zip(*runs, strict=True)]
+
+
+def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The scores of a task: means over all samples, which for a task with subtasks weighs these by their samples.
+
+    Returns:
+        Each metric; ``samples``; ``cut``, how many of them were cut; and ``subtasks``, each with ``samples`` and its
+        accuracies.
+    """
+    subtasks: dict[str, list[Mapping[str, Any]]] = {}
+    for one in records:
+        subtasks.setdefault(one["subtask"], []).append(one)
+    found: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
+    found |= {"samples": len(records), "cut": sum(one["cut"] > 0 for one in records)}
+    if set(subtasks) != {""}:
+        accuracies = [metric for metric in metrics if metric in ACCURACIES]
+        found["subtasks"] = {
+            name: {"samples": len(those), **{metric: _mean(metric, those) for metric in accuracies}}
+            for name, those in sorted(subtasks.items())
+        }
+    return found
+
+
+def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
+    if metric == "perplexity":
+        return math.exp(min(700.0, -statistics.fmean(one["loglikelihoods"][one["gold"]] for one in records)))
+    return statistics.fmean(one[metric] for one in records)
+
+
+def write_samples(file: Path, content: Mapping[str, Any]) -> None:
+    """A sample a line, the file as a whole or not at all."""
+    lines = ",\n".join(f"    {json.dumps(one)}" for one in content["samples"])
+    head = json.dumps({name: value for name, value in content.items() if name != "samples"}, indent=2)
+    with replacing(file) as opened:
+        opened.write(f'{head[:-2]},\n  "samples": [\n{lines}\n  ]\n}}\n'.encode())

@@ -350,12 +350,12 @@ def known_below(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _place(file: Path) -> Path:
-    """The ruler.json of a checkpoint: beside it, or in a phase of the same run that has measured it."""
+    """The ruler.json of a checkpoint: beside it, or of an evaluation after the same run."""
     own = home(file) / "ruler.json"
-    phases = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
-    if own.is_file() or not phases:
+    others = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
+    if own.is_file() or not others:
         return own
-    of_it = [p for p in phases if (found := _read(p)) and found["settings"]["checkpoint"] == weights.digest(file)]
+    of_it = [p for p in others if (found := _read(p)) and found["settings"]["checkpoint"] == weights.digest(file)]
     return of_it[0] if of_it else own
 
 

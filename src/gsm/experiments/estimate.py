@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 
-from gsm.benchmarks.room import available_bytes
 from gsm.config.check import ConfigError
 from gsm.config.load import instantiate_model
 from gsm.costs.model import cost
+from gsm.costs.room import available_bytes
 from gsm.data.encode import cores
 from gsm.experiments import trainers
 from gsm.layers.block import Block

@@ -33,10 +33,11 @@ from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import report, trainers, weights
-from gsm.experiments.children import leaving_with_this
 from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
+from gsm.experiments.jobs import leaving_with_this
 from gsm.experiments.state import refuse_other_state
+from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.latest import Latest
@@ -93,10 +94,15 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
         trainers.meet(config)
         start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
+        if start.finished:
+            if leads:
+                print(start.sentence, flush=True)
+            return read_json(Path(config["folder"]) / "summary.json") or {}
         run = assemble(config, start, data())
         if leads:
             taken = weights.told(config["start_from"]) if config.get("start_from") and not start.checkpoint else ""
-            print(report.header(run, " ".join(filter(None, [start.sentence, taken, long]))), flush=True)
+            note = " ".join(filter(None, [start.sentence, taken, long]))
+            print(report.header(config, run.summary.facts, run.trainer, run.data, note), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
@@ -224,12 +230,14 @@ def _conclude(run: Run) -> dict[str, Any]:
         run = replace(run, model=whole)
     run.model.to(run.trainer.strategy.root_device).eval()
     with torch.no_grad():
-        found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
+        found = {"device": report.device(run.trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
         found["by_length"] = _by_length(run)
-        facts = run.summary.add(run.trainer, status=status, **found)
-        _log_overlap(run, facts["overlap"])
+        _log_overlap(run, found["overlap"])
+        facts = run.summary.add(
+            run.trainer, status=status, **found
+        )  # the last that is written: what is cut off goes on
         sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
-    print(report.conclusion(run, facts, sample), flush=True)
+    print(report.conclusion(Path(run.config["folder"]), facts, sample, run.data.tokenizer is not None), flush=True)
     return facts
 
 

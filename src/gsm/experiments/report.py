@@ -15,23 +15,22 @@ from gsm.evaluation import overlap, tracking
 from gsm.training.callbacks.progress import clock
 
 if TYPE_CHECKING:
+    from lightning import Trainer
+
     from gsm.data.module import TextData
-    from gsm.experiments.fit import Run
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
 
 
-def header(run: Run, note: str = "") -> str:
-    """What is about to be trained, on what, and where to."""
-    config, facts = run.config, run.summary.facts
-    trainer, data = run.trainer, run.data
+def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: Any, note: str = "") -> str:
+    """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
     step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
         **data.headline(),
         "steps": f"{trainer.max_steps:,} of {step:,} tokens ({data.context} a sequence), seed {config['seed']}",
-        "device": device(run),
+        "device": device(trainer),
         "kernels": kernels(facts["kernels"]),
         "folder": shown(config["folder"]),
     }
@@ -39,12 +38,10 @@ def header(run: Run, note: str = "") -> str:
     return "\n".join([*lines, *(textwrap.wrap(note, WIDTH) if note else []), ""])
 
 
-def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
-    """What came out of it, and what to do next."""
-    folder = Path(run.config["folder"])
-    seconds = facts["train_seconds"] or 0.0
-    run_was = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
-    lines = ["", f"{run_was}: {_number(facts['tokens'], ',')} tokens in {clock(seconds)}", ""]
+def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
+    """What came out of it, and what to do next; ``writes``: it has a tokenizer, so that it can be asked for text."""
+    name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
+    lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
     lines += [*_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
         lines += [*overlap.table(facts["overlap"]), ""]
@@ -52,15 +49,10 @@ def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
         lines += [*tracking.table(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    lines += [
-        "Next:",
-        f"  tensorboard --logdir {shown(folder.parent.parent)}",
-    ]
-    if run.data.tokenizer:
-        lines += [
-            f"  python generate.py checkpoint={shown(folder)} prompt='def '",
-            f"  python evaluate.py checkpoint={shown(folder)}",
-        ]
+    lines += ["Next:", f"  tensorboard --logdir {shown(folder.parent.parent)}"]
+    if writes:
+        lines += [f"  python generate.py checkpoint={shown(folder)} prompt='def '"]
+        lines += [f"  python evaluate.py checkpoint={shown(folder)}"]
     return "\n".join(lines)
 
 
@@ -81,14 +73,14 @@ def sample(model: LanguageModel, data: TextData, given: int = 32, new: int = 64)
     return "\n".join(f"  {line}" for line in lines[:8])
 
 
-def device(run: Run) -> str:
+def device(trainer: Trainer) -> str:
     """The device that trains, and its arithmetic."""
-    root = run.trainer.strategy.root_device
+    root = trainer.strategy.root_device
     name = (
         torch.cuda.get_device_name(root) if root.type == "cuda" else f"{root.type}, {torch.get_num_threads()} threads"
     )
-    several = f"{run.trainer.world_size} x " if run.trainer.world_size > 1 else ""
-    return f"{several}{name}, {run.trainer.precision}"
+    several = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    return f"{several}{name}, {trainer.precision}"
 
 
 def kernels(explained: Mapping[str, str]) -> str:
@@ -113,13 +105,8 @@ def _table(facts: Mapping[str, Any]) -> list[str]:
     for name in ("five_gram", "bigram", "unigram"):
         bits = facts[f"{name}_bits_per_byte"]
         if bits is not None:
-            rows.append(
-                (
-                    f"{name.replace('five_', '5-')} model, same tokens",
-                    bits,
-                    2 ** (bits * facts["data"]["bytes_per_token"]),
-                )
-            )
+            perplexity = 2 ** (bits * facts["data"]["bytes_per_token"])
+            rows.append((f"{name.replace('five_', '5-')} model, same tokens", bits, perplexity))
     lines = [f"  {'on held-out text':<44}{'bits per byte':>14}{'perplexity':>14}"]
     return lines + [
         f"  {name:<44}{_number(bits, '14.3f')}{_number(perplexity, '14.1f')}" for name, bits, perplexity in rows

@@ -1,7 +1,7 @@
-"""Processes that a parent starts and watches: their output goes to a file, their signals come from the parent.
+"""Jobs: what an experiment starts as processes of their own, and the runner that works them off, here or on a cluster.
 
-The file, not a pipe, is what a child writes to: a parent that is killed or stopped leaves no child behind that waits
-for a reader. What is to be seen at once is read from the file as it grows.
+A process writes to a file, not to a pipe: a parent that is killed leaves none behind that waits for a
+reader. What is to be seen at once is read from the file as it grows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -25,30 +26,53 @@ PDEATHSIG = 1  # of Linux' prctl
 PAUSE = 0.1  # seconds between two looks
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One process: what starts it, where its output goes, and which job has to be finished before.
+
+    Attributes:
+        name: no other has it.
+        command: as words.
+        log: the file that its output is added to; made with its folder.
+        after: the job whose weights it takes; None: it waits for nothing.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    after: Job | None = None
+
+    def finished(self) -> bool:
+        """Whether its results are there already."""
+        return False
+
+    def conclude(self) -> None:
+        """Called by whoever has run it, after exit code 0. Raises OSError."""
+
+
 class Child:
-    """One process, started by making this.
+    """The process of a job, started by making this.
 
     Args:
-        command: as a list of words.
-        log: the file that its output is added to; made with its folder.
+        job: what to start.
         environment: what differs from this process.
         follow: show the output here too, as it comes.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], follow: bool) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.follow, self.since = log, follow, time.monotonic()
+    def __init__(self, job: Job, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log, self.follow, self.since = job.log, follow, time.monotonic()
         self._signals = 0
-        with log.open("ab") as file:
+        with job.log.open("ab") as file:
             self._begin = self._shown = file.tell()
-            file.write(f"$ {shlex.join(command)}\n".encode())
+            file.write(f"$ {shlex.join(job.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
-                command,
+                job.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, PARENT: str(os.getpid())},
+                env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
                 process_group=0,  # so that Ctrl-C reaches it once, through the parent
             )
 
@@ -80,38 +104,61 @@ class Child:
 
 
 def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
-    """The last lines of a file, of those from the byte ``begin`` on. Raises OSError."""
+    """The last lines of a file, of those from the byte ``begin`` on; none where there is no file."""
+    if not log.is_file():
+        return []
     with log.open("rb") as file:
         file.seek(begin)
         return file.read().decode(errors="replace").splitlines()[-lines:]
 
 
-def work_off(tasks: Sequence[Callable[[], Child]], jobs: int, ended: Callable[[int, Child, int], None]) -> int | None:
-    """Runs processes in this order, ``jobs`` at a time.
+def work_off(
+    jobs: Sequence[Job],
+    at_once: int,
+    start: Callable[[Job], Child],
+    ended: Callable[[Job, int | None, Child | None], None],
+) -> int | None:
+    """Runs jobs, the first ones first, each after the one that it waits for, ``at_once`` at a time.
+
+    What turns out to be finished when its turn comes is not started, and what waits for a job that failed never is.
 
     Args:
-        tasks: each starts one.
-        jobs: 1 or more.
-        ended: is called with a task's number, its process and exit code.
+        jobs: a job that one of them waits for is finished, or one of them.
+        at_once: 1 or more.
+        start: starts one.
+        ended: is called with a job, its exit code and its process. Without a process: code 0 stands for one that was
+            finished, None for one that could not be started.
 
     Returns:
         None when all have ended by themselves. After a signal, its number: it went to the processes, the last of which
         has ended too, and no other was started.
     """
-    waiting = list(enumerate(tasks))
-    running: dict[int, Child] = {}
+    waiting, running, failed = list(jobs), dict[Job, Child](), set[Job]()
     with _signals() as signals:
-        while running or waiting and not signals:
-            while waiting and len(running) < jobs and not signals:
-                number, start = waiting.pop(0)
-                running[number] = start()
-            for number, child in list(running.items()):
+        while running or (waiting and not signals):
+            for job in list(waiting):
+                if job.after in failed:
+                    waiting.remove(job)
+                    failed.add(job)
+                    ended(job, None, None)
+                elif len(running) < at_once and not signals and job.after not in {*waiting, *running}:
+                    waiting.remove(job)
+                    if job.finished():
+                        ended(job, 0, None)
+                    else:
+                        running[job] = start(job)
+            for job, child in list(running.items()):
                 child.forward(signals)
                 code = child.poll()
-                if code is not None:
-                    del running[number]
-                    ended(number, child, code)
-            time.sleep(PAUSE)
+                if code is None:
+                    continue
+                del running[job]
+                if code:
+                    failed.add(job)
+                else:
+                    job.conclude()
+                ended(job, code, child)
+            time.sleep(PAUSE if running else 0)
         return signals[0] if signals else None
 
 
