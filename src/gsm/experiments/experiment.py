@@ -246,14 +246,6 @@ class Experiment:
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
         return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, self.arms)
 
-    def others(self, table: Table) -> list[str]:
-        """A sentence on finished runs of another configuration, which lie in the folder, but are not in the table."""
-        mine = {run.folder for run in table.runs}
-        names = [
-            f"{run.arm}/seed{run.seed}" for run in read_runs(self.folder) if run.finished and run.folder not in mine
-        ]
-        return [f"left out, being of another configuration: {', '.join(names)}"] if names else []
-
     def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
         mine = [line for line in self.given if _key(line) in ("experiment", "runs")]  # which arms may change
         theirs = [line for line in self.given if line not in mine and _key(line).partition(".")[0] not in OWN]
@@ -518,7 +510,11 @@ def _set_aside(trials: Sequence[Trial], held: Path) -> None:
 
 
 def _conclusion(experiment: Experiment, table: Table) -> str:
-    notes = [*apart(table.runs), *experiment.others(table), *unfinished([experiment.folder])]
+    mine = {run.folder for run in table.runs}
+    others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
+    names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
+    notes = [*apart(table.runs), *([f"left out, being of another configuration: {names}"] if names else [])]
+    notes += unfinished([experiment.folder])
     written = write(table, experiment.folder, "results", notes)
     lines = ["", table.text(), ""]
     for sentence in [FOOTNOTE, *notes, *written]:
