@@ -30,6 +30,7 @@ SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, co
 RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (0, 2**32 - 1),
     "jobs": (1, None),
+    "global_batch": (1, None),
     "data.seed": (0, 2**32 - 1),
     "data.examples": (1, None),
     "data.num_workers": (0, None),
@@ -50,7 +51,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "trainer.max_steps": (1, None),
     "trainer.devices": (1, None),
     "trainer.num_nodes": (1, None),
-    "trainer.accumulate_grad_batches": (1, None),
     "trainer.gradient_clip_val": (0, None),
     "trainer.log_every_n_steps": (1, None),
     "trainer.val_check_interval": (1, None),
@@ -75,6 +75,8 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
     # What the others repeat comes first, so that an error names the place where it was made.
     ordered = sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model"))
     _check_numbers(flat(dict(ordered)))
+    if not fits(config.get("global_batch"), int | None):
+        raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration", directories)

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gsm.config.check import ConfigError, unknown
 from gsm.config.compose import check_overrides, from_job, register_resolvers
@@ -63,7 +63,19 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
     """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers."""
     with errors_as_sentences():
-        function(from_job(config))
+        plain = from_job(config)
+        if "folder" in plain and rank() == 0:
+            _note(config, plain)
+        function(plain)
+
+
+def _note(config: DictConfig, plain: Mapping[str, Any]) -> None:
+    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs."""
+    several = plain["arms"] is not None or plain["seeds"] is not None
+    folder = (Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from gsm.config.command_line import again
 from gsm.config.compose import compose, job_directories
 from gsm.config.load import CheckpointError
 from gsm.evaluation.commands import ruler
-from gsm.experiments import launcher, phases, report
+from gsm.experiments import launcher, phases, report, trainers
 from gsm.experiments.arms import OWN, key, read_arms, read_chosen, read_columns, read_seeds
 from gsm.experiments.children import Child, tail, work_off
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
@@ -112,7 +112,10 @@ class Experiment:
         if (arm, seed) not in self._jobs:
             overrides = self._overrides(arm, seed)
             try:
-                self._jobs[arm, seed] = Job(arm, seed, overrides, compose(overrides, self.directories))
+                config = compose(overrides, self.directories)
+                if config["phases"] is None:
+                    trainers.refuse_remainder(config)
+                self._jobs[arm, seed] = Job(arm, seed, overrides, config)
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from error
         return self._jobs[arm, seed]

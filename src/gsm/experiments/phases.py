@@ -33,7 +33,7 @@ from gsm.config.check import ConfigError, flat
 from gsm.config.command_line import again, read_arguments
 from gsm.config.compose import compose
 from gsm.evaluation.commands import commands, scoring
-from gsm.experiments import folder, report, weights
+from gsm.experiments import folder, report, trainers, weights
 from gsm.experiments.arms import NAME, NOT_FOR_ARMS, WORDS, check_overrides, key
 from gsm.experiments.children import Child, work_off
 from gsm.files import read_json, write_json
@@ -212,7 +212,9 @@ class Phased:
     def _composed(self, name: str, lines: Sequence[str], directories: Sequence[Path]) -> dict[str, Any]:
         place = f"folder={_quoted(str(self.home / name))}"
         try:
-            return compose([*lines, place], directories)
+            config = compose([*lines, place], directories)
+            trainers.refuse_remainder(config)
+            return config
         except ConfigError as error:
             raise ConfigError(f"phase {name}: {error}") from error
 
