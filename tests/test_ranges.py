@@ -30,7 +30,8 @@ MAY_BE_NEGATIVE = {"model.residual.gate", "model.writer.bias", "trainer.num_sani
 
 
 def numbers(config: dict[str, Any]) -> dict[str, float]:
-    found = {key: value for key, value in flat(config).items() if key.split(".")[0] not in ("choices", "size")}
+    elsewhere = ("choices", "size", "recipe")  # these are refused where they are used
+    found = {key: value for key, value in flat(config).items() if key.split(".")[0] not in elsewhere}
     return {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 

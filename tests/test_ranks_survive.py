@@ -171,8 +171,8 @@ def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
 
 def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
     """They would wait for it."""
-    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "data.batch_size=3")
-    assert codes == [1, 1] and "cannot go on with this configuration: it differs in data.batch_size" in said, said
+    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "global_batch=12")
+    assert codes == [1, 1] and "cannot go on with this configuration: it differs in sequences a step" in said, said
 
 
 def no_room() -> None:

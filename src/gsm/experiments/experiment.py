@@ -113,7 +113,7 @@ class Experiment:
             overrides = self._overrides(arm, seed)
             try:
                 config = compose(overrides, self.directories)
-                if config["phases"] is None:
+                if config.get("phases") is None:
                     trainers.refuse_remainder(config)
                 self._jobs[arm, seed] = Job(arm, seed, overrides, config)
             except ConfigError as error:

@@ -25,15 +25,12 @@ from gsm.training.module import LanguageModeling
 
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what the number of ranks depends on
-SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
     """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
     chosen = settings(config)
-    chosen["accumulate_grad_batches"] = batches = batches_a_step(config, world_size(config))
-    if type(chosen.get("val_check_interval")) is int:
-        chosen["val_check_interval"] *= batches  # Lightning counts batches, the configuration steps
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
@@ -42,7 +39,11 @@ def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> 
         plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     with refusals("trainer"):
-        return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+        trainer = make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+    trainer.accumulate_grad_batches = batches = batches_a_step(config, trainer.world_size)
+    if type(trainer.val_check_interval) is int:
+        trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
+    return trainer
 
 
 def world_size(config: Mapping[str, Any]) -> int:
@@ -51,13 +52,13 @@ def world_size(config: Mapping[str, Any]) -> int:
     Raises ConfigError where the machine has not what the configuration asks for.
     """
     asked = {name: node for name, node in settings(config).items() if name in PLACES}
-    make = instantiate({"_target_": "lightning.Trainer", **asked, "_partial_": True}, "trainer")
-    with refusals("trainer"):
-        return make(**dict.fromkeys(SILENT, False)).world_size
+    return instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer").world_size
 
 
 def refuse_remainder(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a step that cannot be divided here, before anything that leads to it is trained."""
+    if config.get("global_batch") is None:
+        return
     try:
         world = world_size(config)
     except ConfigError:  # another machine trains; there it is said
@@ -70,10 +71,14 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
 
     Raises ConfigError where they do not come to that number, with values that would fit.
     """
-    total, batch = config["global_batch"], config["data"]["batch_size"]
-    at_once = world * batch
+    total, batch = config["global_batch"], config["data"].get("batch_size")
     if total is None:
         return 1
+    if batch is None:
+        raise ConfigError(
+            f"global_batch is {total}, but data has no batch_size that it could be divided by: make it null"
+        )
+    at_once = world * batch
     if total % at_once == 0:
         return total // at_once
     fitting = [f"data.batch_size={max(n for n in range(1, batch + 1) if total // world % n == 0)}"]
