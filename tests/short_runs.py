@@ -21,7 +21,7 @@ TINY = (
     "size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
     "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
     "data=folder data.tokenizer=bytes data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
-    "trainer.accumulate_grad_batches=2 trainer.val_check_interval=15 trainer.log_every_n_steps=3 "
+    "global_batch=8 trainer.val_check_interval=7 trainer.log_every_n_steps=3 "
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"
 ).split()

@@ -8,6 +8,7 @@ import torch
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
 from gsm.costs.model import cost
+from gsm.experiments.trainers import batches_a_step
 from gsm_benchmarks.plan import kept
 from gsm_kernels.device import triton_version
 
@@ -27,9 +28,10 @@ def seconds(config: dict) -> float:
     with torch.device("meta"):
         counted = cost(instantiate_model(config))
     context, batch = config["data"]["context"], config["data"]["batch_size"]
-    times = config["trainer"]["max_steps"] * config["trainer"]["accumulate_grad_batches"]
+    batches = batches_a_step(config, 1)
+    times = config["trainer"]["max_steps"] * batches
     flops, moved = batch * counted.training_flops(context).total(), counted.training_bytes(context, batch)
-    moved["optimizer"] //= config["trainer"]["accumulate_grad_batches"]
+    moved["optimizer"] //= batches
     return times * (flops / FLOPS + moved.total() / BYTES)
 
 
@@ -44,7 +46,7 @@ def test_at_half_of_the_roof_both_arms_train_for_an_hour_and_forty_minutes():
 
 def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_papers_steps():
     train, extend = trainings("gsm")
-    sizes = [one["data"]["batch_size"] * one["trainer"]["accumulate_grad_batches"] for one in (train, extend)]
+    sizes = [one["global_batch"] for one in (train, extend)]
     assert sizes[0] * train["data"]["context"] * train["trainer"]["max_steps"] < train["data"]["max_tokens"]
     assert (sizes[1] * extend["data"]["context"], extend["trainer"]["max_steps"]) == (2_097_152, 100)
     assert extend["data"]["context"] == 65536 == 16 * train["data"]["context"]

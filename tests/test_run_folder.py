@@ -26,7 +26,7 @@ from gsm.config.load import CheckpointError
 from gsm.evaluation.generate import generate
 from gsm.experiments import fit, trainers
 from gsm.experiments import folder as run_folder
-from gsm.experiments.folder import Start, differences, finished, prepare
+from gsm.experiments.folder import differences, finished, prepare
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.latest import Latest
 from gsm.training.callbacks.metrics_file import MetricsFile
@@ -111,13 +111,13 @@ def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
 def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(tmp_path: Path):
     """A misspelt value moved days of training aside, and the run began at step 0."""
     last = leave(tmp_path / "run")
-    changed = config(tmp_path / "run", data__batch_size=2)
+    changed = config(tmp_path / "run", data__context=16)
 
     def never() -> dict[str, str | int]:
         raise AssertionError("the data need not be made to see that")
 
     with pytest.raises(
-        CheckpointError, match=r"at step 7, differs in data.batch_size \(4 there, 2 here\).*resume=never"
+        CheckpointError, match=r"at step 7, differs in data.context \(32 there, 16 here\).*resume=never"
     ):
         prepare(changed, fingerprint=never)
     assert last.is_file()
@@ -218,26 +218,24 @@ def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path)
 
 def test_steps_of_other_sequences_are_refused(tmp_path: Path):
     """The place in the data is steps x sequences of a step, so that some text was trained on twice, or never."""
-    given = config(tmp_path / "run", resume=str(leave(tmp_path / "old", standing={"world": 4})))
-    start = prepare(given)
-    with pytest.raises(CheckpointError, match="was trained in steps of 32 sequences, but here they have 16.* 2 ranks"):
-        fit._refuse_other_steps(start, given, 2)
-    fit._refuse_other_steps(start, given, 4)
-    fit._refuse_other_steps(Start(start.checkpoint), given, 2)
+    alone = {"global_batch": None}  # one batch of every rank
+    saved = {"config": config(tmp_path / "run", **alone)}
+    leave(tmp_path / "run", standing={"world": 4}, hyper_parameters=saved)
+    with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, on 4 and 2 ranks\)"):
+        prepare(config(tmp_path / "run", **alone), world=2)
+    assert prepare(config(tmp_path / "run", **alone), world=4).checkpoint
+    assert prepare(config(tmp_path / "run", global_batch=16), world=2).checkpoint
 
 
-@pytest.mark.parametrize(("batch", "accumulated", "devices"), [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 4, "auto")])
-def test_a_step_may_be_divided_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, accumulated: int, devices: int | str
-):
-    """What four devices have begun, two can end, if each of them takes twice as much."""
+@pytest.mark.parametrize(("batch", "devices", "world"), [(8, 1, 1), (1, 1, 1), (1, 4, 4), (2, "auto", 2)])
+def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: int | str, world: int):
+    """What four devices have begun, two can end: global_batch stays."""
     last = leave(tmp_path / "run")
-    options = {"trainer__accumulate_grad_batches": accumulated, "trainer__devices": devices, "data__batch_size": batch}
-    assert prepare(config(tmp_path / "run", **options)).checkpoint == last
-    assert prepare(config(tmp_path / "other", resume=str(last), **options)).checkpoint == last
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    with pytest.raises(CheckpointError, match="differs in data.batch_size|differs in trainer.acc"):
-        prepare(config(tmp_path / "run", **options))
+    options = {"trainer__devices": devices, "data__batch_size": batch}
+    assert prepare(config(tmp_path / "run", **options), world=world).checkpoint == last
+    assert prepare(config(tmp_path / "other", resume=str(last), **options), world=world).checkpoint == last
+    with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
+        prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):

@@ -85,7 +85,7 @@ BAD_NUMBERS = (
     "1_000",
     "1e3",
 )
-LONG = ("trainer.max_steps", "trainer.accumulate_grad_batches")  # who asks for much time gets it; for centuries, not
+LONG = ("trainer.max_steps", "global_batch")  # who asks for much time gets it; for centuries, not
 HUGE = ("100000", "10000000", "1000000000", "1000000000000", "9223372036854775807", "9223372036854775808")
 
 

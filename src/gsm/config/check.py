@@ -37,6 +37,7 @@ WHOLE = 2**63  # PyTorch's whole numbers are smaller
 RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (0, 2**32 - 1),
     "jobs": (1, None),
+    "global_batch": (1, None),
     "data.seed": (0, 2**32 - 1),
     "data.examples": (1, None),
     "data.validation_sequences": (1, 10**7),
@@ -65,7 +66,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "trainer.max_steps": (1, None),
     "trainer.devices": (1, MOST_PROCESSES),
     "trainer.num_nodes": (1, 100_000),
-    "trainer.accumulate_grad_batches": (1, None),
     "trainer.gradient_clip_val": (0, None),
     "trainer.log_every_n_steps": (1, None),
     "trainer.val_check_interval": (1, None),
@@ -94,6 +94,8 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
     for key, part in reference.items():
         if isinstance(part, Mapping) and "_target_" in part and not isinstance(config.get(key), Mapping):
             raise ConfigError(f"{key} is {config.get(key)!r:.40}, but a run needs one")
+    if not fits(config.get("global_batch"), int | None):
+        raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration", directories)

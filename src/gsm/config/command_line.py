@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gsm import paths
 from gsm.config.check import ConfigError, check_readable, unknown
@@ -69,7 +69,19 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
     """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers."""
     with errors_as_sentences():
-        function(from_job(config))
+        plain = from_job(config)
+        if "folder" in plain and rank() == 0:
+            _note(config, plain)
+        function(plain)
+
+
+def _note(config: DictConfig, plain: Mapping[str, Any]) -> None:
+    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs."""
+    several = plain["arms"] is not None or plain["seeds"] is not None
+    folder = (Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
@@ -78,29 +90,18 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
     (``*folders``), what is no ``name=value`` is one of them.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    own, given = _config_dir(given)
-    _own_configs(own)
+    parsed, others = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    given = [*parsed.overrides, *others]
+    _own_configs(parsed.config_dir)
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
-    if not given or "--help" in given or "-h" in given:
+    if not given or parsed.help:
         usage = " ".join(["python", script, *(f"{name} ..." for name in several), "name=value ..."])
         print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
         return
     words = [word for word in given if several and not NAMED.match(word)]
     with errors_as_sentences():
         function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
-
-
-def _config_dir(given: list[str]) -> tuple[str | None, list[str]]:
-    """The folder of the user's own yamls, as Hydra takes it, and the other words."""
-    flags = ("--config-dir", "-cd")
-    for place, word in enumerate(given):
-        if word in flags and place + 1 < len(given):
-            return given[place + 1], [*given[:place], *given[place + 2 :]]
-        if word.partition("=")[0] in flags and "=" in word:
-            return word.partition("=")[2], [*given[:place], *given[place + 1 :]]
-    return None, given
 
 
 def _own_configs(folder: str | None) -> None:

@@ -21,6 +21,10 @@ from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_plac
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
+# What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
+# writer `delta`, whose state carries more, and by GSM and the baseline alike.
+REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
+
 
 def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
     """The configuration that ``python train.py`` would run with, resolved, as plain containers.
@@ -67,6 +71,7 @@ def finish(
     """
     chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
+    _fill_in(plain)
     if reference is None:
         groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
         reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
@@ -170,39 +175,41 @@ def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
-    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank, in GSM and the baseline;
-      with a third argument, ``gsm``, in GSM alone, or ``delta``, in GSM with that writer, whose state carries more;
-    * ``${layers_with_bank:size}``: the encoder layers that read a bank, on which a stage may stand;
-    * ``${share:number,parts}``: the whole part of number / parts;
-    * ``${times:number,factor}``: their product;
-    * ``${pick:name,{nano:1,tiny:2},otherwise}``: what stands under a name, for numbers that a size does not hold;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
-      yaml is one more arm; the first one named leads, the others named are left out;
-    * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
+      yaml is one more arm; the first one named leads, the others named are left out.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
-    OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
-    OmegaConf.register_new_resolver("layers_with_bank", _layers_with_bank, replace=True)
-    OmegaConf.register_new_resolver("share", lambda number, parts: number // parts, replace=True)
-    OmegaConf.register_new_resolver("pick", lambda name, known, otherwise: known.get(name, otherwise), replace=True)
-    OmegaConf.register_new_resolver("times", lambda number, factor: number * factor, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
-    OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
 
 
-def _local_reach(size: DictConfig, state_size: int | None, only: str = "") -> int:
-    entries = state_size or size.window + size.top_k
+def _fill_in(config: dict[str, Any]) -> None:
+    """Puts numbers of the size and the model at hand in place of the words that stand for them.
+
+    * ``model.stages=all``: the encoder layers that read a bank, on which a stage may stand;
+    * ``data.task.gap``: ``beyond_gsm``, ``beyond_baseline`` or ``beyond_delta``, see `REACHES`.
+    """
+    size, model = config.get("size"), config.get("model")
+    if not (isinstance(size, dict) and isinstance(model, dict)):
+        return
+    if model.get("stages") == "all":
+        model["stages"] = list(range(min(size["bank_layers"]), size["encoder_layers"] + 1))
+    task = (config.get("data") or {}).get("task")
+    if isinstance(task, dict) and isinstance(task.get("gap"), str):
+        task["gap"] = _gap(task["gap"], size, model.get("state_size"))
+
+
+def _gap(word: str, size: Mapping[str, Any], state_size: int | None) -> int:
+    """Positions back that nothing but a bank reaches beyond. Raises ConfigError for a word that is not known."""
+    if word not in REACHES:
+        raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
+    entries = state_size or size["window"] + size["top_k"]
     return local_reach(
-        encoder_layers=size.encoder_layers,
-        decoder_layers=0 if only else size.decoder_layers,
-        window=size.window,
+        encoder_layers=size["encoder_layers"],
+        decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,
+        window=size["window"],
         state_size=entries,
-        reach=entries - 1 if only == "delta" else 0,
+        reach=entries - 1 if word == "beyond_delta" else 0,
     )
-
-
-def _layers_with_bank(size: DictConfig) -> list[int]:
-    return list(range(min(size.bank_layers), size.encoder_layers + 1))
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
@@ -211,10 +218,6 @@ def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")
     return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
-
-
-def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:
-    return run if arms is None and seeds is None else all_runs
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
@@ -350,12 +353,13 @@ def _unknown_key(
 
 
 def _paths(node: DictConfig, above: str = "") -> Iterator[str]:
-    """Every key of a configuration, with the path to it."""
+    """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
     for name in node:
+        if name in ("hydra", "recipe"):
+            continue
         below = node._get_node(name)
-        if name != "hydra":
-            yield f"{above}{name}"
-        if isinstance(below, DictConfig) and name != "hydra":
+        yield f"{above}{name}"
+        if isinstance(below, DictConfig):
             yield from _paths(below, f"{above}{name}.")
 
 

@@ -4,6 +4,7 @@ side by side: means over seeds, differences with their intervals."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time

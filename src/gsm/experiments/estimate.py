@@ -30,14 +30,17 @@ DAY = 24 * 3600
 LONG, ENDLESS = 30 * DAY, 36525 * DAY
 
 
-def refuse_endless(config: Mapping[str, Any]) -> str:
-    """A sentence on a run that takes more than a month; empty for others.
+def refuse_endless(config: Mapping[str, Any], world: int = 1) -> str:
+    """A sentence on a run that takes more than a month; empty for others, and where the data do not say their sizes.
 
     Args:
         config: a composed configuration.
+        world: processes that train together.
 
     Raises ConfigError for a run that takes more memory than there is, or more than a hundred years.
     """
+    if not config["data"].keys() >= {"batch_size", "context"}:
+        return ""
     chosen = trainers.settings(config)
     gpu = chosen.get("accelerator") != "cpu" and torch.cuda.is_available()
     try:
@@ -50,15 +53,17 @@ def refuse_endless(config: Mapping[str, Any]) -> str:
             return ""
         said = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
         raise ConfigError(f"size or model asks for what no machine has: {said}") from error
-    _refuse_memory(config, chosen, model, gpu)
-    return _time(config, chosen, model, gpu)
+    divided = world if isinstance(chosen.get("strategy"), Mapping) else 1
+    _refuse_memory(config, chosen, model, gpu, divided)
+    return _time(config, trainers.batches_a_step(config, world), chosen["max_steps"], model, gpu)
 
 
-def _refuse_memory(config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool) -> None:
+def _refuse_memory(
+    config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool, divided: int
+) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     half = str(chosen.get("precision")) in ("bf16-true", "16-true")
     # Weights, gradients and one moment; where ranks divide them, a share.
-    divided = _ranks(chosen) if isinstance(chosen.get("strategy"), Mapping) else 1
     need = 3 * (2 if half else 4) * parameters / divided + _activations(config, chosen, model, gpu)
     there = _there(gpu)
     if need > there:
@@ -94,30 +99,20 @@ def _there(gpu: bool) -> float:
     return min(free, limit - taken)
 
 
-def _time(config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool) -> str:
+def _time(config: Mapping[str, Any], batches: int, steps: int, model: LanguageModel, gpu: bool) -> str:
     batch, context = config["data"]["batch_size"], config["data"]["context"]
     try:
         flops = cost(model).training_flops(context).total()
     except ValueError:  # a part whose cost is not known
         flops = 0
     speed = FLOPS["cuda"] if gpu else FLOPS["cpu"] * cores()
-    batches = chosen["max_steps"] * chosen.get("accumulate_grad_batches", 1)
-    seconds = batches * max(PAUSE, batch * flops / speed)
+    seconds = steps * batches * max(PAUSE, batch * flops / speed)
     said = (
-        f"trainer.max_steps {chosen['max_steps']} of {chosen.get('accumulate_grad_batches', 1)} batches "
-        f"(trainer.accumulate_grad_batches) of data.batch_size {batch} and data.context {context}"
+        f"trainer.max_steps {steps} of {batches} batches (global_batch) of data.batch_size {batch} and data.context "
+        f"{context}"
     )
     if seconds > ENDLESS:
         raise ConfigError(
             f"{said} take at least {seconds / ENDLESS * 100:,.3g} years: choose smaller numbers, or size="
         )
     return f"{said} take at least {seconds / DAY:,.0f} days." if seconds > LONG else ""
-
-
-def _ranks(chosen: Mapping[str, Any]) -> int:
-    """Processes that train together."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    devices = chosen.get("devices")
-    here = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
-    return max(1, here * int(chosen.get("num_nodes") or 1))

@@ -44,7 +44,7 @@ from gsm.config.compose import compose, refuse_unnamed
 from gsm.config.load import CheckpointError
 from gsm.evaluation import commands, ruler
 from gsm.evaluation.checkpoints import TRAINED
-from gsm.experiments import folder, launcher, report, weights
+from gsm.experiments import folder, launcher, report, trainers, weights
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
@@ -281,6 +281,7 @@ class Experiment:
         try:
             config = compose(overrides)
             refuse_unnamed(config)
+            trainers.refuse_remainder(config)
         except ConfigError as error:
             raise ConfigError(f"run {run.name}: {error}") from error
         after = after or self._trained_in(config.get("start_from"))

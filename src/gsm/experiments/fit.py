@@ -82,17 +82,19 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with what to
             do; the same call then goes on.
     """
+    _quiet()
     leads = ranks.rank() == 0
-    long = refuse_endless(config)
     data = functools.cache(functools.partial(open_data, config))
     with contextlib.ExitStack() as held:
 
         def decide() -> Start:
             if leads:
                 held.enter_context(locked(Path(config["folder"])))
-            return prepare(config, leads, lambda: data().fingerprint())
+            return prepare(config, leads, lambda: data().fingerprint(), world)
 
         trainers.meet(config)
+        world = trainers.world_size(config)
+        long = refuse_endless(config, world)  # as is a step that cannot be divided: before anything is read or moved
         start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
         if start.finished:
             if leads:
@@ -146,21 +148,10 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     trainers.refuse_divided(trainer, task)
     if start and start.checkpoint:
         refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
-        _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):
                 logger.rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
-
-
-def _refuse_other_steps(start: Start, config: Mapping[str, Any], world: int) -> None:
-    here = sequences_a_step(config, world)
-    if start.sequences not in (None, here):
-        raise CheckpointError(
-            f"{start.checkpoint} was trained in steps of {start.sequences} sequences, but here they have {here}, "
-            f"data.batch_size x trainer.accumulate_grad_batches on {world} ranks, and their place in the data would be "
-            f"another: let them be {start.sequences} together, or resume=never"
-        )
 
 
 def _fit(run: Run, start: Start) -> None:

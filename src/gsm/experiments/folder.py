@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ LAST = "checkpoints/last.ckpt"
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
 # What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
-DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"}
+DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
 IDLE = {
     *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
@@ -34,9 +33,9 @@ IDLE = {
 }
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
-BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
-DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
+DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
 # Of the data, which is made only where there is something to compare.
 Fingerprint = Callable[[], Mapping[str, str | int]]
 
@@ -49,7 +48,6 @@ class Start:
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
-        sequences: how many a step had on all ranks together, None if the checkpoint does not say.
         finished: this very run lies there, trained to its end, and nothing is left to do.
     """
 
@@ -57,15 +55,16 @@ class Start:
     sentence: str = ""
     step: int = 0
     origin: str | None = None
-    sequences: int | None = None
     finished: bool = False
 
 
-def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
+def prepare(
+    config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None, world: int = 1
+) -> Start:
     """Decides, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
 
-    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks,
-      batches and accumulation may be others if as many sequences make up a step. A finished one is left as it is;
+    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
+      and their batches may be others if as many sequences make up a step. A finished one is left as it is;
     * ``never`` (or ``force``): start over;
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
       a run that has begun there already goes on where it is, or is left as it is.
@@ -77,6 +76,7 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
         config: a composed configuration.
         leads: whether this process may move and remove files.
         fingerprint: makes what the data that is here is known by; None: do not compare.
+        world: ranks that are to train.
 
     Raises:
         CheckpointError: the checkpoint to go on from cannot be read, or is of another configuration or other data.
@@ -91,11 +91,11 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
     last = folder / LAST
     if resume not in ("auto", "never"):
         path = Path(resume)
-        return _from_path((path / LAST if path.is_dir() else path).resolve(), config, leads, fingerprint)
+        return _from_path((path / LAST if path.is_dir() else path).resolve(), config, leads, fingerprint, world)
     if resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
     checkpoint = _read_last(last)
-    changes = _changes(checkpoint, config, fingerprint)
+    changes = _changes(checkpoint, config, fingerprint, world)
     if _status(folder) == "finished":
         return _over(config, leads, _why_over(changes, checkpoint["global_step"])) if changes else _finished(folder)
     if changes:
@@ -162,19 +162,39 @@ def _status(folder: Path) -> str | None:
     return (read_json(folder / "summary.json") or {}).get("status")
 
 
-def _changes(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None) -> list:
+def _changes(
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None, world: int = 1
+) -> list[str]:
     """What the run of the folder differs in from one of this configuration, on this data and from these weights.
 
     Before it is finished, its steps may be divided otherwise; once it is, it counts how its numbers were measured.
     """
-    is_finished, before = _status(Path(config["folder"])) == "finished", _config(checkpoint)
-    changes = differences(before, config, divided=not is_finished and _same_step(checkpoint, config))
-    if is_finished and before["trainer"].get(MEASURED) != config["trainer"].get(MEASURED):
-        changes.append(f"trainer.{MEASURED}")
+    before = _config(checkpoint)
+    if _status(Path(config["folder"])) == "finished":
+        changes = differences(before, config)
+        if before["trainer"].get(MEASURED) != config["trainer"].get(MEASURED):
+            changes.append(f"trainer.{MEASURED}")
+    else:
+        changes = _trained_otherwise(checkpoint, config, world)
     return changes + _other_weights(checkpoint, config) or _other_data(checkpoint, fingerprint)
 
 
-def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None) -> Start:
+def _trained_otherwise(
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
+) -> list[str]:
+    """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
+    before = checkpoint.get("standing", {}).get("world")
+    if before is None:
+        return differences(_config(checkpoint), config, by_path)
+    there, here = sequences_a_step(_config(checkpoint), before), sequences_a_step(config, world)
+    ranks = "" if before == world else f", on {before} and {world} ranks"
+    steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
+    return steps + differences(_config(checkpoint), config, by_path, divided=there == here)
+
+
+def _from_path(
+    path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
+) -> Start:
     """Goes on from a checkpoint of this or another folder, or from where the folder's own run, which once began with
     it, is by now: given again, a command does not undo it. Raises CheckpointError where it does not fit."""
     folder = Path(config["folder"])
@@ -182,7 +202,7 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
     with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
         if last.is_file() and path != last.resolve():
             checkpoint = read_checkpoint(last, mmap=True, verify=True)
-            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint):
+            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
                 if _status(folder) == "finished":
                     return _finished(folder)
                 sentence = (
@@ -190,8 +210,7 @@ def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: 
                 )
                 return _start(last, checkpoint, sentence, str(path))
     checkpoint = read_checkpoint(path, mmap=True, verify=True)
-    divided = _same_step(checkpoint, config)
-    changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
+    changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
@@ -217,27 +236,12 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
     """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
     step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    world = checkpoint.get("standing", {}).get("world")
-    return Start(path, sentence, step, origin, world and sequences_a_step(_config(checkpoint), world))
+    return Start(path, sentence, step, origin)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
     """How many one step has, on so many ranks."""
-    return config["data"]["batch_size"] * config["trainer"]["accumulate_grad_batches"] * world
-
-
-def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
-    world, devices = checkpoint.get("standing", {}).get("world"), config["trainer"].get("devices")
-    if world is None:
-        return False
-    if "WORLD_SIZE" in os.environ:
-        here = int(os.environ["WORLD_SIZE"])
-    elif isinstance(devices, int) and devices > 0:
-        here = devices * config["trainer"].get("num_nodes", 1)
-    else:
-        return True
-    return sequences_a_step(_config(checkpoint), world) == sequences_a_step(config, here)
+    return config["global_batch"] or config["data"]["batch_size"] * world
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:

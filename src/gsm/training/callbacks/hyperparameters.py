@@ -47,7 +47,7 @@ COLUMNS = {  # column: where in the configuration; what a model does not have be
     "steps": "trainer/max_steps",
     "context": "data/context",
     "batch_size": "data/batch_size",
-    "accumulated": "trainer/accumulate_grad_batches",
+    "global_batch": "global_batch",
     "learning_rate": "optimizer/learning_rate",
     "weight_decay": "optimizer/weight_decay",
     "precision": "trainer/precision",
