@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gsm.data.base import DataModule
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.loader import Batches
 from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import IGNORED, validation_batches, validation_indices
-from gsm.data.place import Placed
 from gsm.data.ruler import TASKS, Needles, Sample
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
@@ -101,7 +101,7 @@ class Examples:
         return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
 
 
-class RulerData(Placed):
+class RulerData(DataModule):
     """Examples of RULER's tasks, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy,
     over the tokens of the answers.
 
@@ -173,7 +173,7 @@ class RulerData(Placed):
                 made.ids(index, length)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tokenizer (its `vocabulary` may be smaller than the model's)."""
         if self._chosen:
             return self._chosen
@@ -195,16 +195,16 @@ class RulerData(Placed):
 
     def train_dataloader(self) -> Batches:
         """All batches that are left; their number follows from the trainer's steps."""
-        total = self._steps * self._accumulated
+        total = self.steps * self.accumulated
         train = self.training_set(self._length_of)
-        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
+        return Batches(train, partial(self._plan, total), total, pin_memory=self.on_gpu)
 
     def val_dataloader(self) -> Batches:
         """The validation examples; with several ranks each takes its share."""
         batches = validation_batches(
-            self.validation_sequences, limit=None, batch_size=self.batch_size, rank=self._rank, world=self._world
+            self.validation_sequences, limit=None, batch_size=self.batch_size, rank=self.rank, world=self.world
         )
-        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
         """The examples that validation averages over, one by one, in order."""
@@ -259,17 +259,13 @@ class RulerData(Placed):
         return Examples(self._needles["evaluation"], self.answers, HELD_OUT, lambda _: length, count)
 
     def _plan(self, total: int) -> Iterator[np.ndarray]:
-        for batch in range(self._finished, total):
-            first = (batch * self._world + self._rank) * self.batch_size
+        for batch in range(self.batches_done, total):
+            first = (batch * self.world + self.rank) * self.batch_size
             yield np.arange(first, first + self.batch_size)
 
     def _length_of(self, index: int) -> int:
-        step = index // (self.batch_size * self._world * self._accumulated)
+        step = index // (self.batch_size * self.world * self.accumulated)
         return self.lengths[step % len(self.lengths)]
-
-    @property
-    def _steps(self) -> int:
-        return max(1, self.trainer.max_steps) if self.trainer else 1
 
 
 def response(sample: Sample, answers: str) -> str:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gsm.data.base import DataModule
 from gsm.data.loader import Batches
 from gsm.data.packing import IGNORED, validation_batches
-from gsm.data.place import Placed
 from gsm.data.recall import Task
 
 # Stands for the seed in validation: the same sequences for every seed of a run, and never trained on.
@@ -53,7 +53,7 @@ class Generated:
         return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
 
 
-class SyntheticData(Placed):
+class SyntheticData(DataModule):
     """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
 
     Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
@@ -73,9 +73,7 @@ class SyntheticData(Placed):
         ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.
     """
 
-    tokenizer = None  # ids stand for themselves
     measures_accuracy = True
-    num_workers = 0
 
     def __init__(
         self,
@@ -120,9 +118,9 @@ class SyntheticData(Placed):
 
     def train_dataloader(self) -> Batches:
         """All batches that are left; their number follows from the trainer's steps."""
-        total = self._steps * self._accumulated
+        total = self.steps * self.accumulated
         train = Generated(self.task, self.seed, self._length_of, self.context)
-        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
+        return Batches(train, partial(self._plan, total), total, pin_memory=self.on_gpu)
 
     def val_dataloader(self) -> Batches:
         """The validation sequences; with several ranks each takes its share."""
@@ -130,10 +128,10 @@ class SyntheticData(Placed):
             self.validation_sequences,
             limit=None,
             batch_size=self.batch_size,
-            rank=self._rank,
-            world=self._world,
+            rank=self.rank,
+            world=self.world,
         )
-        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
         """The sequences that validation averages over, one by one, in order."""
@@ -166,14 +164,10 @@ class SyntheticData(Placed):
         return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}
 
     def _plan(self, total: int) -> Iterator[np.ndarray]:
-        for batch in range(self._finished, total):
-            first = (batch * self._world + self._rank) * self.batch_size
+        for batch in range(self.batches_done, total):
+            first = (batch * self.world + self.rank) * self.batch_size
             yield np.arange(first, first + self.batch_size)
 
     def _length_of(self, index: int) -> int:
-        step = index // (self.batch_size * self._world * self._accumulated)
-        return self.length(step / self._steps)
-
-    @property
-    def _steps(self) -> int:
-        return max(1, self.trainer.max_steps) if self.trainer else 1
+        step = index // (self.batch_size * self.world * self.accumulated)
+        return self.length(step / self.steps)

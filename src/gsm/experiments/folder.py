@@ -19,6 +19,7 @@ from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
 from gsm.training.distributed import shards
+from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
@@ -45,7 +46,7 @@ Fingerprint = Callable[
 class Start:
     """Where a run starts: from a checkpoint, or from nothing; and a sentence about it (empty: nothing to tell).
 
-    What was logged at ``step`` and after it does not count any more.
+    What was logged after ``step`` does not count any more.
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
@@ -213,22 +214,20 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 
 
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
-    """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
-    step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    world = checkpoint.get("standing", {}).get("world")
-    return Start(path, sentence, step, origin, world and sequences_a_step(_config(checkpoint), world))
+    """From a checkpoint."""
+    world = checkpoint[STATE]["world"]
+    return Start(path, sentence, checkpoint["global_step"], origin, sequences_a_step(_config(checkpoint), world))
 
 
-def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
-    """How many one step has, on so many ranks."""
-    return config["data"]["batch_size"] * config["trainer"]["accumulate_grad_batches"] * world
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
+    """How many one step has, on so many ranks; None where the data do not say."""
+    batch = config["data"].get("batch_size")
+    return batch and batch * config["trainer"]["accumulate_grad_batches"] * world
 
 
 def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
-    world, devices = checkpoint.get("standing", {}).get("world"), config["trainer"].get("devices")
-    if world is None:
-        return False
+    world, devices = checkpoint[STATE]["world"], config["trainer"].get("devices")
     if "WORLD_SIZE" in os.environ:
         here = int(os.environ["WORLD_SIZE"])
     elif isinstance(devices, int) and devices > 0:

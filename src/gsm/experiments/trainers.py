@@ -13,31 +13,36 @@ from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
 from gsm.config.load import instantiate, refusals
-from gsm.models.base import LanguageModel
-from gsm.training.callbacks.files import WholeFiles
-from gsm.training.callbacks.hyperparameters import Hyperparameters
+from gsm.training.callbacks import find
+from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
-from gsm.training.callbacks.latest import Latest
 from gsm.training.callbacks.summary import Summary
-from gsm.training.callbacks.throughput import callbacks
+from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
+from gsm.training.resume import ResumeState
 
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 
 
-def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
-    """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
+def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -> lightning.Trainer:
+    """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written.
+
+    Raises ConfigError for values that Lightning refuses, and for what cannot be where every rank has only its share of
+    the model.
+    """
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    parts += [Interruption(), Hyperparameters(config, summary.facts["parameters"]), summary, ResumeState()]
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     plugins = [*(chosen.pop("plugins", None) or []), WholeFiles()]
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     with refusals("trainer"):
-        return make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+        trainer = make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+    refuse_divided(trainer, task)
+    return trainer
 
 
 def meet(config: Mapping[str, Any]) -> None:
@@ -81,7 +86,7 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
             f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
             "trainer=ddp, or optimizer=adamw"
         )
-    if not any(isinstance(callback, Latest) for callback in callbacks(trainer)):
+    if not find(trainer, Latest):
         raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
 
 
