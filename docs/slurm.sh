@@ -12,8 +12,9 @@
 #SBATCH --open-mode=append
 
 # A warning goes to every rank five minutes before the time is up, and before a preemption, where the cluster's
-# PreemptParameters have send_user_signal. The run saves and ends with 128 + SIGUSR1; then the job goes back to the queue.
-# SIGTERM, as scancel sends it, saves too, but queues nothing.
+# PreemptParameters have send_user_signal. The run goes on to the end of its logging interval (trainer.log_every_n_steps),
+# saves and ends with 128 + SIGUSR1; then the job goes back to the queue. SIGTERM, as scancel sends it, saves too where the
+# interval ends before the cluster kills, but queues nothing.
 WARNED=138
 
 srun --kill-on-bad-exit=1 .venv/bin/python train.py trainer=fsdp \

@@ -62,11 +62,10 @@ def make(request: pytest.FixtureRequest, web: Path, tmp_path: Path, monkeypatch:
 
 def batches(data: TextData, finished: int = 0, rank: int = 0, world: int = 1) -> list[dict[str, Tensor]]:
     """A pass as one rank takes it in a trainer that has finished so many batches."""
-    progress = SimpleNamespace(total=SimpleNamespace(processed=finished))
     data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         accumulate_grad_batches=1,
         distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        global_step=finished,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
     return list(data.train_dataloader())

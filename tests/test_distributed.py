@@ -25,12 +25,12 @@ from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.module import TextData
 from gsm.experiments import folder as run_folder
 from gsm.experiments import trainers
-from gsm.training.callbacks.files import WholeFiles
-from gsm.training.callbacks.latest import Latest
+from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.distributed import ranks as roll_call
 from gsm.training.distributed import shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.optimizer import AdamW, Muon
+from gsm.training.resume import FORMAT
 
 MOE = "gsm-feed_forward=moe"
 
@@ -188,7 +188,7 @@ def test_ranks_and_workers_read_shares_that_make_up_the_steps_of_one(tmp_path: P
         data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
             accumulate_grad_batches=1,
             distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
-            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=None))),
+            global_step=0,
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
         )
         return [batch["tokens"] for batch, _ in zip(data.train_dataloader(), range(6), strict=False)]
@@ -219,7 +219,7 @@ def in_parts(folder: Path) -> tuple[Path, Path]:
         dcp.save({"weights/w": torch.ones(999)}, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
     entry = {"folder": parts.name, "names": []}
     config = {"hyper_parameters": {"config": {"model": {}}}}
-    torch.save({shards.FOLDER: entry, "optimizer_states": [], "global_step": 12, **config}, path)
+    torch.save({shards.FOLDER: entry, "optimizer_states": [], "global_step": 12, "format": FORMAT, **config}, path)
     (part,) = parts.glob("*.distcp")
     return path, part
 

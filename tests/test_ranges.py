@@ -12,7 +12,7 @@ from gsm.config.check import RANGES, SIZES, ConfigError, check, flat
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, instantiate_model
 from gsm.experiments import trainers
-from gsm.training.callbacks.best import Best
+from gsm.training.callbacks.checkpoints import Best
 
 # One of every part that has numbers of its own.
 CHOICES = (

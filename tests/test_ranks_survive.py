@@ -25,9 +25,10 @@ from gsm.config.load import load_model, read_checkpoint
 from gsm.experiments import folder as run_folder
 from gsm.experiments.consolidate import consolidate
 from gsm.paths import ROOT
-from gsm.training.callbacks import files
+from gsm.training.callbacks import checkpoints as files
 from gsm.training.distributed import sharded
 from gsm.training.module import LanguageModeling
+from gsm.training.resume import STATE
 
 pytestmark = pytest.mark.slow
 FEW = "trainer.max_steps=12 trainer.val_check_interval=12 callbacks.latest.minutes=10 trainer.accelerator=cpu"
@@ -227,7 +228,7 @@ def test_torchrun_starts_ranks_of_which_one_speaks_and_what_they_leave_is_read_a
 def test_lightning_starts_ranks_by_itself(home: Path):
     said, folder = typed(home, "lightning", "lightning")
     assert said.count("model    gsm") == said.count("step 12/12") == 1
-    assert read_checkpoint(folder)["standing"]["world"] == 2
+    assert read_checkpoint(folder)[STATE]["world"] == 2
     said, folder = typed(home, "lightning", "lightning", more=("trainer.max_steps=3",))
     assert said.count("An earlier run in this folder was moved to") == 1
     assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1

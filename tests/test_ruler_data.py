@@ -23,12 +23,11 @@ def data(**options) -> RulerData:
 
 def trained(made: RulerData, done: int = 0, steps: int = 8, accumulated: int = 1, rank: int = 0, world: int = 1):
     """The batches as a trainer sees them that has finished so many."""
-    progress = SimpleNamespace(total=SimpleNamespace(processed=done))
     made.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         max_steps=steps,
         accumulate_grad_batches=accumulated,
         distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        global_step=done // accumulated,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
     return list(made.train_dataloader())

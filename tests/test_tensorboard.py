@@ -18,8 +18,7 @@ from werkzeug.test import Client
 from gsm.config.compose import compose
 from gsm.evaluation.held_out import evaluate
 from gsm.experiments.fit import train
-from gsm.training.callbacks.charts import LAYOUT
-from gsm.training.callbacks.hyperparameters import COLUMNS, METRICS
+from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],

@@ -20,7 +20,7 @@ from gsm.config.load import CheckpointError, load_tokenizer
 from gsm.evaluation.generate import generate
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
-from gsm.training.callbacks.hyperparameters import COLUMNS, METRICS
+from gsm.training.callbacks.tensorboard import COLUMNS, METRICS
 
 TINY = (
     "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "

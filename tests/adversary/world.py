@@ -82,7 +82,7 @@ class World:
     def halfway(self) -> dict[str, Any]:
         """A checkpoint of the same run, killed on its way: training has something left to do after it."""
         config = self.config("half")
-        self.finish(config, saves=2)
+        self.finish(config, saves=1)
         return torch.load(Path(config["folder"]) / "checkpoints/last.ckpt", weights_only=True)
 
     @functools.cached_property

@@ -20,6 +20,7 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
+from gsm.training.resume import FORMAT
 
 
 class CheckpointError(ConfigError):
@@ -160,6 +161,11 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     if not (isinstance(config, Mapping) and "model" in config and {"state_dict", shards.FOLDER} & checkpoint.keys()):
         raise CheckpointError(
             f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
+        )
+    if checkpoint.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {checkpoint.get('format', 1)}, and this version reads format {FORMAT}: use the "
+            "version of the project that has written it"
         )
     try:
         shards.check(checkpoint, path, verify=verify)

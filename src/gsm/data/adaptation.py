@@ -12,8 +12,8 @@ lengths follow one another step by step, so that the paper's 512 examples are 64
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,10 @@ from torch import Tensor
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
-from gsm.data.loader import Batches
 from gsm.data.module import chosen_tokenizer
-from gsm.data.packing import IGNORED, validation_batches, validation_indices
-from gsm.data.place import Placed
+from gsm.data.packing import IGNORED, validation_indices
 from gsm.data.ruler import TASKS, Needles, Sample
+from gsm.data.synthetic import HELD_OUT, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
 
@@ -37,7 +36,6 @@ RESPONSES = {
     "cot": " told here: {needle} It is about {key}, as asked. " + MARK + " {value}",
 }
 BOTH = "both"
-HELD_OUT = 2**32 - 1  # stands for the seed in validation
 
 
 class Examples:
@@ -101,7 +99,7 @@ class Examples:
         return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
 
 
-class RulerData(Placed):
+class RulerData(MadeData):
     """Examples of RULER's tasks, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy,
     over the tokens of the answers.
 
@@ -128,8 +126,6 @@ class RulerData(Placed):
         ValueError: a name is unknown, a number is out of range, or a length holds no sample.
         FileNotFoundError: there is nothing at a path.
     """
-
-    measures_accuracy = True
 
     def __init__(
         self,
@@ -173,7 +169,7 @@ class RulerData(Placed):
                 made.ids(index, length)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tokenizer (its `vocabulary` may be smaller than the model's)."""
         if self._chosen:
             return self._chosen
@@ -193,22 +189,9 @@ class RulerData(Placed):
         """The training examples, with T as a function of the number of an example among all that are taken."""
         return Examples(self._needles["training"], self.answers, self.seed, length, self.examples)
 
-    def train_dataloader(self) -> Batches:
-        """All batches that are left; their number follows from the trainer's steps."""
-        total = self._steps * self._accumulated
-        train = self.training_set(self._length_of)
-        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
-
-    def val_dataloader(self) -> Batches:
-        """The validation examples; with several ranks each takes its share."""
-        batches = validation_batches(
-            self.validation_sequences, limit=None, batch_size=self.batch_size, rank=self._rank, world=self._world
-        )
-        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
-
-    def validation(self) -> Iterator[dict[str, Tensor]]:
-        """The examples that validation averages over, one by one, in order."""
-        return (self.validation_set[index] for index in range(self.validation_sequences))
+    def length_at(self, step: int) -> int:
+        """T of the examples of a step."""
+        return self.lengths[step % len(self.lengths)]
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
         """Examples of another length; of validation, or of training. Raises ValueError for one that holds none."""
@@ -257,19 +240,6 @@ class RulerData(Placed):
 
     def _held_out(self, length: int, count: int) -> Examples:
         return Examples(self._needles["evaluation"], self.answers, HELD_OUT, lambda _: length, count)
-
-    def _plan(self, total: int) -> Iterator[np.ndarray]:
-        for batch in range(self._finished, total):
-            first = (batch * self._world + self._rank) * self.batch_size
-            yield np.arange(first, first + self.batch_size)
-
-    def _length_of(self, index: int) -> int:
-        step = index // (self.batch_size * self._world * self._accumulated)
-        return self.lengths[step % len(self.lengths)]
-
-    @property
-    def _steps(self) -> int:
-        return max(1, self.trainer.max_steps) if self.trainer else 1
 
 
 def response(sample: Sample, answers: str) -> str:

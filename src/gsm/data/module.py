@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gsm.data.base import DataModule
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
-from gsm.data.packing import IGNORED, Sequences, TrainingOrder, training_batches, validation_batches, validation_indices
-from gsm.data.place import Placed
+from gsm.data.packing import Sequences, TrainingOrder, training_batches, validation_batches, validation_indices
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 
 
-class TextData(Placed):
+class TextData(DataModule):
     """Packed text. Batches are dicts of int64 [B,T]: `tokens`, `targets` (shifted, -100 ignored) and `documents`.
 
     The order of training is a function of `seed` and of how many batches the trainer has finished, so that a run
@@ -51,8 +51,6 @@ class TextData(Placed):
         ValueError: a number is out of range, the tokenizer is unknown or too large for `vocabulary`.
         FileNotFoundError: there is nothing at `path`, or at `tokenizer`.
     """
-
-    measures_accuracy = False  # its loss says more, and costs less
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class TextData(Placed):
         _ = self.train_set, self.validation_set
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tokenizer of this text (its `vocabulary` may be smaller than the model's)."""
         if isinstance(self._chosen, Tokenizer):
             return self._chosen
@@ -144,17 +142,8 @@ class TextData(Placed):
         """Which sequence training takes at which place."""
         return TrainingOrder(len(self.train_set), self.seed)
 
-    @cached_property
-    def bytes_per_token(self) -> float:
-        """Bytes of text for each predicted token of validation: bits per byte = loss / ln 2 / this.
-
-        Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
-        """
-        targets = np.concatenate([sequence["targets"].numpy() for sequence in self.validation()])
-        return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
-
     @property
-    def token_bytes_V(self) -> np.ndarray:
+    def token_bytes_V(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """`bytes_of_tokens` of the validation split."""
         return self.bytes_of_tokens("validation")
 
@@ -171,8 +160,8 @@ class TextData(Placed):
 
     def train_dataloader(self) -> Batches:
         """One pass over the data, from where the trainer stands; its length is a whole number of optimizer steps."""
-        a_step = self.batch_size * self._world * self._accumulated
-        length = max(1, len(self.train_set) // a_step) * self._accumulated
+        a_step = self.batch_size * self.world * self.accumulated
+        length = max(1, len(self.train_set) // a_step) * self.accumulated
         return self._loader(self.train_set, partial(self._training_plan, length), length)
 
     def val_dataloader(self) -> Batches:
@@ -181,8 +170,8 @@ class TextData(Placed):
             len(self.validation_set),
             limit=self.validation_sequences,
             batch_size=self.batch_size,
-            rank=self._rank,
-            world=self._world,
+            rank=self.rank,
+            world=self.world,
         )
         return self._loader(self.validation_set, partial(iter, batches), len(batches))
 
@@ -211,7 +200,7 @@ class TextData(Placed):
             "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         }
 
-    def description(self, splits: Sequence[str] = SPLITS) -> dict[str, str | int | float]:
+    def description(self, splits: Sequence[str] = SPLITS) -> dict[str, Any]:
         """What a run's summary says of its data; never compare runs whose `digest` differs.
 
         Of `splits`: the text of others is neither encoded nor counted.
@@ -243,16 +232,16 @@ class TextData(Placed):
         return Sequences(self.split(split), self.context, self.tokenizer.end_of_text)
 
     def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
-        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=self._on_gpu)
+        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=self.on_gpu)
 
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
         return training_batches(
             self.order,
-            start=self._finished * self._world * self.batch_size,
+            start=self.batches_done * self.world * self.batch_size,
             batches=length,
             batch_size=self.batch_size,
-            rank=self._rank,
-            world=self._world,
+            rank=self.rank,
+            world=self.world,
         )
 
 

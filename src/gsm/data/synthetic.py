@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gsm.data.base import DataModule
 from gsm.data.loader import Batches
 from gsm.data.packing import IGNORED, validation_batches
-from gsm.data.place import Placed
 from gsm.data.recall import Task
 
 # Stands for the seed in validation: the same sequences for every seed of a run, and never trained on.
@@ -53,7 +53,51 @@ class Generated:
         return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
 
 
-class SyntheticData(Placed):
+class MadeData(DataModule):
+    """Sequences that are made by number, in order, and not stored; what differs is how one is made, and its length.
+
+    Attributes:
+        validation_set: the sequences of validation, by number.
+        validation_sequences: how many validation takes.
+    """
+
+    measures_accuracy = True
+    validation_set: Any
+    validation_sequences: int
+
+    def training_set(self, length: Callable[[int], int]) -> Any:
+        """The training sequences by number, T a function of the number."""
+        raise NotImplementedError
+
+    def length_at(self, step: int) -> int:
+        """T of the sequences of a step."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> Batches:
+        """All batches that are left; their number follows from the trainer's steps."""
+        total = self.steps * self.accumulated
+        a_step = self.batch_size * self.world * self.accumulated
+
+        def plan() -> Iterator[np.ndarray]:
+            for batch in range(self.batches_done, total):
+                first = (batch * self.world + self.rank) * self.batch_size
+                yield np.arange(first, first + self.batch_size)
+
+        train = self.training_set(lambda number: self.length_at(number // a_step))
+        return Batches(train, plan, total, pin_memory=self.on_gpu)
+
+    def val_dataloader(self) -> Batches:
+        """The validation sequences; with several ranks each takes its share."""
+        size = {"batch_size": self.batch_size, "rank": self.rank, "world": self.world}
+        batches = validation_batches(self.validation_sequences, limit=None, **size)
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
+
+    def validation(self) -> Iterator[dict[str, Tensor]]:
+        """The sequences that validation averages over, one by one, in order."""
+        return (self.validation_set[index] for index in range(self.validation_sequences))
+
+
+class SyntheticData(MadeData):
     """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
 
     Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
@@ -72,10 +116,6 @@ class SyntheticData(Placed):
     Raises:
         ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.
     """
-
-    tokenizer = None  # ids stand for themselves
-    measures_accuracy = True
-    num_workers = 0
 
     def __init__(
         self,
@@ -118,26 +158,13 @@ class SyntheticData(Placed):
         grown = max(0.0, progress - self.grow_from) / max(self.grow_until - self.grow_from, 1e-9)
         return max(self.shortest, int(self.shortest * (self.context / self.shortest) ** grown) // 8 * 8)
 
-    def train_dataloader(self) -> Batches:
-        """All batches that are left; their number follows from the trainer's steps."""
-        total = self._steps * self._accumulated
-        train = Generated(self.task, self.seed, self._length_of, self.context)
-        return Batches(train, partial(self._plan, total), total, pin_memory=self._on_gpu)
+    def length_at(self, step: int) -> int:
+        """T of the sequences of a step."""
+        return self.length(step / self.steps)
 
-    def val_dataloader(self) -> Batches:
-        """The validation sequences; with several ranks each takes its share."""
-        batches = validation_batches(
-            self.validation_sequences,
-            limit=None,
-            batch_size=self.batch_size,
-            rank=self._rank,
-            world=self._world,
-        )
-        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self._on_gpu)
-
-    def validation(self) -> Iterator[dict[str, Tensor]]:
-        """The sequences that validation averages over, one by one, in order."""
-        return (self.validation_set[index] for index in range(self.validation_sequences))
+    def training_set(self, length: Callable[[int], int]) -> Generated:
+        """The training sequences, with T as a function of the number."""
+        return Generated(self.task, self.seed, length, self.context)
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
         """Held-out sequences of another length. Raises ValueError for one that the task does not fit into."""
@@ -164,16 +191,3 @@ class SyntheticData(Placed):
         lengths = {name: getattr(self, name) for name in ("context", "shortest", "grow_from", "grow_until")}
         facts = {"task": type(self.task).__name__, **vars(self.task), **lengths}
         return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}
-
-    def _plan(self, total: int) -> Iterator[np.ndarray]:
-        for batch in range(self._finished, total):
-            first = (batch * self._world + self._rank) * self.batch_size
-            yield np.arange(first, first + self.batch_size)
-
-    def _length_of(self, index: int) -> int:
-        step = index // (self.batch_size * self._world * self._accumulated)
-        return self.length(step / self._steps)
-
-    @property
-    def _steps(self) -> int:
-        return max(1, self.trainer.max_steps) if self.trainer else 1

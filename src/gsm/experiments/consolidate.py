@@ -7,7 +7,7 @@ from pathlib import Path
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
-from gsm.training.callbacks.files import save_whole
+from gsm.training.callbacks.checkpoints import save_whole
 from gsm.training.distributed import shards
 
 

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from gsm.config.load import (
     read_checkpoint,
     refusals,
 )
-from gsm.data.adaptation import RulerData
-from gsm.data.module import TextData
+from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
-from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import report, trainers, weights
 from gsm.experiments.estimate import refuse_endless
@@ -39,19 +37,16 @@ from gsm.experiments.jobs import leaving_with_this
 from gsm.experiments.state import refuse_other_state
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
+from gsm.training.callbacks import find
+from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
-from gsm.training.callbacks.latest import Latest
-from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.callbacks.summary import Summary
-from gsm.training.callbacks.tensorboard import TensorBoard
-from gsm.training.callbacks.throughput import callbacks
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm_kernels import explain
 
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
-Data = TextData | SyntheticData | RulerData
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
 
@@ -60,7 +55,7 @@ class Run:
     """Everything a training run is made of."""
 
     config: Mapping[str, Any]
-    data: Data
+    data: DataModule
     model: LanguageModel
     task: LanguageModeling
     trainer: lightning.Trainer
@@ -102,68 +97,88 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             return read_json(Path(config["folder"]) / "summary.json") or {}
         run = assemble(config, start, data())
         if leads:
-            taken = weights.told(config["start_from"]) if config.get("start_from") and not start.checkpoint else ""
-            note = " ".join(filter(None, [start.sentence, taken, long]))
+            said = [start.sentence, long]
+            if config.get("start_from") and not start.checkpoint:
+                said.append(weights.told(config["start_from"]))
+            if start.checkpoint and not run.data.resumes:
+                said.append("Its data begin anew, since they do not say how to go on (see gsm.data.base).")
+            note = " ".join(filter(None, said))
             print(report.header(config, run.summary.facts, run.trainer, run.data, note), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
 
-def open_data(config: Mapping[str, Any]) -> Data:
+def open_data(config: Mapping[str, Any]) -> DataModule:
     """The data of a run, ready to be read. Raises ConfigError where it is missing, damaged or too little."""
     path = config.get("start_from")
     data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
     with refusals("data"):
+        data = with_defaults(data)
         data.prepare_data()
         data.setup("fit")
     return data
 
 
-def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data | None = None) -> Run:
+def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataModule | None = None) -> Run:
     """Builds all parts, the loggers as of where the run starts.
 
     The weights follow from the seed alone, whatever else has drawn random numbers before.
     """
     _quiet()
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
-    data = data or open_data(config)
-    model = instantiate_model(config, config["seed"])
-    path = config.get("start_from")
-    if path and not (start and start.checkpoint):
+    data, start = data or open_data(config), start or Start()
+    model, path = instantiate_model(config, config["seed"]), config.get("start_from")
+    if path and not start.checkpoint:
         weights.take(model, path, config)
     task = LanguageModeling(
         model,
         instantiate(config["optimizer"], "optimizer"),
         config=config,
-        tokenizer=data.tokenizer.to_state() if data.tokenizer else None,
-        fingerprint=data.fingerprint(),
-        origin=start.origin if start else None,
-        started_from=weights.digest(path),
-        token_bytes_V=torch.from_numpy(data.token_bytes_V) if isinstance(data, TextData) else None,
+        notes={
+            "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
+            "fingerprint": dict(data.fingerprint()),
+            "origin": start.origin,
+            "started_from": weights.digest(path),
+        },
+        token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
         measures_accuracy=data.measures_accuracy,
         compile=config["compile"],
     )
-    summary = Summary(Path(config["folder"]) / "summary.json", _facts(config, data, model))
-    trainer = trainers.build(config, model, summary)
-    trainers.refuse_divided(trainer, task)
-    if start and start.checkpoint:
+    facts = {
+        "experiment": config["name"],
+        "arm": str(config["arm"]),
+        "seed": config["seed"],
+        "start_from": path,
+        "model": config["choices"]["model"],
+        "size": config["choices"]["size"],
+        "choices": config["choices"],
+        "parameters": model.parameter_report().total,
+        "data": data.description(),
+        "fingerprint": task.notes["fingerprint"],
+        "kernels": explain(),
+    }
+    summary = Summary(Path(config["folder"]) / "summary.json", facts)
+    trainer = trainers.build(config, task, summary)
+    if start.checkpoint:
         refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
         for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile | TensorBoard):
-                logger.rewind(start.step)
+            if callable(rewind := getattr(logger, "rewind", None)):
+                rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
 
 
 def _fit(run: Run, start: Start) -> None:
     """Trains and validates; the last step is validated and saved like any other that is."""
+    trainer, folder = run.trainer, Path(run.config["folder"]).resolve()
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
         with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))), leaving_with_this():
-            run.trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
-        if "val/loss" not in run.trainer.callback_metrics:  # went on from a checkpoint of the last step
-            run.trainer.validate(run.task, datamodule=run.data, verbose=False)
+            trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+        moved = start.checkpoint and folder not in start.checkpoint.resolve().parents
+        if moved and start.step >= trainer.max_steps:  # nothing was left to train, and this run has no curve yet
+            trainer.validate(run.task, datamodule=run.data, verbose=False)
     except SystemExit as stop:
-        if run.trainer.is_global_zero:
+        if trainer.is_global_zero:
             print(_farewell(run), flush=True)
         raise SystemExit(_code(stop)) from stop
     except shards.Broken as error:
@@ -174,8 +189,8 @@ def _fit(run: Run, start: Start) -> None:
         gone = ranks.gone(error)
         if not gone:
             raise
-        first = min(set(range(run.trainer.world_size)) - set(gone))
-        raise SystemExit(_abandoned(run, gone) if run.trainer.global_rank == first else 1) from error
+        first = min(set(range(trainer.world_size)) - set(gone))
+        raise SystemExit(_abandoned(run, gone) if trainer.global_rank == first else 1) from error
 
 
 def _code(stop: SystemExit) -> int:
@@ -188,7 +203,7 @@ def _code(stop: SystemExit) -> int:
 def _abandoned(run: Run, gone: list[int]) -> str:
     """What the others have to say when ranks have ended without a word: what is left, and what to type to go on."""
     who = f"rank {', '.join(map(str, gone))} of {run.trainer.world_size} has" if gone else "a rank has"
-    last = next((c.path for c in callbacks(run.trainer) if isinstance(c, Latest)), None)
+    last = next((one.path for one in find(run.trainer, Latest)), None)
     left = "there is no checkpoint yet; to begin anew:"
     if last and last.is_file():
         step = ""
@@ -203,100 +218,77 @@ def _abandoned(run: Run, gone: list[int]) -> str:
 def _farewell(run: Run) -> str:
     """The last words of a run that was interrupted: what is left of it, and what to type to go on."""
     step = run.trainer.global_step
-    steps = [c.saved for c in callbacks(run.trainer) if isinstance(c, Latest) and c.saved is not None]
-    if not steps and step == 0:
+    saved = max((one.saved for one in find(run.trainer, Latest) if one.saved is not None), default=None)
+    if saved is None and step == 0:
         return "\ninterrupted before a step was done; nothing was saved"
-    if not steps:
+    if saved is None:
         return f"\ninterrupted at step {step} of {run.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
-    saved = "and saved" if max(steps) == step else f"saved at step {max(steps)}"
-    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, {saved}; to go on:\n  {again(saved=True)}"
+    where = "and saved" if saved == step else f"saved at step {saved}"
+    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, {where}; to go on:\n  {again(saved=True)}"
 
 
 def _conclude(run: Run) -> dict[str, Any]:
-    """What is found out after training: sizes of the memory, n-gram models, a sample; printed, added to the summary."""
-    status = "finished" if run.trainer.global_step >= run.trainer.max_steps else "stopped"
-    if isinstance(run.trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
-        whole = instantiate_model(run.config)
-        load_weights(whole, read_checkpoint(run.config["callbacks"]["latest"]["path"]))
+    """Measures what is left after training: sizes of the memory, n-gram models, overlap, a sample; prints it and adds
+    it to the summary."""
+    trainer, data, config = run.trainer, run.data, run.config
+    status = "finished" if trainer.global_step >= trainer.max_steps else "stopped"
+    if isinstance(trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
+        whole = instantiate_model(config)
+        load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
         run = replace(run, model=whole)
-    run.model.to(run.trainer.strategy.root_device).eval()
+    model = run.model.to(trainer.strategy.root_device).eval()
     with torch.no_grad():
-        found = {"device": report.device(run.trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
-        found["by_length"] = _by_length(run)
-        _log_overlap(run, found["overlap"])
-        facts = run.summary.add(
-            run.trainer, status=status, **found
-        )  # the last that is written: what is cut off goes on
-        sample = report.sample(run.model, run.data) if run.config["sample"] and isinstance(run.data, TextData) else None
-    print(report.conclusion(Path(run.config["folder"]), facts, sample, run.data.tokenizer is not None), flush=True)
+        found = {"device": report.device(trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
+        task = getattr(data, "task", None)
+        found["by_length"] = (
+            tracking.measure(model, task, data.context, data.validation_sequences)  # pyright: ignore
+            if isinstance(task, StateTracking)
+            else None
+        )
+        if found["overlap"] and found["overlap"]["mean"] is not None:
+            for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
+                logger.log_metrics({"overlap/mean": found["overlap"]["mean"]}, trainer.global_step + 1)
+                logger.finalize("success")
+        facts = run.summary.add(trainer, status=status, **found)  # the last that is written: what is cut off goes on
+        is_text = data.tokenizer is not None and data.token_bytes_V is not None
+        sample = report.sample(model, data) if config["sample"] and is_text else None
+    print(report.conclusion(Path(config["folder"]), facts, sample, data.tokenizer is not None), flush=True)
     return facts
-
-
-def _facts(config: Mapping[str, Any], data: Data, model: LanguageModel) -> dict[str, Any]:
-    """What a summary says before anything was measured."""
-    return {
-        "experiment": config["name"],
-        "arm": str(config["arm"]),
-        "seed": config["seed"],
-        "start_from": config.get("start_from"),
-        "model": config["choices"]["model"],
-        "size": config["choices"]["size"],
-        "choices": config["choices"],
-        "parameters": model.parameter_report().total,
-        "data": data.description(),
-        "fingerprint": data.fingerprint(),
-        "kernels": explain(),
-    }
 
 
 def _memory(run: Run) -> dict[str, Any]:
     """Bytes that the model keeps after reading one context: of its decoder's state, in all but bookkeeping, by kind."""
-    tokens_BT = run.data.validation_set[0]["tokens"][None].to(run.trainer.strategy.root_device)
+    tokens_BT = next(run.data.validation())["tokens"][None].to(run.trainer.strategy.root_device)
     memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
     assert memory is not None  # one was given
-    sizes = memory.breakdown()
     return {
         "state_bytes": run.model.state_bytes(memory),
         "cache_bytes": memory.cache_bytes(),
-        "memory_bytes": sizes,
+        "memory_bytes": memory.breakdown(),
         "memory_after_tokens": tokens_BT.shape[1],
     }
 
 
 def _overlap(run: Run) -> dict[str, Any] | None:
     """How much of what the stages select the encoder has selected too; None where they do not select."""
-    if not overlap.selects_for_itself(run.model):
+    if not run.data.context or not overlap.selects_for_itself(run.model):
         return None
-    sequences = functools.partial(run.data.of_length, most=overlap.SEQUENCES)
+    sequences: Callable[[int], Any] = functools.partial(run.data.of_length, most=overlap.SEQUENCES)
     return overlap.measure(run.model, sequences, run.data.context)
-
-
-def _by_length(run: Run) -> dict[str, Any] | None:
-    """How often a model that keeps track of states knows the last one, by group and length; None for other data."""
-    data = run.data
-    if not (isinstance(data, SyntheticData) and isinstance(data.task, StateTracking)):
-        return None
-    return tracking.measure(run.model, data.task, data.context, data.validation_sequences)
-
-
-def _log_overlap(run: Run, found: Mapping[str, Any] | None) -> None:
-    """Gives the loggers, which training has closed, the number that the summary has under this name."""
-    if run.trainer.is_global_zero and found and found["mean"] is not None:
-        for logger in run.trainer.loggers:
-            logger.log_metrics({"overlap/mean": found["mean"]}, run.trainer.global_step)
-            logger.finalize("success")
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:
     """Bits per byte of n-gram models counted on exactly the tokens that this run has consumed."""
-    sequences = run.trainer.global_step * sequences_a_step(run.config, run.trainer.world_size)
-    data = run.data
-    if not (run.config["ngrams"] and isinstance(data, TextData) and sequences * data.context <= MOST_COUNTED):
+    data, steps = run.data, run.trainer.global_step
+    sequences = steps * (sequences_a_step(run.config, run.trainer.world_size) or 0)
+    few = run.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
+    consumed = data.consumed(sequences) if few else None
+    if consumed is None or data.tokenizer is None or data.bytes_per_token is None:
         return {f"{name}_bits_per_byte": None for name in NGRAMS}
-    consumed, validation = list(data.consumed(sequences)), list(data.validation())
+    trained, validation = list(consumed), list(data.validation())
     size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
     return {
-        f"{name}_bits_per_byte": ngrams.measure(consumed, validation, order=order, **size)
+        f"{name}_bits_per_byte": ngrams.measure(trained, validation, order=order, **size)
         for name, order in NGRAMS.items()
     }
 
@@ -311,5 +303,6 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
-    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated"):
+    reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
+    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced):
         warnings.filterwarnings("ignore", message=message)

@@ -18,6 +18,7 @@ from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
 from gsm.training.distributed import shards
+from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
 LAST = "checkpoints/last.ckpt"
@@ -44,7 +45,7 @@ Fingerprint = Callable[[], Mapping[str, str | int]]
 class Start:
     """Where a run starts: from a checkpoint, or from nothing; and a sentence about it (empty: nothing to tell).
 
-    What was logged at ``step`` and after it does not count any more.
+    What was logged after ``step`` does not count any more.
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
@@ -183,9 +184,7 @@ def _trained_otherwise(
     checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
 ) -> list[str]:
     """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
-    before = checkpoint.get("standing", {}).get("world")
-    if before is None:
-        return differences(_config(checkpoint), config, by_path)
+    before = checkpoint[STATE]["world"]
     there, here = sequences_a_step(_config(checkpoint), before), sequences_a_step(config, world)
     ranks = "" if before == world else f", on {before} and {world} ranks"
     steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
@@ -234,14 +233,14 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 
 
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
-    """From a checkpoint. The first step to be logged again is its own, which it brings along, or else the next."""
-    step = checkpoint["global_step"] + ("standing" not in checkpoint)
-    return Start(path, sentence, step, origin)
+    """From a checkpoint."""
+    return Start(path, sentence, checkpoint["global_step"], origin)
 
 
-def sequences_a_step(config: Mapping[str, Any], world: int) -> int:
-    """How many one step has, on so many ranks."""
-    return config["global_batch"] or config["data"]["batch_size"] * world
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
+    """How many one step has, on so many ranks; None where the data do not say."""
+    batch = config["data"].get("batch_size")
+    return config["global_batch"] or (batch and batch * world)
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -17,19 +17,24 @@ from gsm.training.callbacks.progress import clock
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from gsm.data.module import TextData
+    from gsm.data.base import DataModule
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
 
 
-def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: Any, note: str = "") -> str:
+def header(
+    config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str = ""
+) -> str:
     """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
-    step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
+    sizes = ""
+    if data.batch_size and data.context:
+        step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
+        sizes = f" of {step:,} tokens ({data.context} a sequence)"
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
         **data.headline(),
-        "steps": f"{trainer.max_steps:,} of {step:,} tokens ({data.context} a sequence), seed {config['seed']}",
+        "steps": f"{trainer.max_steps:,}{sizes}, seed {config['seed']}",
         "device": device(trainer),
         "kernels": kernels(facts["kernels"]),
         "folder": shown(config["folder"]),
@@ -56,9 +61,10 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     return "\n".join(lines)
 
 
-def sample(model: LanguageModel, data: TextData, given: int = 32, new: int = 64) -> str:
+def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 64) -> str:
     """A few lines that the model writes after the start of a held-out text."""
-    prompt_T = data.validation_set[0]["tokens"][:given]
+    prompt_T = next(data.validation())["tokens"][:given]
+    assert data.tokenizer is not None  # only text is written
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     made = model.generate(prompt_T.to(device), new, temperature=0.7, top_p=0.95, generator=generator)

@@ -18,8 +18,8 @@ from gsm.config.check import few
 from gsm.config.load import CheckpointError, not_finite, read_checkpoint
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
-from gsm.training.module import ENTRIES
 from gsm.training.optimizer import AdamW
+from gsm.training.resume import ENTRIES
 
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -95,7 +95,7 @@ def _wrong_moments(found: Described, known: Mapping[str, Tensor], half: torch.dt
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """What the optimiser and its schedule are set to, which is what the configuration says, and where they stand."""
-    step, standing = checkpoint["global_step"], checkpoint.get("standing")
+    step = checkpoint["global_step"]
     (state,), schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     here = optimizer.state_dict()["param_groups"]
     if len(checkpoint.get(ENTRIES, [state])) != 1:
@@ -112,7 +112,7 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
     (schedule,) = schedules
     if schedule["base_lrs"] != [group["lr"] for group in here]:
         yield f"the schedule's base_lrs is {schedule['base_lrs']!r:.60}"
-    if schedule["last_epoch"] != step or (standing and standing["step"] != step):
+    if schedule["last_epoch"] != step:
         yield f"the schedule stands at {schedule['last_epoch']!r:.20}, but the run at step {step!r:.20}"
     for part, kind in (("loops", Mapping), ("callbacks", Mapping)):
         if not isinstance(checkpoint[part], kind) or not checkpoint[part]:

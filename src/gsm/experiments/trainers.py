@@ -14,26 +14,29 @@ from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
 from gsm.config.load import instantiate, refusals
-from gsm.models.base import LanguageModel
-from gsm.training.callbacks.files import WholeFiles
-from gsm.training.callbacks.hyperparameters import Hyperparameters
+from gsm.training.callbacks import find
+from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
-from gsm.training.callbacks.latest import Latest
 from gsm.training.callbacks.summary import Summary
-from gsm.training.callbacks.throughput import callbacks
+from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
+from gsm.training.resume import ResumeState
 
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
 PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what the number of ranks depends on
 SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> lightning.Trainer:
-    """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written."""
+def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -> lightning.Trainer:
+    """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written.
+
+    Raises ConfigError for values that Lightning refuses, and for what cannot be where every rank has only its share of
+    the model.
+    """
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    parts += [Interruption(), Hyperparameters(config, model.parameter_report().total), summary]
+    parts += [Interruption(), Hyperparameters(config, summary.facts["parameters"]), summary, ResumeState()]
     saves = any(isinstance(part, Checkpoint) for part in parts)
     chosen.setdefault("enable_checkpointing", saves)  # or Lightning would add a callback that nobody asked for
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
@@ -46,6 +49,7 @@ def build(config: Mapping[str, Any], model: LanguageModel, summary: Summary) -> 
     trainer.accumulate_grad_batches = batches = batches_a_step(config, trainer.world_size)
     if type(trainer.val_check_interval) is int:
         trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
+    refuse_divided(trainer, task)
     return trainer
 
 
@@ -136,7 +140,7 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
             f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
             "trainer=ddp, or optimizer=adamw"
         )
-    if not any(isinstance(callback, Latest) for callback in callbacks(trainer)):
+    if not find(trainer, Latest):
         raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
 
 

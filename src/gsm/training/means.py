@@ -1,4 +1,4 @@
-"""Means of what is measured batch by batch."""
+"""Means of what is measured batch by batch, and the weights of batches that are accumulated to a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WeightedMean(Metric):
     """sum(weight x value) / sum(weight), over updates and over ranks.
 
     ``torchmetrics.MeanMetric`` either looks for NaN, which makes a GPU wait at every update, or, told not to
-    (``nan_strategy="disable"``, version 1.9), forgets the weights.
+    (``nan_strategy="disable"``, version 1.9), ignores the weights.
     """
 
     full_state_update = False
@@ -36,11 +36,31 @@ class WeightedMean(Metric):
         return self.total / self.weight
 
 
+class Means:
+    """Weighted means by name, computed and then begun anew."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, WeightedMean] = {}
+
+    def update(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Adds a scalar to the mean of that name."""
+        if name not in self._means:
+            self._means[name] = WeightedMean().to(value.device)
+        self._means[name].update(value.detach(), weight)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The means of what was added since the last call, over all ranks."""
+        found = {name: mean.compute() for name, mean in self._means.items() if mean.update_called}
+        for mean in self._means.values():
+            mean.reset()
+        return found
+
+
 class OverTargets:
     """Makes the gradients of accumulated batches those of the mean over the targets of all of them.
 
     How many targets a step has is known only after its last batch. So losses are weighed in units of its first, and
-    gradients are put right once, before the step. Where all batches have equally many, both factors are exactly 1.
+    gradients are corrected once, before the step. Where all batches have equally many, both factors are exactly 1.
     """
 
     def __init__(self) -> None:

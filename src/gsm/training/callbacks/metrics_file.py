@@ -72,12 +72,12 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Drops the lines of ``step`` and after it, and what a killed process or a disk has garbled."""
+        """Drops the lines of steps after ``step``, and what a killed process or a disk has garbled."""
         if not self.path.is_file():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         found = ((LINE.fullmatch(line), line) for line in lines[1:])
-        kept = [line for match, line in found if match and int(match[1]) < step]
+        kept = [line for match, line in found if match and int(match[1]) <= step]
         with replacing(self.path) as file:
             file.write("".join([HEADER, *kept]).encode())
 

@@ -24,7 +24,7 @@ from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
-from gsm.training.standing import random_states, restore_random_states
+from gsm.training.resume import random_states, restore_random_states
 
 TAPS = (*overlap.TAPS, "state/*", "decoder/*/weights")
 PIXELS = 8  # of a cell of a heat map, along each side
@@ -72,21 +72,16 @@ class Pictures(lightning.Callback):
         if isinstance(trainer.strategy, Sharded):
             return
         chosen = list(islice(data.validation(), self.sequences))
-        self._batch = {name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents")}
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Draws once more what a resumed run has hidden: TensorBoard drops all that its last step has left. The task
-        itself writes the scalars again, in the order in which they came.
-        """
-        if self._drawn == trainer.global_step:
-            self._draw(trainer, pl_module, scalars_too=False)
+        self._batch = {
+            name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents") if name in chosen[0]
+        }
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         """Draws, if enough steps were taken since."""
         step = trainer.global_step
         if self._drawn is None or step <= self._drawn or step >= self._drawn + self.every:
-            self._draw(trainer, pl_module)
             self._drawn = step
+            self._draw(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The step of the latest pictures."""
@@ -96,14 +91,13 @@ class Pictures(lightning.Callback):
         """Goes on from a checkpoint."""
         self._drawn = state_dict["drawn"]
 
-    def _draw(self, trainer: lightning.Trainer, task: LanguageModeling, *, scalars_too: bool = True) -> None:
+    def _draw(self, trainer: lightning.Trainer, task: LanguageModeling) -> None:
         model, step = task.model, trainer.global_step
         writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        if scalars_too:
-            task.report(scalars(model, seen))
+        task.log_dict(scalars(model, seen), rank_zero_only=True)
         for writer in writers:
             for name, value_N in histograms(model, seen):
                 writer.add_histogram(name, value_N, step)
@@ -120,7 +114,7 @@ class Pictures(lightning.Callback):
         task.model.eval()
         with record(*TAPS) as seen, trainer.precision_plugin.forward_context():
             # Not __call__: a compiled model would be compiled anew to listen.
-            task.model.forward(batch["tokens"], documents=batch["documents"], rows=rows)
+            task.model.forward(batch["tokens"], documents=batch.get("documents"), rows=rows)
         task.model.train(was_training)
         restore_random_states(states, task.device)
         return seen

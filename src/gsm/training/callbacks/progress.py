@@ -8,8 +8,9 @@ from typing import Any
 
 import lightning
 
-from gsm.training.callbacks.throughput import Throughput, callbacks
-from gsm.training.module import LanguageModeling
+from gsm.training.callbacks import find
+from gsm.training.callbacks.throughput import Throughput
+from gsm.training.resume import ends_step
 
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -29,23 +30,23 @@ class Progress(lightning.Callback):
         self._start = (0, 0.0)
         self._shown = 0.0
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Remembers where this process started, for the time left."""
         self._start = (trainer.global_step, time.perf_counter())
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Prints the line of a finished step."""
         step = trainer.global_step
-        stays = pl_module.step_ends() and (step % self.every == 0 or step == trainer.max_steps)
+        stays = ends_step(trainer) and (step % self.every == 0 or step == trainer.max_steps)
         if trainer.is_global_zero and (stays or self._may_rewrite()):
-            self._show(self._line(trainer, float(outputs["cross_entropy"])), stays)
+            self._show(self._line(trainer, float(outputs.get("cross_entropy", outputs["loss"]))), stays)
 
     def on_validation_batch_start(
         self,
         trainer: lightning.Trainer,
-        pl_module: LanguageModeling,
+        pl_module: lightning.LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -57,7 +58,7 @@ class Progress(lightning.Callback):
                 stays=False,
             )
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Prints what validation found."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
@@ -73,7 +74,7 @@ class Progress(lightning.Callback):
         bits = trainer.callback_metrics.get("val/bits_per_byte")
         if bits is not None:
             parts.append(f"val bits/byte {bits:.3f}")
-        speed = next((c.latest for c in callbacks(trainer) if isinstance(c, Throughput) and c.latest), None)
+        speed = next((one.latest for one in find(trainer, Throughput) if one.latest), None)
         if speed:
             parts.append(f"{speed:,.0f} tokens/s")
         done, since = trainer.global_step - self._start[0], time.perf_counter() - self._start[1]

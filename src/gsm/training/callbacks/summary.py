@@ -17,7 +17,15 @@ import torch
 from gsm import __version__
 from gsm.files import write_json
 from gsm.paths import ROOT
-from gsm.training.callbacks.throughput import Throughput, callbacks, peak_memory_bytes
+from gsm.training.callbacks import find
+from gsm.training.callbacks.throughput import Throughput, peak_memory_bytes
+
+VALIDATION = {  # what validations find, by its key in the file
+    "val_loss": "val/loss",
+    "val_perplexity": "val/perplexity",
+    "bits_per_byte": "val/bits_per_byte",
+    "accuracy": "val/accuracy",
+}
 
 
 class Summary(lightning.Callback):
@@ -34,6 +42,7 @@ class Summary(lightning.Callback):
     def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.facts = {**facts, "versions": versions(), "commit": commit()}
+        self._found: dict[str, float | None] = dict.fromkeys(VALIDATION)
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Takes the place of what an earlier part of this run, or an earlier run, has said."""
@@ -52,29 +61,34 @@ class Summary(lightning.Callback):
         with contextlib.suppress(OSError):
             self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
 
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Takes what the validation found; it travels in the checkpoint that is written then."""
+        if not trainer.sanity_checking:
+            self._found = {key: number(trainer.callback_metrics.get(name)) for key, name in VALIDATION.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the last validation found, for a resumed run that has only its conclusions left."""
+        return dict(self._found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self._found = dict(state_dict)
+
     def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
         """Brings the measurements up to date, adds ``facts``, writes the file; returns the whole of it."""
-        self.facts.update(measured(trainer), **facts)
+        throughput = next(iter(find(trainer, Throughput)), None)
+        self.facts |= {
+            "steps": trainer.global_step,
+            "tokens": throughput.tokens if throughput else None,
+            **self._found,
+            "tokens_per_second": throughput.tokens_per_second if throughput else None,
+            "train_seconds": throughput.seconds if throughput else None,
+            "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
+            **facts,
+        }
         if trainer.is_global_zero:
             write_json(self.path, self.facts)
         return self.facts
-
-
-def measured(trainer: lightning.Trainer) -> dict[str, Any]:
-    """What a trainer knows of its run so far; None for what it has not measured."""
-    metrics = trainer.callback_metrics
-    throughput = next((c for c in callbacks(trainer) if isinstance(c, Throughput)), None)
-    return {
-        "steps": trainer.global_step,
-        "tokens": throughput.tokens if throughput else None,
-        "val_loss": number(metrics.get("val/loss")),
-        "val_perplexity": number(metrics.get("val/perplexity")),
-        "bits_per_byte": number(metrics.get("val/bits_per_byte")),
-        "accuracy": number(metrics.get("val/accuracy")),
-        "tokens_per_second": throughput.tokens_per_second if throughput else None,
-        "train_seconds": throughput.seconds if throughput else None,
-        "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
-    }
 
 
 def number(value: torch.Tensor | float | None) -> float | None:

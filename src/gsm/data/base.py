@@ -1,0 +1,144 @@
+"""`DataModule`: what a training run asks of its data, each with a default. B batch, T positions.
+
+Any `LightningDataModule` trains whose `train_dataloader` and `val_dataloader` give batches, dicts of int64 [B,T]:
+
+    tokens      ids below the model's vocabulary
+    targets     optional; -100 is ignored. Without: the next token of the same document
+    documents   optional; which document a token belongs to, ascending along a row. Without: a sequence is one document
+
+A yaml that names it is all it takes: `python train.py --config-dir=mine data=mine`. The members below are extras: a
+class of one's own has those that it defines, whether or not it derives from `DataModule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+
+from gsm.models.checks import IGNORED
+
+if TYPE_CHECKING:
+    from gsm.data.tokenizer import Tokenizer
+
+
+class DataModule(lightning.LightningDataModule):
+    """A data module with all extras at their defaults, and with its position in a run.
+
+    **Exact resume**: a run that was interrupted asks for `train_dataloader()` again, which has to go on behind
+    `batches_done` batches of this rank. A data module that does not ask begins its data anew, and the run is another
+    one from there on; so does one that draws random numbers of its own, unless it keeps them in Lightning's
+    `state_dict` and `load_state_dict`. The loader has to be sized or endless, and a pass has to be a whole number of
+    optimiser steps: `accumulated` batches each.
+
+    Attributes:
+        tokenizer: travels in the checkpoint, for generate.py and evaluate.py; None: ids stand for themselves.
+        token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
+        measures_accuracy: whether validation counts how often the likeliest token is the target.
+        resumes: whether `train_dataloader` goes on where training stands; if not, a run that is resumed says so.
+        context, batch_size: T and B on each device, 0 where they are not always the same; for the header of a run, and
+            to refuse to resume it with steps of another size.
+    """
+
+    tokenizer: Tokenizer | None = None
+    token_bytes_V: np.ndarray | None = None
+    measures_accuracy: bool = False
+    resumes: bool = True
+    context: int = 0
+    batch_size: int = 0
+
+    def fingerprint(self) -> Mapping[str, str | int]:
+        """What makes the ids that training sees, but for seed and batches: a run resumes only with data that have the
+        same. Empty: nothing is compared."""
+        return {}
+
+    def headline(self) -> dict[str, str]:
+        """What the header of a run says of its data."""
+        return {"data": type(self).__name__}
+
+    def description(self) -> dict[str, Any]:
+        """What a run's summary says of its data."""
+        return dict(self.fingerprint())
+
+    def validation(self) -> Iterator[dict[str, Tensor]]:
+        """The sequences of validation one by one, int64 [T] each: pictures and measurements take the first ones."""
+        with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed, which training must not notice
+            batches = iter(self.val_dataloader())
+        for batch in batches:
+            for row in range(len(batch["tokens"])):
+                yield {name: value_BT[row] for name, value_BT in batch.items()}
+
+    def of_length(self, length: int, most: int, split: str = "validation") -> Sequence[Mapping[str, Tensor]]:
+        """At most `most` sequences of another length, to measure overlap by length. Raises ValueError for none."""
+        raise ValueError(f"{type(self).__name__} has no sequences of {length} tokens: it does not define of_length")
+
+    def consumed(self, sequences: int) -> Iterator[Mapping[str, Tensor]] | None:
+        """The first `sequences` that a run trains on, all ranks together, to count n-grams in; None: no n-grams."""
+        return None
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each predicted token of validation: bits per byte = loss / ln 2 / this. None without
+        `token_bytes_V`.
+
+        Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
+        """
+        if self.token_bytes_V is None:
+            return None
+        targets = np.concatenate([one.get("targets", one["tokens"][1:]).numpy() for one in self.validation()])
+        return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of finished steps, on each rank; 0 without a trainer. Not those fetched: some may be ahead."""
+        return self.trainer.global_step * self.accumulated if self.trainer else 0
+
+    @property
+    def accumulated(self) -> int:
+        """Batches that make up a step."""
+        return self.trainer.accumulate_grad_batches if self.trainer else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return max(1, self.trainer.max_steps) if self.trainer else 1
+
+    @property
+    def rank(self) -> int:
+        """This process among those that share the data; tensor-parallel ranks have the same."""
+        return self._shares["rank"]
+
+    @property
+    def world(self) -> int:
+        """Among how many processes the data are divided."""
+        return self._shares["num_replicas"]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether batches go to a GPU."""
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return dict(shares or {"num_replicas": 1, "rank": 0})
+
+
+def with_defaults(data: Any) -> DataModule:
+    """The same object, with `DataModule`'s defaults for what it does not define. Raises ValueError if it is no
+    `LightningDataModule`."""
+    if not isinstance(data, lightning.LightningDataModule):
+        raise ValueError(
+            f"data is a {type(data).__name__}, but has to be a LightningDataModule with train_dataloader and "
+            "val_dataloader (see gsm.data.base)"
+        )
+    if not isinstance(data, DataModule):
+        bases: tuple[Any, ...] = (type(data), DataModule)  # what it defines itself comes first
+        resumes = type(data).state_dict is not lightning.LightningDataModule.state_dict
+        data.__class__ = type(type(data).__name__, bases, {"resumes": getattr(data, "resumes", resumes)})
+    return data  # pyright: ignore[reportReturnType] # which it is now

@@ -1,0 +1,199 @@
+"""``last.ckpt`` and ``best.ckpt``, each there as a whole or not at all, whenever the process or the machine stops.
+
+Lightning's ``ModelCheckpoint`` writes neither: it saves in ``on_train_batch_end``, before the metrics of that step are
+logged; it writes ``last.ckpt`` only where it also found a new best one; and where the disk refuses the one rank that
+writes, it leaves the others waiting. One of a user's own beside these works.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+
+from gsm.errors import ConfigError
+from gsm.files import replacing
+from gsm.training.distributed import ranks, shards
+from gsm.training.distributed.sharded import Sharded
+from gsm.training.resume import ends_interval
+
+
+class Latest(Checkpoint):
+    """``last.ckpt``, from which an interrupted run goes on.
+
+    Saved where nothing is pending (``gsm.training.resume``): at the end of a logging interval, after the validation
+    that may follow it, if one was validated since the last save or it is time to; and after the last step. An
+    interruption costs the training since then: ``minutes``, and at most one logging interval more.
+
+    Args:
+        path: of the file.
+        minutes: how much training an interruption may cost.
+        share: of the time, how much saving may take: what takes long is done less often than ``minutes`` say.
+
+    Attributes:
+        saved: the step of the last save of this process, None before it.
+        settled: whether nothing is pending, between two batches.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
+        if minutes <= 0:
+            raise ValueError(f"callbacks.latest.minutes is {minutes}, but has to be above 0")
+        if share <= 0:
+            raise ValueError(f"callbacks.latest.share is {share}, but has to be above 0")
+        self.path, self.minutes, self.share = Path(path), minutes, share
+        self.saved: int | None = None
+        self.settled = True
+        self._validated = False  # since the last save
+        self._since = 0.0
+        self._took = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Starts counting minutes."""
+        self._since = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes whether a logging interval ends; its metrics are logged after this hook."""
+        self.settled = ends_interval(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Saves; after ``Best`` has judged, so that its verdict is saved too."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._validated = True
+            if self.settled:
+                self.save(trainer)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves if nothing is pending and it is time to; the first hook after metrics are logged."""
+        if self.settled and self.saved != trainer.global_step:
+            wait = max(self.minutes * 60, self._took / self.share)
+            due = self._validated or time.monotonic() - self._since > wait
+            if trainer.strategy.broadcast(due):  # ranks save together
+                self.save(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Saves the last step where no validation followed it."""
+        self.save(trainer)
+
+    def save(self, trainer: lightning.Trainer) -> None:
+        """Saves, unless this step is saved already, or none was done."""
+        if trainer.global_step in (0, self.saved):
+            return
+        start = time.monotonic()
+        save(trainer, self.path)
+        self._since, self.saved, self._validated = time.monotonic(), trainer.global_step, False
+        self._took = self._since - start
+
+
+class Best(Checkpoint):
+    """``best.ckpt``: saved after a validation that finds less than all before it, of this run and its earlier parts.
+
+    Args:
+        path: of the file.
+        monitor: the metric to be low.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
+        if not monitor.startswith("val/"):
+            raise ValueError(
+                f"callbacks.best.monitor is '{monitor}', but has to be what validations find: val/loss, ..."
+            )
+        self.path, self.monitor = Path(path), monitor
+        self.lowest = math.inf
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Judges. Raises ConfigError where validations do not find what is monitored: nothing would ever be saved."""
+        if trainer.sanity_checking:
+            return
+        if self.monitor not in trainer.callback_metrics:
+            known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+            raise ConfigError(
+                f"callbacks.best.monitor is '{self.monitor}', but validations find {', '.join(known)}: say one of them"
+            )
+        found = float(trainer.callback_metrics[self.monitor])
+        if found < self.lowest:
+            self.lowest = found
+            save(trainer, self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The verdict so far."""
+        return {"lowest": self.lowest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; in a folder without the file that the verdict is about, it starts anew."""
+        self.lowest = state_dict["lowest"] if self.path.is_file() else math.inf
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a trainer's checkpoints with ``gsm.files.replacing``, and reads them.
+
+    Lightning's own way goes through the system's temporary folder. Where that is another disk, the last step is a copy,
+    which can be cut off; and a process that is killed leaves its gigabytes there.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None):
+        """Makes the whole file in memory first: PyTorch's writer hides why a disk refuses. Raises OSError."""
+        if storage_options is not None:
+            raise TypeError(f"storage_options is {storage_options!r}, but a checkpoint on a local disk takes none")
+        save_whole(checkpoint, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Also one that several ranks have written in parts."""
+        return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
+
+
+def save(trainer: lightning.Trainer, path: Path) -> None:
+    """``trainer.save_checkpoint``, once what loggers have written is on the disk.
+
+    What the one rank that writes cannot do, such as for an OSError, all ranks raise: those that wait for it would
+    otherwise do so until a launcher ends them. Ranks that write their shares agree on those by themselves.
+    """
+
+    def flush() -> None:
+        for logger in trainer.loggers:
+            logger.save()
+
+    def write() -> None:
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        except Exception:  # whatever it is, the others wait for this rank at the end of `save_checkpoint`
+            trainer.strategy.barrier()
+            raise
+
+    _all_or_none(trainer, flush)
+    if isinstance(trainer.strategy, Sharded):
+        trainer.save_checkpoint(path, weights_only=False)
+    else:
+        _all_or_none(trainer, write)
+
+
+def _all_or_none(trainer: lightning.Trainer, action: Callable[[], None]) -> None:
+    """Does something on all ranks; what the leading rank raises, all raise."""
+    refused = None
+    try:
+        action()
+    except Exception as error:
+        refused = ranks.portable(error)
+    refused = trainer.strategy.broadcast(refused)
+    if refused is not None:
+        raise refused
+
+
+def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
+    """``torch.save`` through ``replacing``. Raises OSError."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with replacing(path) as file:
+        file.write(buffer.getbuffer())

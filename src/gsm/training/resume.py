@@ -1,0 +1,107 @@
+"""Exact resume: what a checkpoint needs beside weights and optimiser, and at which points one is taken.
+
+A checkpoint to resume from is taken only where nothing is pending: after a step that ends a logging interval, once its
+metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. What
+is left are the random numbers and how far the data were read, which follows from the number of steps.
+
+This file also holds every use of Lightning's own counters, which it does not document.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+
+FORMAT = 2  # of checkpoints; changes with what is in them
+STATE = "training_state"  # the key of a checkpoint that holds what is kept here
+ENTRIES = "optimizer_entries"  # for each optimiser, by parameter, the names of what is kept for it
+
+
+def ends_step(trainer: lightning.Trainer) -> bool:
+    """Whether the batch just processed ended an optimiser step, rather than being accumulated into a later one."""
+    accumulated = trainer.accumulate_grad_batches
+    return (trainer.fit_loop.batch_idx + 1) % accumulated == 0 or trainer.is_last_batch
+
+
+def ends_interval(trainer: lightning.Trainer) -> bool:
+    """Whether it ended a step whose metrics are logged: every ``log_every_n_steps`` steps, and the last one."""
+    step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+    return ends_step(trainer) and (step % every == 0 or 0 < trainer.max_steps <= step)
+
+
+class ResumeState(lightning.Callback):
+    """Adds to every checkpoint what an exact resume takes, and restores it.
+
+    Of several ranks, all get the random numbers of the one that writes the checkpoint: they begin with the same seed
+    and draw alike.
+    """
+
+    def __init__(self) -> None:
+        self._random: Mapping[str, Any] | None = None
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the format, the RNG states, the number of ranks, and the names of the optimiser's entries, so that one
+        that is missing later can be named."""
+        checkpoint["format"] = FORMAT
+        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": trainer.world_size}
+        states = (state["state"] for state in checkpoint["optimizer_states"])
+        checkpoint[ENTRIES] = [{number: sorted(entry) for number, entry in state.items()} for state in states]
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keeps the RNG states for the start of training, and sets Lightning's counters."""
+        self._random = checkpoint[STATE]["random"]
+        set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], trainer.accumulate_grad_batches)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Restores the RNG states, last of all: loading and setting up draw random numbers too."""
+        if self._random is not None:
+            trainer.fit_loop.epoch_loop.restarting = False  # the counters are right; see `set_counters`
+            restore_random_states(self._random, pl_module.device)
+            self._random = None
+
+
+def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
+    """Sets Lightning's counters in a checkpoint to those of a pass over the data about to begin, after ``step`` steps.
+
+    Lightning 2.6 (``_TrainingEpochLoop.update_restart_stage``) otherwise infers from its counters in which hook the
+    checkpoint was written, and skips or repeats a batch or a validation accordingly
+    (https://github.com/Lightning-AI/pytorch-lightning/issues/19367, .../pull/20379). It does not know
+    ``on_train_batch_start``, which is the first hook after metrics are logged. The order of data does not restart with
+    a pass, so a new one is free. Batches follow from steps, so that a resumed run may accumulate another number.
+    """
+    batches = fit_loop["epoch_loop.batch_progress"]
+    batches["total"] = dict.fromkeys(batches["total"], step * accumulated)
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    passes = fit_loop["epoch_progress"]
+    passes["total"] = dict.fromkeys(passes["total"], passes["total"]["completed"])
+    passes["current"] = dict.fromkeys(passes["current"], passes["current"]["completed"])
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # which decides what is logged
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of the default random number generators of this process, as plain containers and tensors."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restores them; a GPU's only from a checkpoint that was written on a GPU."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,211 @@
+"""Data modules, training loops, Lightning modules and metrics of a user's own: the documented protocols."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from small import SHALLOW, build
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_task import KillAfter, make_task, make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import gsm
+from gsm.config.compose import compose
+from gsm.config.load import CheckpointError, read_checkpoint
+from gsm.data.base import DataModule, with_defaults
+from gsm.data.loader import Batches
+from gsm.experiments.fit import train
+from gsm.experiments.folder import prepare
+from gsm.training.callbacks.checkpoints import Latest
+from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.module import LanguageModeling, next_tokens
+from gsm.training.optimizer import AdamW
+
+PLAIN = """
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+
+class Counting(lightning.LightningDataModule):
+    def __init__(self, length: int, vocabulary: int) -> None:
+        super().__init__()
+        start = torch.arange(64)
+        self.rows = [{"tokens": (torch.arange(length) + first) % vocabulary} for first in start]
+
+    def train_dataloader(self):
+        return DataLoader(self.rows[:48], batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.rows[48:], batch_size=4)
+
+
+class Counted(lightning.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("mine/first_token", batch["tokens"][0, 0].float())
+"""
+WORDS = "size=pico size.vocabulary=64 data=mine trainer=cpu trainer.max_steps=6 trainer.log_every_n_steps=2"
+WORDS += " trainer.val_check_interval=4 +callbacks.pictures.sequences=2"
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of yaml files of one's own, and what they name."""
+    (tmp_path / "own_parts.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "configs/data").mkdir(parents=True)
+    lines = ["_target_: own_parts.Counting", "length: 24", "vocabulary: ${size.vocabulary}"]
+    (tmp_path / "configs/data/mine.yaml").write_text("\n".join(lines))
+    return tmp_path / "configs"
+
+
+def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_every_log(mine: Path):
+    words = [*WORDS.split(), f"logs={mine.parent / 'logs'}", "+callbacks.mine._target_=own_parts.Counted"]
+    facts = train(compose(words, [mine]))
+    assert facts["status"] == "finished" and facts["val_loss"] > 0 and facts["bits_per_byte"] is None
+    assert facts["memory_after_tokens"] == 24
+    folder = mine.parent / "logs/default/gsm/seed0"
+    assert sorted(read_metrics(folder / "metrics.csv")["mine/first_token"]) == [2, 4, 6]
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [point.step for point in events.Scalars("mine/first_token")] == [2, 4, 6]
+    assert [point.step for point in events.Scalars("val/loss")] == [0, 4, 6], "0: not measured yet, for the HPARAMS tab"
+    assert gsm.load_model(folder, directories=[mine]).vocabulary == 64
+
+
+def test_what_is_no_data_module_is_named():
+    with pytest.raises(ValueError, match="data is a list, but has to be a LightningDataModule with train_dataloader"):
+        with_defaults([])
+
+
+class Numbers(DataModule):
+    """Batches by number, which go on where training stands."""
+
+    context, batch_size = 16, 4
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self, self._plan, 24)  # pyright: ignore[reportArgumentType] # it has a `batch`
+
+    def val_dataloader(self) -> Batches:
+        return Batches(self, lambda: iter([np.arange(4)]), 1)  # pyright: ignore[reportArgumentType]
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        rows = [torch.randint(257, (16,), generator=torch.Generator().manual_seed(int(one))) for one in indices]
+        token_BT = torch.stack(rows)
+        return {"tokens": token_BT, "targets": next_tokens(token_BT), "documents": torch.zeros_like(token_BT)}
+
+    def _plan(self) -> Iterator[np.ndarray]:
+        for number in range(self.batches_done, self.batches_done + 24):
+            yield np.arange(4 * number, 4 * number + 4)
+
+
+def test_a_data_module_that_asks_where_training_stands_resumes_exactly(tmp_path: Path):
+    def run(folder: Path, stop: int = 12, resume: Path | None = None) -> LanguageModeling:
+        torch.manual_seed(0)
+        task, callbacks = make_task(), [Latest(folder / "last.ckpt", minutes=1e-9), KillAfter(stop)]
+        trainer = make_trainer(tmp_path, 12, callbacks, limit_val_batches=1, accumulate_grad_batches=2)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.fit(task, datamodule=Numbers(), ckpt_path=resume, weights_only=True)
+        return task
+
+    straight = run(tmp_path / "straight").state_dict()
+    run(tmp_path, 7)
+    assert read_checkpoint_step(tmp_path / "last.ckpt") == 6
+    resumed = run(tmp_path, resume=tmp_path / "last.ckpt").state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+
+
+def read_checkpoint_step(path: Path) -> int:
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+def test_targets_are_the_next_tokens_of_the_same_document():
+    tokens_BT = torch.tensor([[5, 6, 7, 8]])
+    assert next_tokens(tokens_BT).tolist() == [[6, 7, 8, -100]]
+    assert next_tokens(tokens_BT, torch.tensor([[0, 0, 1, 1]])).tolist() == [[6, -100, 8, -100]]
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(SHALLOW.vocabulary, (2, 20), generator=generator) for _ in range(count)]
+    return [{"tokens": one, "targets": next_tokens(one)} for one in ids]
+
+
+def fitted(task: lightning.LightningModule, folder: Path, *validation: DataLoader) -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", devices=1, gradient_clip_val=1.0, log_every_n_steps=2, limit_val_batches=0,
+        default_root_dir=folder, **quiet,
+    )  # fmt: skip
+    trainer.fit(task, DataLoader(batches(4), batch_size=None), *validation)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_loop_of_ones_own_does_what_ours_does(tmp_path: Path):
+    """Cross-entropy and the model's own losses are added; the indexer, whose loss is another, is clipped apart."""
+    settings = AdamW(learning_rate=3e-3, warmup_steps=0, final_fraction=1.0, weight_decay=0.1)
+    ours = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
+    own = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
+    own.load_state_dict(ours.state_dict())
+    fitted(LanguageModeling(ours, settings), tmp_path, DataLoader(batches(1), batch_size=None))  # pyright: ignore
+
+    optimizer = settings.build(own.parameter_groups())
+    for batch in batches(4):
+        out = own(batch["tokens"], targets=batch["targets"])
+        assert out.losses, "a model with an indexer has a loss for it"
+        (out.loss + sum(out.losses.values())).backward()
+        for indexer in (False, True):
+            groups = [g for g in optimizer.param_groups if g["name"].startswith("indexer") == indexer]
+            nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(own.state_dict()[name], value), name
+
+
+class Own(lightning.LightningModule):
+    """A Lightning module of somebody's own around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        out = self.model(batch["tokens"], targets=batch["targets"])
+        self.log("loss", out.loss)
+        return out.loss + sum(out.losses.values())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def test_a_lightning_module_of_ones_own_trains_a_model(tmp_path: Path):
+    model = build("gsm", geometry=SHALLOW).float().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task = Own(model)
+    fitted(task, tmp_path)
+    assert task.trainer.callback_metrics["loss"] > 0
+    assert not torch.equal(before["embedding.weight"], model.state_dict()["embedding.weight"])
+
+
+def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
+    words = [*WORDS.split(), f"logs={mine.parent / 'logs'}", "trainer.max_steps=1"]
+    train(compose(words, [mine]))
+    last = mine.parent / "logs/default/gsm/seed0/checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["format"]
+    torch.save(checkpoint, last)
+    (last.parents[1] / "summary.json").unlink()
+    said = (
+        r"last.ckpt is of format 1, and this version reads format \d: use the version of the project that has written"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        read_checkpoint(last)
+    with pytest.raises(CheckpointError, match=said):
+        prepare(compose(words, [mine]))
