@@ -9,6 +9,7 @@ import pytest
 import torch
 from small import GEOMETRY, build, random_tokens
 
+from gsm.engine import Engine
 from gsm.layers.residual import HyperConnection
 from gsm.layers.rope import Rope
 from gsm.models.baseline import Baseline
@@ -59,6 +60,14 @@ CASES = {
         "targets must be whole numbers on the device of tokens, cpu",
     ),
     "fractional documents": (forward(documents=TOKENS.float()), "documents must be whole numbers .* got torch.float32"),
+    "fractional documents of a prompt": (
+        prefill(TOKENS, start(2), documents=TOKENS.float()),
+        "documents must be whole numbers .* got torch.float32",
+    ),
+    "fractional documents for an engine": (
+        lambda: Engine(build("gsm-writer=additive"), batch=2, capacity=8).prefill(TOKENS, TOKENS.float()),
+        "documents must be whole numbers .* got torch.float32",
+    ),
     "targets that are true or false": (forward(targets=TOKENS > 3), "targets must be whole numbers .* got torch.bool"),
     "targets of another batch": (forward(targets=TOKENS[:1]), r"targets must have the shape of tokens, \[2, 6\]"),
     "a target that is no token": (

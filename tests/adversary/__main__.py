@@ -20,7 +20,7 @@ from collections.abc import Callable  # noqa: E402
 
 import torch  # noqa: E402
 
-from adversary import calls, damage, inside, kills, payloads, texts, values  # noqa: E402
+from adversary import calls, damage, inside, kills, payloads, tasks, texts, values  # noqa: E402
 from adversary.outcome import ENDS, FAILED, RIGHT, Case, Result, attempt, of_size  # noqa: E402
 from adversary.world import World  # noqa: E402
 
@@ -36,6 +36,7 @@ CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = 
     "7": ("hostile text files (and classes 8 and 9)", 0.01, texts.case),
     "11": ("sizes without bound, groups left out", 0.01, values.sizes),
     "12": ("places", 0.01, values.places),
+    "13": ("task files", 0.01, tasks.case),
 }
 KILLS = "kills"
 OF_KILLS = {KILLS: "killed at a random moment, then the same command", "3": "the same: a curve loses its last step"}

@@ -183,7 +183,7 @@ def _stack(sequences: Iterable[Mapping[str, Any]], once: bool) -> tuple[np.ndarr
     rows: dict[str, list[np.ndarray]] = {"tokens": [], "targets": [], "documents": []}
     seen = set()
     for sequence in sequences:
-        values = {name: np.asarray(sequence[name], dtype=np.int64) for name in rows}
+        values = {name: _whole(name, np.asarray(sequence[name])) for name in rows}
         if once:
             text = values["tokens"].tobytes() + values["targets"].tobytes()
             if text in seen:
@@ -195,6 +195,13 @@ def _stack(sequences: Iterable[Mapping[str, Any]], once: bool) -> tuple[np.ndarr
         raise ValueError("there are no sequences to count or score; give at least one")
     token_BT, target_BT, document_BT = (np.stack(values) for values in rows.values())
     return token_BT, target_BT, document_BT
+
+
+def _whole(name: str, values: np.ndarray) -> np.ndarray:
+    """As int64. Raises ValueError for fractions: cut off, two documents would become one."""
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be whole numbers, got {values.dtype}")
+    return values.astype(np.int64)
 
 
 def _require_examples(targets: np.ndarray, tokens: np.ndarray, vocabulary: int) -> None:
