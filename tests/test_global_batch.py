@@ -12,7 +12,7 @@ from short_runs import TINY, arguments
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.experiments import fit, phases, trainers
+from gsm.experiments import fit, trainers
 from gsm.experiments.experiment import Experiment
 
 
@@ -81,14 +81,14 @@ def test_a_remainder_is_refused_with_values_that_fit(total: int, batch: int, wor
 
 @pytest.mark.parametrize("experiment", ["paper_long_context", "paper_cot", "paper_ablate_indexer"])
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (8, 1)])
-def test_every_phase_of_the_papers_runs_has_its_step(experiment: str, devices: int, nodes: int):
+def test_every_run_of_the_papers_experiments_has_its_step(experiment: str, devices: int, nodes: int):
     made = composed(f"experiment={experiment}", "size=0p5b")
     steps = {"train": 128, "extend": 32, "tune": 8}
-    for name, phase in made["phases"].items():
+    for name, run in made["runs"].items():
         if name not in steps:
             continue
-        lines = [f"{key.removeprefix('/')}={value}" for key, value in (phase or {}).items()]
-        given = config(f"experiment={experiment}", "size=0p5b", "phases=null", *lines, devices=devices, num_nodes=nodes)
+        lines = [f"{key.removeprefix('/')}={value}" for key, value in (run or {}).items() if key != "after"]
+        given = config(f"experiment={experiment}", "size=0p5b", "runs=null", *lines, devices=devices, num_nodes=nodes)
         assert given["global_batch"] == steps[name]
         per_device = trainers.batches_a_step(given, devices * nodes) * given["data"]["batch_size"]
         assert per_device * devices * nodes == steps[name]
@@ -112,18 +112,18 @@ def test_accumulation_is_not_said_beside_it():
         trainers.settings(config("+trainer.accumulate_grad_batches=2"))
 
 
-def test_the_last_phase_is_refused_before_the_first_one_trains(tmp_path: Path):
+def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
     words = ["experiment=paper_cot", "size=nano", "arms=null", "seeds=null", "trainer=ddp", "trainer.accelerator=cpu"]
     words += ["trainer.devices=3", f"logs={tmp_path}"]
-    said = "^phase tune: global_batch is 8, but 3 devices with data.batch_size=1 take 3 sequences at a time: say "
+    said = "run tune: global_batch is 8, but 3 devices with data.batch_size=1 take 3 sequences at a time: say "
     with pytest.raises(ConfigError, match=f"{said}global_batch=6 or 9$"):
-        phases.Phased(compose(words), words)
+        Experiment(compose(words), words).trials()
 
 
 def test_an_arm_is_refused_before_another_one_trains(tmp_path: Path):
     words = ["arms={a: [], b: ['global_batch=6']}", f"logs={tmp_path}"]
     with pytest.raises(ConfigError, match="^arm b: global_batch is 6, but "):
-        Experiment(compose(words), words).jobs()
+        Experiment(compose(words), words).trials()
 
 
 def test_a_run_is_refused_before_it_reads_or_writes_anything(tmp_path: Path):

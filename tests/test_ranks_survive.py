@@ -18,8 +18,8 @@ import pytest
 import ranks
 import torch
 from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here
-from test_children import running
 from test_experiment import until
+from test_jobs import running
 
 from gsm.config.load import load_model, read_checkpoint
 from gsm.experiments import folder as run_folder

@@ -217,7 +217,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
     """Checks that numbers are finite, and where they are in `RANGES`. Raises ConfigError."""
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda one: not one[0].startswith("size.")):  # others follow from it
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):

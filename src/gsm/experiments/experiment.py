@@ -234,6 +234,8 @@ class Experiment:
             try:
                 config = compose(overrides)
                 refuse_unnamed(config)
+                if config.get("runs") is None:
+                    trainers.refuse_remainder(config)
                 trial = Trial(arm, seed, config, overrides)
                 self._add_jobs(trial)
             except ConfigError as error:
