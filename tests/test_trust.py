@@ -23,6 +23,7 @@ from gsm.config.load import CheckpointError, build_model, instantiate_model, loa
 from gsm.config.trust import vetted
 from gsm.evaluation.commands.evaluate import open_data
 from gsm.training.distributed import shards
+from gsm.training.resume import FORMAT
 
 PAYLOADS: dict[str, Any] = {
     "writes a file": {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
@@ -68,7 +69,9 @@ def saved(folder: Path, config: dict[str, Any]) -> Path:
     """A checkpoint of that configuration, as a run would leave it, with a stranger's files beside it."""
     path = folder / "checkpoints/last.ckpt"
     path.parent.mkdir()
-    torch.save({"state_dict": weights(), "hyper_parameters": {"config": config}, "global_step": 1}, path)
+    torch.save(
+        {"state_dict": weights(), "hyper_parameters": {"config": config}, "global_step": 1, "format": FORMAT}, path
+    )
     (folder / "strangers_module.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'mark')!r}).touch()\n")
     (folder / "hubconf.py").write_text((folder / "strangers_module.py").read_text() + "def model(): pass\n")
     return path
@@ -193,7 +196,7 @@ def in_parts(folder: Path, index: bytes | None = None, **more: Any) -> Path:
     if index is not None:
         (parts / ".metadata").write_bytes(index)
     small = {"shards": {"folder": "p", "names": []}, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
-    torch.save({**small, "optimizer_states": []}, folder / "checkpoints/last.ckpt")
+    torch.save({**small, "optimizer_states": [], "format": FORMAT}, folder / "checkpoints/last.ckpt")
     return folder / "checkpoints/last.ckpt"
 
 
