@@ -1,8 +1,12 @@
 """Measures how fast things are: `python benchmark.py benchmark=kernels`, `python benchmark.py --help`."""
 
+import sys
+from pathlib import Path
+
 from gsm.paths import hide_root
 
 hide_root()
+sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))  # where `gsm_benchmarks` lies
 
 import hydra  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402

@@ -7,6 +7,6 @@ hide_root()
 from gsm.config import command_line  # noqa: E402
 
 if __name__ == "__main__":
-    from gsm.evaluation.commands.generate import generate
+    from gsm.evaluation.generate import generate
 
     command_line.call(generate, "generate.py")

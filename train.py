@@ -10,7 +10,7 @@ import hydra  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from gsm.config import command_line  # noqa: E402
-from gsm.experiments import children  # noqa: E402
+from gsm.experiments import jobs  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -22,6 +22,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    children.leave_with_parent()
+    jobs.leave_with_parent()
     command_line.prepare()
     main()

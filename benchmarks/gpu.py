@@ -46,7 +46,7 @@ STAGES = {
         "does every operation run and agree, and what do the numbers say that the kernels were designed by?",
         3,
         ("only",),
-        ("-m", "gsm_kernels.benchmark", "smoke"),
+        ("-m", "gsm_benchmarks", "smoke"),
     ),
     "tests": Stage(
         "are results and gradients right, test by test, and does compute-sanitizer find anything?",
@@ -58,7 +58,7 @@ STAGES = {
         "how close does every operation come to its floor, and how does it stand against its peers?",
         7.5,
         ("only", "peers"),
-        ("-m", "gsm_kernels.benchmark", "kernels"),
+        ("-m", "gsm_benchmarks", "kernels"),
     ),
     "inference": Stage(
         "how fast do the models read and go on, at 4K, 64K and 256K first, GSM and its baseline first?",

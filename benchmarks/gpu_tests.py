@@ -84,8 +84,8 @@ def files() -> list[Path]:
 def fingerprints(paths: Sequence[Path]) -> dict[str, dict[str, str]]:
     """For `gpu_lines.sources`: of a file with the helpers beside it, and the operations that its text names, or all if
     it names none; a file outside of tests/ops goes through the models, so that it depends on gsm too."""
+    from gsm_benchmarks import machine
     from gsm_kernels import OPS
-    from gsm_kernels.benchmark import machine
 
     of_op = {op.name: machine.sources_of(op.name) for op in OPS}
     helpers = [path for path in ROOT.glob("tests/ops/*.py") if not path.name.startswith("test_")]
@@ -201,8 +201,10 @@ def finding(status: int | None, said: str) -> dict[str, Any]:
     return {"outcome": "failed", "first": first, "tail": (found or said.splitlines())[: gpu_lines.TAIL]}
 
 
-def summary(stage: Stage, table: Mapping[str, Mapping[str, str]], title: str) -> str:
+def summary(stage: Stage, table: Mapping[str, Mapping[str, str]]) -> str:
     """A table of files and tools, then what failed, as Markdown."""
+    from gsm_benchmarks import results
+
     found, counts, seconds, failures = gpu_lines.lines(stage.path), {}, Counter(), []
     for test, line in gpu_lines.known(found).items():
         file, is_piece = re.split(r"::|\[", test)[0], test.startswith("compute-sanitizer")
@@ -216,12 +218,13 @@ def summary(stage: Stage, table: Mapping[str, Mapping[str, str]], title: str) ->
         counts.setdefault(file, Counter())[outcome] += 1
         seconds[file] += line["seconds"]
     columns = ("passed", "failed", "skipped", "begun", "of other sources")
+    head = ("file or tool", *columns, "seconds")
     rows = [
-        f"| {file} | {' | '.join(str(counts[file][column] or '') for column in columns)} | {seconds[file]:.0f} |"
+        (file, *(str(counts[file][column] or "") for column in columns), f"{seconds[file]:.0f}")
         for file in sorted(counts)
     ]
-    head = f"| file or tool | {' | '.join(columns)} | seconds |".replace("begun", "not ended")
-    return "\n".join([title, "", head, "|---|" + "--:|" * 6, *rows, "", *sorted(failures)]) + "\n"
+    parts = [results.table([word.replace("begun", "not ended") for word in head], rows), "", *sorted(failures)]
+    return "\n".join(parts)
 
 
 def left_over(stage: Stage) -> str:
@@ -231,7 +234,7 @@ def left_over(stage: Stage) -> str:
     if not starts:
         return ""
     ended = {line["test"] for line in lines[starts[-1] :] if "test" in line and "::" in line["test"]}
-    return f"{lines[starts[-1]]['left'] - len(ended)} tests are left"
+    return f"{lines[starts[-1]]['left'] - len(ended)} tests are left."
 
 
 def main(
@@ -245,11 +248,10 @@ def main(
     """Runs what is left, writes the summary, and returns 1 if anything has failed, else 0. Raises ValueError where
     there is no such device, or pytest does not start."""
     began = time.monotonic()
-    from gsm_kernels.benchmark import machine
-    from gsm_kernels.benchmark.results import usual_path
+    from gsm_benchmarks import machine, results
 
     facts = machine.facts(machine.chosen(device))
-    path = usual_path(facts, "tests").with_suffix(".jsonl")
+    path = results.usual_path(facts, "tests").with_suffix(".jsonl")
     marks = {key: facts[key] for key in ("device", "versions")}
     stage = Stage(path, marks, only, keep, force, workers, began + 60 * minutes)
     paths = files()
@@ -261,11 +263,8 @@ def main(
         if sanitizer and device == "cuda":
             sanitize(stage, table, sanitizer)
     finally:
-        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        title = f"# {path.stem}\n\n{facts['device']}, {versions}, commit {facts['commit']}; {left_over(stage)}."
-        text = summary(stage, table, title)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(f"\n{text}", flush=True)
+        text = summary(stage, table)
+        results.publish(path, f"{results.measured_on(facts)} {left_over(stage)}", text)
     if stage.left <= LEAST:
         print(f"{minutes:g} minutes are over: the same command goes on")
     return int("\n* " in text)
@@ -273,7 +272,7 @@ def main(
 
 if __name__ == "__main__":
     read = {"minutes": float, "workers": int, "keep": "true".__eq__, "force": "true".__eq__}
-    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    words = {name: value for name, _, value in (word.partition("=") for word in sys.argv[1:])}
     try:
         sys.exit(main(**{name: read.get(name, str)(value) for name, value in words.items()}))
     except ValueError as error:

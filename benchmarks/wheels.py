@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    words = {name: value for name, _, value in (word.partition("=") for word in sys.argv[1:])}
     if words.keys() - {"folder"}:
         sys.exit(f"error: cannot read '{(words.keys() - {'folder'}).pop()}'; there is folder=wheels")
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gsm.config import command_line
 from gsm.config.compose import compose
@@ -19,7 +21,7 @@ TINY = (
     "size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
     "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
     "data=folder data.tokenizer=bytes data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
-    "trainer.accumulate_grad_batches=2 trainer.val_check_interval=15 trainer.log_every_n_steps=3 "
+    "global_batch=8 trainer.val_check_interval=7 trainer.log_every_n_steps=3 "
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"
 ).split()
@@ -71,3 +73,32 @@ def no_death() -> None:
 def lines(folder: Path) -> list[str]:
     text = (folder / "metrics.csv").read_text().splitlines()
     return [line for line in text if line.split(",")[1] not in UNSTEADY]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What TensorBoard shows; text, since a metric that is not measured yet is NaN."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = sorted(set(events.Tags()["scalars"]) - UNSTEADY)
+    return {tag: [(point.step, str(point.value)) for point in events.Scalars(tag)] for tag in tags}
+
+
+def below(root: int) -> list[int]:
+    """The processes below one, nearest first."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for one in found:
+        found += [process for process, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def called(process: int) -> str:
+    """A process's command line, in short."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return " ".join(
+            [Path(words[0]).name, *(Path(word).name if word.startswith("/") else word for word in words[1:])]
+        )[:40]
+    return "nobody"

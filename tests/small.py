@@ -97,7 +97,9 @@ def cases() -> list[str]:
     the models as they are have them, and so has one comparator."""
     return [
         "gsm",
-        *choices("gsm", "encoder_reading", "retriever", "stage_query", "writer", "residual", "feed_forward"),
+        *choices(
+            "gsm", "encoder_reading", "retriever", "stage_query", "writer", "state_reader", "residual", "feed_forward"
+        ),
         "gsm-stages=none",
         "gsm-ratio=3",
         "baseline",
@@ -134,6 +136,7 @@ MEMORIES = (
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",
     *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),
+    *(f"gsm-state_reader={name}" for name in variants("model/state_reader") if name != "shared"),
     "baseline-pool",
     *comparators(),
 )

@@ -5,37 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsm.benchmarks.kept import kept
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
 from gsm.costs.model import cost
+from gsm.experiments.trainers import batches_a_step
+from gsm_benchmarks.plan import kept
 from gsm_kernels.device import triton_version
 
 FLOPS, BYTES = 790e12, 3.0e12  # of an H100, in a second
 GIVEN = ["experiment=afternoon"]
 
 
-def phases(arm: str) -> list[dict]:
-    """The configurations of its two phases that train."""
-    extend = compose(GIVEN)["phases"]["extend"]
-    lines = [f"{name}={value}" for name, value in extend.items()]
-    return [compose([*GIVEN, f"model={arm}", "phases=null", *more]) for more in ([], lines)]
+def trainings(arm: str) -> list[dict]:
+    """The configurations of its two runs that train."""
+    extend = compose(GIVEN)["runs"]["extend"]
+    lines = [f"{name}={value}" for name, value in extend.items() if name != "after"]
+    return [compose([*GIVEN, f"model={arm}", "runs=null", *more]) for more in ([], lines)]
 
 
 def seconds(config: dict) -> float:
-    """Of a phase on an H100, at the roof."""
+    """Of a run on an H100, at the roof."""
     with torch.device("meta"):
         counted = cost(instantiate_model(config))
     context, batch = config["data"]["context"], config["data"]["batch_size"]
-    times = config["trainer"]["max_steps"] * config["trainer"]["accumulate_grad_batches"]
+    batches = batches_a_step(config, 1)
+    times = config["trainer"]["max_steps"] * batches
     flops, moved = batch * counted.training_flops(context).total(), counted.training_bytes(context, batch)
-    moved["optimizer"] //= config["trainer"]["accumulate_grad_batches"]
+    moved["optimizer"] //= batches
     return times * (flops / FLOPS + moved.total() / BYTES)
 
 
 def test_at_half_of_the_roof_both_arms_train_for_an_hour_and_forty_minutes():
     train_gsm, extend_gsm, train_baseline, extend_baseline = (
-        2 * seconds(config) for arm in ("gsm", "baseline") for config in phases(arm)
+        2 * seconds(config) for arm in ("gsm", "baseline") for config in trainings(arm)
     )
     told = [2679, 332, 2683, 338]  # in the table of the yaml
     assert [train_gsm, extend_gsm, train_baseline, extend_baseline] == pytest.approx(told, rel=0.01)
@@ -43,8 +45,8 @@ def test_at_half_of_the_roof_both_arms_train_for_an_hour_and_forty_minutes():
 
 
 def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_papers_steps():
-    train, extend = phases("gsm")
-    sizes = [one["data"]["batch_size"] * one["trainer"]["accumulate_grad_batches"] for one in (train, extend)]
+    train, extend = trainings("gsm")
+    sizes = [one["global_batch"] for one in (train, extend)]
     assert sizes[0] * train["data"]["context"] * train["trainer"]["max_steps"] < train["data"]["max_tokens"]
     assert (sizes[1] * extend["data"]["context"], extend["trainer"]["max_steps"]) == (2_097_152, 100)
     assert extend["data"]["context"] == 65536 == 16 * train["data"]["context"]
@@ -54,6 +56,6 @@ def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_p
 @pytest.mark.skipif(triton_version() is None, reason="needs Triton, whose operations say what they keep")
 @pytest.mark.parametrize("arm", ["gsm", "baseline"])
 def test_a_batch_leaves_a_third_of_80_gb_to_everything_else(arm: str):
-    for config in phases(arm):
+    for config in trainings(arm):
         data = config["data"]
         assert kept(arm, "tiny", False, data["context"]).total(data["batch_size"] * data["context"]) < 53e9

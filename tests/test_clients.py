@@ -8,7 +8,6 @@ none and is taken out. The library computes norms in float32 whatever the model 
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -19,13 +18,12 @@ from small import GEOMETRY, random_tokens, randomise
 from torch import nn
 
 from gsm import build_model
-from gsm.benchmarks import clients, deepseek_v4
-from gsm.benchmarks.clients import Ours
 from gsm.layers.feed_forward import SwiGLU
 from gsm.layers.residual import HyperConnection, Plain, Streams
 from gsm.models.baseline import Baseline
-from gsm_kernels.benchmark import timing
-from gsm_kernels.benchmark.results import read
+from gsm_benchmarks import clients, timing
+from gsm_benchmarks.clients import Ours
+from gsm_benchmarks.results import read
 
 CPU = torch.device("cpu")
 CLOSE: Any = {"rtol": 1e-3, "atol": 1e-3}
@@ -63,7 +61,7 @@ def test_a_library_that_does_not_know_the_model_is_named_with_its_version(monkey
     monkeypatch.setattr(old, "__version__", "5.17.0", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(ModuleNotFoundError, match=r"5.17.0 is too old: pip install"):
-        deepseek_v4.library()
+        clients.library()
 
 
 @pytest.mark.parametrize("options", [{"contexts": [0]}, {"rounds": 0}, {"work": ["train"]}])
@@ -93,17 +91,17 @@ def test_every_kind_of_work_is_measured_once_and_shown(tmp_path, capsys, ourselv
 
 
 def test_a_ratio_is_that_of_one_round_and_each_begins_in_turn(monkeypatch):
-    order, clock = [], itertools.count(1)
+    order, clock = [], [0.0]
 
-    def one_round(runs, device, rounds):
-        order.append(list(runs))
-        now = next(clock)  # the machine becomes slower, for both alike
-        return {who: timing.spread([now * (3 if who == "theirs" else 1)]) for who in runs}
+    def one(who, seconds):
+        order.append(who)
+        clock[0] += seconds * ((1 + len(order)) // 2)  # the machine becomes slower, for both alike
 
-    monkeypatch.setattr(clients, "take_turns", one_round)
-    found = clients.paired({"ours": lambda: None, "theirs": lambda: None}, CPU, rounds=4, seconds=60)
-    assert found["ratio"] == timing.spread([3, 3, 3, 3])._asdict() and found["ours_ms"]["low"] < 2 < 3
-    assert order == [["ours", "theirs"], ["theirs", "ours"]] * 2
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    runs = {"ours": lambda: one("ours", 1), "theirs": lambda: one("theirs", 3)}
+    found = clients.paired(runs, CPU, rounds=4, seconds=1e9)
+    assert found["ratio"]["median"] == found["ratio"]["fastest"] == 3 and found["ours_ms"]["low"] > 2000
+    assert order == ["ours", "theirs"] + ["ours", "theirs", "theirs", "ours"] * 2
 
 
 def test_what_a_long_sequence_keeps_follows_from_short_ones(monkeypatch):
@@ -175,12 +173,12 @@ def geometry_of(ratio: int, top_k: int):
     return replace(GEOMETRY, **layers, **decoder, encoder_ratio=ratio, top_k=top_k, index_heads=16)
 
 
-def pair_of(ratio: int, top_k: int) -> tuple[Any, deepseek_v4.DeepseekV4]:
+def pair_of(ratio: int, top_k: int) -> tuple[Any, clients.DeepseekV4]:
     """Ours with a plain residual, and theirs with its weights."""
     geometry = geometry_of(ratio, top_k)
     ours = Baseline(geometry, residual=Plain)
     randomise(ours)
-    theirs = deepseek_v4.DeepseekV4(geometry, tie_word_embeddings=False)
+    theirs = clients.DeepseekV4(geometry, tie_word_embeddings=False)
     copy_model(ours, theirs.model)
     return ours.eval(), theirs
 
@@ -305,7 +303,7 @@ def test_a_step_has_their_loss_and_their_gradients(transformers):
 def test_the_expert_and_the_shared_one_are_the_dense_feed_forward(transformers):
     geometry = geometry_of(1, 3)
     ours = SwiGLU(geometry.dim, geometry.feed_forward_dim)
-    theirs = deepseek_v4.DeepseekV4(geometry).model.model.layers[0].mlp
+    theirs = clients.DeepseekV4(geometry).model.model.layers[0].mlp
     with torch.no_grad():
         copy_feed_forward(ours, theirs)
     x = 30 * torch.randn(2, 5, geometry.dim)  # large enough to be clamped
@@ -316,7 +314,7 @@ def test_a_site_mixes_writes_and_reads_by_their_coefficients(transformers):
     """V4 reads for the site itself what V4.1 reads for the next: the vector is the same, on other streams."""
     ours = HyperConnection(GEOMETRY.dim)
     randomise(ours)
-    theirs = deepseek_v4.DeepseekV4(GEOMETRY).model.model.layers[0].attn_hc
+    theirs = clients.DeepseekV4(GEOMETRY).model.model.layers[0].attn_hc
     with torch.no_grad():
         for their, our in ((theirs.fn, ours.phi), (theirs.base, ours.bias), (theirs.scale, ours.scale)):
             their.copy_(our)
@@ -331,7 +329,7 @@ def test_a_site_mixes_writes_and_reads_by_their_coefficients(transformers):
 
 def test_widths_and_layers_are_taken_over(transformers):
     model: Any = build_model("baseline", "nano", seed=0)
-    theirs = deepseek_v4.DeepseekV4(model.geometry)
+    theirs = clients.DeepseekV4(model.geometry)
     kinds = [layer.self_attn.layer_type for layer in theirs.model.model.layers]
     assert kinds == ["sliding_attention"] + ["compressed_sparse_attention"] * 7
     count = sum(p.numel() for p in theirs.model.parameters()) / sum(p.numel() for p in model.parameters())
@@ -340,4 +338,4 @@ def test_widths_and_layers_are_taken_over(transformers):
 
 def test_a_size_that_cannot_be_taken_over_is_refused(transformers):
     with pytest.raises(ValueError, match="feed_forward_dim 25 must be even"):
-        deepseek_v4.configuration(replace(GEOMETRY, feed_forward_dim=25))
+        clients.configuration(replace(GEOMETRY, feed_forward_dim=25))

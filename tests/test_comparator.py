@@ -10,14 +10,15 @@ import torch
 from small import GEOMETRY, W, assert_same, build, comparators, random_tokens, variant
 
 import gsm
+from gsm.cache.memory import forgetful
 from gsm.layers.attention import Attention
-from gsm.layers.block import Mixed
+from gsm.layers.block import LayerOutput
 from gsm.layers.key_value import KeyValue
 from gsm.layers.residual import HyperConnection, Plain
 from gsm.layers.sliding_window import SlidingWindow
 from gsm.models.decoder_only import DecoderOnly
 from gsm.models.matching import BARE, head_counts, match, note
-from gsm.models.schedule import comparator_rows
+from gsm.models.schedule import stack_rows
 from gsm.paths import variants
 from gsm.span import Span
 from gsm_kernels import attend_range, listening, using
@@ -44,7 +45,7 @@ def plain(layers: list[str], **options) -> DecoderOnly:
     ],
 )
 def test_rows_are_pruned_from_the_top_by_what_each_layer_reaches(new, rows, reaches, want):
-    assert comparator_rows(new, rows, reaches) == want
+    assert stack_rows(new, rows, reaches)[1:] == want
 
 
 def test_layers_repeat_over_the_depth():
@@ -99,7 +100,7 @@ def test_a_layer_is_the_equation_of_attention():
     """Against softmax(q k^T / sqrt(C)) v, head by head, with a rotation written out as complex numbers."""
     mixer = Attention(GEOMETRY.shape(), geometry=GEOMETRY, name="", key_value_heads=2).double()
     x, span = torch.randn(1, 9, GEOMETRY.dim, dtype=torch.float64), Span(torch.arange(9)[None], 9)
-    got = mixer(x, span, None, None).update_BRD[0]
+    (got,), _ = mixer(x, span, forgetful(mixer.start(1, "decoder")), None)
     rotary, width = GEOMETRY.rotary_dim, GEOMETRY.entry_dim
     frequency = GEOMETRY.bank_rope_base ** (-2 * torch.arange(rotary // 2, dtype=torch.float64) / rotary)
     turn = torch.polar(torch.ones(9, rotary // 2, dtype=torch.float64), torch.arange(9)[:, None] * frequency)
@@ -244,9 +245,9 @@ class Averaged(torch.nn.Module):
     def start(self, batch, kind):
         return None
 
-    def forward(self, x_BTD, span, own, view):
+    def forward(self, x_BTD, span, cache, below):
         before_BTD = torch.nn.functional.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
-        return Mixed((self.strange * (x_BTD + before_BTD) / 2)[:, -span.rows :], None, view)
+        return (self.strange * (x_BTD + before_BTD) / 2)[:, -span.rows :], LayerOutput(None)
 
 
 def test_a_mixer_with_parameters_of_its_own_kind_is_counted_and_runs():

@@ -58,7 +58,7 @@ def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: 
     found = table.differences()["control"]["accuracy"]
     apart = [-0.8, -0.6, -0.7]
     assert (found.count, found.mean) == (3, pytest.approx(sum(apart) / 3))
-    assert found.error == pytest.approx(0.1 / 3**0.5), "of differences seed by seed; unpaired it would be 0.08"
+    assert found.spread == pytest.approx(0.1 / 3**0.5), "of differences seed by seed; unpaired it would be 0.08"
     assert "| control | 3 | -0.7000 +- 0.0577 |" in (experiment / "comparison.md").read_text()
     plain = json.loads((experiment / "comparison.json").read_text())
     assert plain["differences"]["to"] == "paper"
@@ -70,7 +70,7 @@ def test_the_variant_that_leads_is_what_the_others_are_compared_with_later_too(t
     """`${variants:...}` stood unresolved in .hydra, and compare.py put the arms in the order of the alphabet."""
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
-    train_all(composed(tmp_path, "seeds=1", text=text), fake)
+    train_all(composed(tmp_path, "seeds=1", text=text, script=fake))
     table = compare(str(place(tmp_path, "")))
     assert [row.arm for row in table.rows] == ["plain", "mhc"]
     assert table.columns == ("bits_per_byte", "data.train_tokens")

@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from gsm.config import command_line
 from gsm.config.check import ConfigError, fits
@@ -169,17 +170,20 @@ def test_arms_of_a_group_or_a_variant_that_does_not_exist_are_an_error(tmp_path:
 
 @pytest.mark.parametrize(
     ("given", "folder"),
-    [([], "/l/default/gsm/seed0"), (["seeds=2"], "/l/default"), (["arms={a: []}", "name=n", "arm=a"], "/l/n")],
+    [([], "default/gsm/seed0"), (["seeds=2"], "default"), (["arms={a: []}", "name=n", "arm=a"], "n")],
 )
 def test_the_parent_of_several_runs_leaves_its_configuration_beside_them(
-    given: list[str], folder: str, monkeypatch: pytest.MonkeyPatch
+    given: list[str], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     register_resolvers()
+    given = [f"logs={tmp_path}", *given]
     with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
-        config = hydra.compose("train", ["logs=/l", *given], return_hydra_config=True)
+        config = hydra.compose("train", given, return_hydra_config=True)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     HydraConfig.instance().set_config(config)
-    assert config.hydra.run.dir == folder
+    command_line.run(lambda plain: None, OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
+    assert (tmp_path / folder / ".hydra/overrides.yaml").read_text().startswith(f"- logs={tmp_path}")
+    assert "${recipe.max_steps}" in (tmp_path / folder / ".hydra/config.yaml").read_text()
 
 
 def test_a_callback_of_ones_own_can_be_added():

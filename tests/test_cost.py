@@ -105,7 +105,8 @@ def without_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, stub)
     stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range, "delta_rule": delta_rule}
     for name, stub in stubs.items():  # the operations themselves, wherever they are called
-        monkeypatch.setattr(getattr(gsm_kernels, name), "impls", (Impl("reference", stub),))
+        reference = Impl("reference", lambda inputs, stub=stub: stub(*inputs))
+        monkeypatch.setattr(getattr(gsm_kernels, name), "impls", (reference,))
     monkeypatch.setattr(sparse, "candidate_pool", nothing)
     monkeypatch.setattr(residual, "mhc_boundary", naive_boundary)
     # These two have backward passes of their own, with sums written as products, and products in place, unseen.

@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from gsm.benchmarks import counters, room
-from gsm.benchmarks.counters import Operations, counting
-from gsm.benchmarks.room import Room, watching
+from gsm.costs import room
+from gsm.costs.room import Room
+from gsm_benchmarks import counters
+from gsm_benchmarks.counters import Operations, counting
+from gsm_benchmarks.machine import watching
 
 CPU = torch.device("cpu")
 
@@ -42,10 +44,10 @@ def test_operations_count_what_is_written_and_not_where():
 
 def test_attention_counts_the_slots_that_were_chosen():
     meta = partial(torch.empty, device="meta")
-    few = {"query": meta(1, 1, 2, 4), "window": meta(1, 8, 4), "sink": meta(2)}
+    query, window, sink = meta(1, 1, 2, 4), meta(1, 8, 4), meta(2)
     bank, index, angles = meta(1, 1000, 4), meta(1, 1, 5, dtype=torch.int64), meta(1, 1, 1)
     position = meta(1, 1, dtype=torch.int64)
-    given = (*few.values(), bank, None, index, position, angles, angles, 8)
+    given = (query, window, position, 8, sink, angles, angles, bank, index, None)
     read = counters._read("gsm_kernels::attend_few_rows", (*given, 2), {}, None)
     assert read == 4 * (8 + 32 + 2 + 5 * 4 + 2) + 8 * (5 + 1)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tiny_text
 
-from gsm.benchmarks import data
 from gsm.data.corpus import Corpus
+from gsm_benchmarks import data
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ HOME = {  # slot: its page
     "model/residual": "residual",
     "model/retriever": "retrievers",
     "model/stage_query": "aggregation",
+    "model/state_reader": "decoder",
     "model/writer": "writers",
     "benchmark": "kernels",
     "data": "data",

@@ -16,10 +16,10 @@ from bag import Bag
 from small import GEOMETRY, MEMORIES, SHALLOW, build
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import downstream, task_files
+from gsm.evaluation import downstream, results, task_files
 from gsm.evaluation.bootstrap import paired
 from gsm.evaluation.loglikelihood import encode_pairs, loglikelihoods, plan
-from gsm.evaluation.published import published
+from gsm.evaluation.paper import published
 from gsm.evaluation.task_files import load, read_task, samples
 
 TASK = "documents: rows\nprompt: 'Q: {{q}}'\nchoices: '[a, b]'\ngold: right\nmetrics: [acc, acc_norm]\n"
@@ -237,13 +237,13 @@ def test_acc_norm_divides_by_characters_and_perplexity_is_of_whole_words(tmp_pat
     rows = [{**ROW, "q": f"{n}?", "b": "ß€y" * n} for n in range(1, 9)]
     task = read_task(make(tmp_path, rows=rows))
     assert samples(task, tmp_path)[0].lengths == (1, 3), "characters, not bytes"
-    found = downstream.evaluate(model, tokenizer, task, samples(task, tmp_path), max_length=100)
+    found = downstream.measure(model, tokenizer, task, samples(task, tmp_path), max_length=100)
     norm = [
         (one["loglikelihoods"][1] / (3 * n) > one["loglikelihoods"][0]) for n, one in enumerate(found["samples"], 1)
     ]
     assert found["scores"]["acc_norm"] == sum(norm) / 8 != found["scores"]["acc"]
     word = read_task(make(tmp_path, "documents: rows\nprompt: '{{q}}'\ncontinuation: a\nmetrics: [acc, perplexity]\n"))
-    found = downstream.evaluate(model, tokenizer, word, samples(word, tmp_path), max_length=100)
+    found = downstream.measure(model, tokenizer, word, samples(word, tmp_path), max_length=100)
     (value,) = found["samples"][0]["loglikelihoods"]
     assert found["scores"] == {"acc": 0.0, "perplexity": math.exp(-value), "samples": 1, "cut": 0}
     assert value == pytest.approx(one_by_one(model, list(b"one?"), list(b" x"))[0], abs=1e-9)
@@ -253,7 +253,7 @@ def test_subtasks_count_by_their_samples():
     records = [
         {"subtask": name, "cut": 0, "acc": acc} for name, acc in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 0.0))
     ]
-    found = downstream.conclude(["acc"], records)
+    found = results.conclude(["acc"], records)
     assert found["acc"] == 0.5
     assert found["subtasks"] == {"a": {"samples": 3, "acc": 2 / 3}, "b": {"samples": 1, "acc": 0.0}}
 
@@ -264,23 +264,23 @@ def test_an_evaluation_that_was_interrupted_ends_with_the_same_numbers(tmp_path:
     folder, want, file = tiny_tasks.write(tmp_path / "data"), tmp_path / "want.json", tmp_path / "found.json"
     several = [one for _ in range(3) for one in samples(task, folder)]
     options: dict[str, Any] = {"max_length": 40, "rows": 2, "settings": {"context": 40}}
-    downstream.evaluate(model, tokenizer, task, several, file=want, **options)
+    downstream.measure(model, tokenizer, task, several, file=want, **options)
     whole = model.read
 
-    def interrupted(batches: list[Any]) -> Iterator[Any]:
+    def interrupted(batches: list[Any], count: int, note: str) -> Iterator[Any]:
         yield from batches[:after]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        downstream.evaluate(model, tokenizer, task, several, file=file, progress=interrupted, **options)
+        downstream.measure(model, tokenizer, task, several, file=file, progress=interrupted, **options)
     begun, model.read = model.read - whole, 0
-    downstream.evaluate(model, tokenizer, task, several, file=file, **options)
+    downstream.measure(model, tokenizer, task, several, file=file, **options)
     assert file.read_bytes() == want.read_bytes()
     assert begun + model.read == whole, "nothing was computed twice"
     before = model.read
-    downstream.evaluate(model, tokenizer, task, several, file=file, **options)
+    downstream.measure(model, tokenizer, task, several, file=file, **options)
     assert model.read == before, "what is finished is not computed again"
-    downstream.evaluate(model, tokenizer, task, several, file=file, **{**options, "settings": {"context": 41}})
+    downstream.measure(model, tokenizer, task, several, file=file, **{**options, "settings": {"context": 41}})
     assert model.read == before + whole, "results of other settings are not gone on from"
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_file_of_results_is_begun_anew(tmp_path: Path, damage: str):
     model, tokenizer, task = Bag(), Tokenizer.plain_bytes(), load("piqa")
     file, two = tmp_path / "results.json", samples(task, tiny_tasks.write(tmp_path / "data"))
     file.write_text(damage)
-    found = downstream.evaluate(model, tokenizer, task, two, max_length=100, file=file)
+    found = downstream.measure(model, tokenizer, task, two, max_length=100, file=file)
     assert json.loads(file.read_text()) == found and len(found["samples"]) == 2
 
 

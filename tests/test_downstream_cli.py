@@ -18,8 +18,7 @@ from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import load_model
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import loglikelihood, ruler
-from gsm.evaluation.commands import commands, downstream
+from gsm.evaluation import commands, downstream, loglikelihood, ruler
 from gsm.experiments.fit import train
 
 PAPERS = "arc_easy arc_challenge piqa sciq blimp hellaswag winogrande mmlu openbookqa lambada".split()
@@ -149,7 +148,7 @@ def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys:
         (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
         (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
         (["tasks=/none/mine.yaml"], "tasks: .*/none/mine.yaml"),
-        (["tasks=piqa", "output=/proc/none"], "/proc/none cannot be written to"),
+        (["tasks=piqa", "output=/proc/none"], "/proc/none cannot be written"),
     ],
 )
 def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsm.cache.memory import _tensors
 from gsm.engine import Engine
-from gsm.evaluation.commands import generate
+from gsm.evaluation import generate
 from gsm.graphs import CudaGraphs
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample

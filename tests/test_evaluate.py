@@ -17,9 +17,9 @@ from test_train_cli import arguments
 
 from gsm.config import command_line
 from gsm.config.compose import compose
-from gsm.evaluation import losses, show
-from gsm.evaluation.commands import evaluate as script
-from gsm.evaluation.losses import buckets, evaluate, positions, token_losses
+from gsm.evaluation import held_out as script
+from gsm.evaluation.checkpoints import progress
+from gsm.evaluation.held_out import buckets, measure, positions, token_losses
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
 
@@ -53,7 +53,7 @@ def test_losses_are_the_models_own_whatever_the_size_of_a_chunk(monkeypatch: pyt
     whole = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
     counted = batch["targets"] != -100
     for scratch in (1 << 24, 23 * 4 + 5):
-        monkeypatch.setattr(losses, "SCRATCH", scratch)
+        monkeypatch.setattr(script, "SCRATCH", scratch)
         loss_BT = token_losses(model, batch)
         assert loss_BT.dtype == torch.float64
         assert (loss_BT[~counted] == 0).all()
@@ -64,15 +64,15 @@ def test_the_mean_weighs_every_target_the_same_in_batches_of_any_size():
     model, batch = build("gsm-writer=additive"), batch_of(5)
     batch["targets"][0, :15] = -100
     want = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"]).loss.item()
-    found = [evaluate(model, each(batch), batch_size=size) for size in (1, 2, 5)]
+    found = [measure(model, each(batch), batch_size=size) for size in (1, 2, 5)]
     for one in found:
-        assert math.isclose(one.loss, want, rel_tol=1e-12)
-        assert one.targets == int((batch["targets"] != -100).sum()) and one.sequences == 5
-        assert one.perplexity == math.exp(one.loss)
-        assert one.bits_per_byte is None
-        assert sum(bucket.targets for bucket in one.by_position) == one.targets
-        total = sum(bucket.targets * bucket.loss for bucket in one.by_position)
-        assert math.isclose(total, one.loss * one.targets, rel_tol=1e-12)
+        assert math.isclose(one["loss"], want, rel_tol=1e-12)
+        assert one["targets"] == int((batch["targets"] != -100).sum()) and one["sequences"] == 5
+        assert one["perplexity"] == math.exp(one["loss"])
+        assert one["bits_per_byte"] is None
+        assert sum(bucket["targets"] for bucket in one["by_position"]) == one["targets"]
+        total = sum(bucket["targets"] * bucket["loss"] for bucket in one["by_position"])
+        assert math.isclose(total, one["loss"] * one["targets"], rel_tol=1e-12)
 
 
 def test_positions_start_again_with_every_document():
@@ -96,14 +96,16 @@ def test_buckets_double():
         17,
     ]
     model, batch = build("gsm-writer=additive"), batch_of()
-    spans = [(b.first, b.last, b.targets) for b in evaluate(model, each(batch), place="sequence").by_position]
+    spans = [
+        (b["first"], b["last"], b["targets"]) for b in measure(model, each(batch), place="sequence")["by_position"]
+    ]
     assert spans == [(0, 0, 3), (1, 1, 3), (2, 3, 6), (4, 7, 9), (8, 15, 24), (16, 31, 12)]
 
 
 def test_a_bucket_holds_the_losses_at_its_positions():
     model, batch = build("gsm-writer=additive"), batch_of()
     loss_BT = token_losses(model, batch).detach()
-    found = {b.first: b.loss for b in evaluate(model, each(batch)).by_position}
+    found = {b["first"]: b["loss"] for b in measure(model, each(batch))["by_position"]}
     first_tokens = loss_BT[:, [0, 8]]
     assert math.isclose(found[0], float(first_tokens.mean()), rel_tol=1e-12)
     early = torch.cat([loss_BT[:, 4:7], loss_BT[:, 12:16]], dim=1)
@@ -114,9 +116,9 @@ def test_bits_per_byte_count_the_bytes_of_the_targets():
     model, batch = build("gsm-writer=additive"), batch_of()
     length_V = torch.arange(23) % 4
     wanted = batch["targets"][batch["targets"] >= 0]
-    found = evaluate(model, each(batch), token_bytes_V=length_V)
-    nats = found.loss * found.targets
-    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / float(length_V[wanted].sum()), rel=1e-12)
+    found = measure(model, each(batch), token_bytes_V=length_V)
+    nats = found["loss"] * found["targets"]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / float(length_V[wanted].sum()), rel=1e-12)
 
 
 def test_the_standard_error_is_the_spread_of_means_of_as_many_sequences():
@@ -124,29 +126,29 @@ def test_the_standard_error_is_the_spread_of_means_of_as_many_sequences():
     repeats, count = 4000, 30
     weight = torch.randint(5, 15, (repeats, count), generator=drawn).double()
     value = weight * 2 + torch.randn(repeats, count, dtype=torch.float64, generator=drawn) * weight.sqrt()
-    found = [losses._ratio(v, w) for v, w in zip(value, weight, strict=True)]
+    found = [script._ratio(v, w) for v, w in zip(value, weight, strict=True)]
     means, errors = (torch.tensor(column) for column in zip(*found, strict=True))
     assert float(means.std()) == pytest.approx(float(errors.mean()), rel=0.05)
 
 
 def test_one_sequence_has_no_error_and_the_mode_of_the_model_stays():
     model = build("gsm-writer=additive").train()
-    found = evaluate(model, each(batch_of(1)))
-    assert found.loss_error is None and all(bucket.error is None for bucket in found.by_position)
+    found = measure(model, each(batch_of(1)))
+    assert found["loss_error"] is None and all(bucket["error"] is None for bucket in found["by_position"])
     assert model.training
-    assert "+-" not in show.one({"text": found.facts()}).splitlines()[0]
-    json.dumps(found.facts(), allow_nan=False)
+    assert "+-" not in script.one({"text": found}).splitlines()[0]
+    json.dumps(found, allow_nan=False)
 
 
 def test_nothing_to_measure_is_said():
     model, batch = build("gsm-writer=additive"), batch_of()
     batch["targets"][:] = -100
     with pytest.raises(ValueError, match="no sequence has a target"):
-        evaluate(model, each(batch))
+        measure(model, each(batch))
     with pytest.raises(ValueError, match="there are no sequences"):
-        evaluate(model, [])
+        measure(model, [])
     with pytest.raises(ValueError, match="batch_size 0 must be at least 1, and place 'page' document or sequence"):
-        evaluate(model, [], batch_size=0, place="page")  # pyright: ignore[reportArgumentType]
+        measure(model, [], batch_size=0, place="page")  # pyright: ignore[reportArgumentType]
 
 
 def test_it_finds_the_loss_that_the_run_found(
@@ -236,9 +238,9 @@ def test_a_folder_without_runs_is_explained(tmp_path: Path):
 
 
 def test_long_evaluations_say_how_far_they_are(capsys: pytest.CaptureFixture[str]):
-    assert list(script.progress(range(5), 5, "1 of 2: ", patience=0.0)) == list(range(5))
+    assert list(progress(range(5), 5, "1 of 2: ", patience=0.0)) == list(range(5))
     assert "1 of 2: 1 of 5 sequences, 0:00 left" in capsys.readouterr().err
-    assert list(script.progress(range(5), 5)) == list(range(5))
+    assert list(progress(range(5), 5)) == list(range(5))
     assert capsys.readouterr().err == "", "short ones do not"
 
 

@@ -65,18 +65,23 @@ def configs(folder: Path, text: str = TOY) -> Path:
     return folder / "configs"
 
 
-def composed(folder: Path, *given: str, text: str = TOY) -> Experiment:
+def composed(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) -> Experiment:
     """As the command line makes it; every configuration takes half a second."""
     directory = configs(folder, text)
     overrides = ["experiment=toy", f"logs={folder / 'logs'}", *given]
-    return Experiment(compose(overrides, [directory]), overrides, [directory])
+    with pytest.MonkeyPatch.context() as patch:  # as --config-dir is noted
+        patch.setenv("GSM_CONFIGS", str(directory))
+        experiment = Experiment(compose(overrides), overrides, script)
+        experiment.trials()
+    return experiment
 
 
-def toy(folder: Path, *given: str, arms: dict[str, Any] = ARMS) -> Experiment:
+def toy(folder: Path, *given: str, arms: dict[str, Any] = ARMS, script: Sequence[str] = ()) -> Experiment:
     """The same without composing anything: what the parent looks at."""
     overrides = [f"logs={folder / 'logs'}", *given]
     config = {"name": "toy", "arm": "gsm", "arms": arms, "seed": 0, "seeds": [0, 1], "jobs": 1, "force": False}
-    return Experiment({**config, "table": ["bits_per_byte", "data.train_tokens"], **values(overrides)}, overrides)
+    config |= {"runs": None, "resume": "auto", "table": ["bits_per_byte", "data.train_tokens"]}
+    return Experiment({**config, **values(overrides)}, overrides, script)
 
 
 def values(overrides: Sequence[str]) -> dict[str, Any]:
@@ -84,8 +89,8 @@ def values(overrides: Sequence[str]) -> dict[str, Any]:
     return {override.key_or_group: override.value() for override in parsed}
 
 
-def no_composition(overrides: Sequence[str], directories: Sequence[Path]) -> dict[str, Any]:
-    config = {"name": "toy", **values(overrides)}
+def no_composition(overrides: Sequence[str]) -> dict[str, Any]:
+    config = {"name": "toy", "runs": None, "resume": "auto", **values(overrides)}
     return {**config, "folder": "{logs}/{name}/{arm}/seed{seed}".format(**config)}
 
 
@@ -96,7 +101,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def is_finished(config: dict[str, Any]) -> bool:
         return any(run.finished for run in read_runs(tmp_path / "logs/toy") if str(run.folder) == config["folder"])
 
-    monkeypatch.setattr(experiments, "finished", is_finished)
+    monkeypatch.setattr(experiments.folder, "finished", is_finished)
     monkeypatch.setattr(experiments, "compose", no_composition)
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -114,14 +119,19 @@ def starts(folder: Path) -> dict[str, int]:
 
 
 def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
-    jobs = composed(tmp_path, "model.state_size=11", "jobs=2", "seeds=1", "name=mine").jobs()
+    trials = composed(tmp_path, "model.state_size=11", "jobs=2", "seeds=1", "name=mine").trials()
+    jobs = [trial.jobs[""] for trial in trials]
     assert [job.config["model"]["state_size"] for job in jobs] == [11, 11]
     assert [job.folder for job in jobs] == [tmp_path / f"logs/mine/{arm}/seed0" for arm in ("mhc", "plain")]
-    assert jobs[1].overrides == (
-        "experiment=toy",
-        *("arms=null", "seeds=null", "arm=plain", "seed=0"),
-        *("model/residual=plain", "model.state_size=9"),
-        *(f"logs={tmp_path / 'logs'}", "model.state_size=11", "name=mine"),
+    assert (
+        jobs[1].command
+        == trials[1].overrides
+        == (
+            "experiment=toy",
+            *("arms=null", "seeds=null", "arm=plain", "seed=0"),
+            *("model/residual=plain", "model.state_size=9"),
+            *(f"logs={tmp_path / 'logs'}", "model.state_size=11", "name=mine"),
+        )
     )
 
 
@@ -141,7 +151,7 @@ def test_arms_and_seeds_can_be_picked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
 ):
     monkeypatch.setattr(experiments, "compose", no_composition)
-    assert [job.name for job in toy(tmp_path, *given).jobs()] == names
+    assert [trial.jobs[""].name for trial in toy(tmp_path, *given).trials()] == names
 
 
 @pytest.mark.parametrize(
@@ -181,7 +191,7 @@ def test_what_cannot_be_an_arm_is_said(tmp_path: Path, arms: dict[str, Any], sai
 def test_a_misspelt_arm_fails_before_anything_trains_even_one_that_is_not_picked(tmp_path: Path):
     text = TOY.replace("model.state_size=9", "model.stat_size=9")
     with pytest.raises(ConfigError, match="^arm plain: unknown key 'model.stat_size'; did you mean state_size"):
-        train_all(composed(tmp_path, "arm=mhc", text=text), ["false"])
+        train_all(composed(tmp_path, "arm=mhc", text=text))
     assert not (tmp_path / "logs").exists()
 
 
@@ -191,7 +201,7 @@ def test_all_runs_are_trained_once_and_then_skipped(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    train_all(toy(tmp_path, f"jobs={jobs}"), fake)
+    train_all(toy(tmp_path, f"jobs={jobs}", script=fake))
     printed = capfd.readouterr().out
     for number, name in enumerate(["mhc/seed0", "plain/seed0", "mhc/seed1", "plain/seed1"], 1):
         assert f"[{number}/4] {name}: finished after" in printed
@@ -200,7 +210,7 @@ def test_all_runs_are_trained_once_and_then_skipped(
     assert f"logs={tmp_path / 'logs'}" in log.splitlines()[0], "the command is the first line"
     assert log.splitlines()[0].removeprefix("$ ") in printed, "and can be repeated by hand"
     assert ("threads" in printed) is (jobs == 1), "the output of one run at a time streams through"
-    train_all(toy(tmp_path), fake)
+    train_all(toy(tmp_path, script=fake))
     assert "skipped (force=true runs them again): mhc/seed0, plain/seed0, mhc/seed1, plain/seed1" in (
         " ".join(capfd.readouterr().out.split())
     )
@@ -208,8 +218,8 @@ def test_all_runs_are_trained_once_and_then_skipped(
 
 
 def test_force_moves_all_earlier_runs_away_and_trains_again(tmp_path: Path, fake: list[str]):
-    train_all(toy(tmp_path, "seeds=1"), fake)
-    train_all(toy(tmp_path, "seeds=1", "force=true"), fake)
+    train_all(toy(tmp_path, "seeds=1", script=fake))
+    train_all(toy(tmp_path, "seeds=1", "force=true", script=fake))
     assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
     assert (tmp_path / "logs/.replaced/toy/plain/seed0-1/summary.json").is_file()
 
@@ -218,14 +228,14 @@ def test_a_failing_arm_stops_no_other_and_is_named(tmp_path: Path, fake: list[st
     place(tmp_path, "mhc").mkdir(parents=True)
     (place(tmp_path, "mhc") / "fails").touch()
     with pytest.raises(SystemExit) as stopped:
-        train_all(toy(tmp_path), fake)
+        train_all(toy(tmp_path, script=fake))
     assert stopped.value.code == 1
     printed = capfd.readouterr().out
     assert "failed: mhc/seed0, mhc/seed1; to try again" in printed
     assert printed.rindex("it broke, as told") > printed.index("sample standard deviation"), "last words come last"
     assert [row["arm"] for row in read_csv(tmp_path)] == ["plain", "plain"]
     (place(tmp_path, "mhc") / "fails").unlink()
-    train_all(toy(tmp_path), fake)
+    train_all(toy(tmp_path, script=fake))
     assert starts(tmp_path) == {"mhc/seed0": 2, "mhc/seed1": 2, "plain/seed0": 1, "plain/seed1": 1}
 
 
@@ -239,7 +249,7 @@ def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
     killer.start()
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
-        train_all(toy(tmp_path), fake)
+        train_all(toy(tmp_path, script=fake))
     killer.join()
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) is before
@@ -247,7 +257,7 @@ def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
     assert "stopped; to go on:" in capfd.readouterr().out
     assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}, "nothing was started after the signal"
     (place(tmp_path, "plain") / "waits").unlink()
-    train_all(toy(tmp_path), fake)
+    train_all(toy(tmp_path, script=fake))
     assert starts(tmp_path) == {"mhc/seed0": 1, "mhc/seed1": 1, "plain/seed0": 2, "plain/seed1": 1}
 
 
@@ -263,8 +273,8 @@ def test_a_finished_run_with_a_broken_checkpoint_stops_no_other(
             raise CheckpointError("last.ckpt is truncated")
         return False
 
-    monkeypatch.setattr(experiments, "finished", is_finished)
-    train_all(toy(tmp_path, "seeds=1"), fake)
+    monkeypatch.setattr(experiments.folder, "finished", is_finished)
+    train_all(toy(tmp_path, "seeds=1", script=fake))
     assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
     assert "mhc/seed0 was finished, but cannot be used: last.ckpt is truncated" in capfd.readouterr().out
 
@@ -273,13 +283,13 @@ def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
     tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
 ):
     """Files were added between two seeds, and the table put their means together."""
-    experiment = toy(tmp_path, "seeds=1")
-    train_all(experiment, fake)
+    experiment = toy(tmp_path, "seeds=1", script=fake)
+    train_all(experiment)
     for arm, corpus in (("mhc", "old"), ("plain", "new")):
         file = place(tmp_path, f"{arm}/seed0/summary.json")
         file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": {"corpus": corpus}}))
     capfd.readouterr()
-    train_all(experiment, fake)
+    train_all(experiment)
     said = " ".join(capfd.readouterr().out.split())
     assert "with care: plain (seed0) differs from mhc (seed0) in the data's corpus (old there, new here)" in said
 
@@ -287,9 +297,9 @@ def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
 def test_a_finished_run_of_another_configuration_is_left_out_and_named(
     tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    train_all(toy(tmp_path), fake)
-    monkeypatch.setattr(experiments, "finished", lambda config: (config["arm"], config["seed"]) != ("plain", 1))
-    train_all(toy(tmp_path, "seeds=1"), fake)
+    train_all(toy(tmp_path, script=fake))
+    monkeypatch.setattr(experiments.folder, "finished", lambda config: (config["arm"], config["seed"]) != ("plain", 1))
+    train_all(toy(tmp_path, "seeds=1", script=fake))
     assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
     assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("mhc", "1"), ("plain", "0")]
 
@@ -303,14 +313,18 @@ def test_another_configuration_than_train_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_one_parent_at_a_time_works_on_an_experiment(tmp_path: Path, fake: list[str]):
-    with experiments.locked(place(tmp_path, "")), pytest.raises(ConfigError, match="another process is training in"):
-        train_all(toy(tmp_path), fake)
+    experiment = toy(tmp_path, script=fake)
+    with (
+        experiments.folder.locked(place(tmp_path, "")),
+        pytest.raises(ConfigError, match="another process is training in"),
+    ):
+        train_all(experiment)
 
 
 def test_ranks_are_refused(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is set.*leave out torchrun"):
-        train_all(toy(tmp_path), fake)
+        train_all(toy(tmp_path, script=fake))
 
 
 def read_csv(folder: Path) -> list[dict[str, str]]:

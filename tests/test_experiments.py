@@ -22,24 +22,22 @@ from gsm.paths import variants
     ],
 )
 def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None, arms: slice):
-    """At the size that it is meant for, and at another, with its phases. Every configuration takes a second."""
+    """At the size that it is meant for, and at another, with all of its runs. Every configuration takes a second."""
     given = [f"experiment={name}", *([f"size={size}"] if size else [])]
     experiment = Experiment(compose(given), given)
-    chosen = list(experiment.arms)[arms]
-    for arm in chosen:
-        config = experiment.job(arm, 0).config
+    for arm in list(experiment.arms)[arms]:
+        config = experiment.trial(arm, 0).config
         with torch.device("meta"):
             assert sum(p.numel() for p in instantiate_model(config).parameters())
         if "task" in config["data"]:
             instantiate(config["data"], "data").validation_set[0]
-    experiment.phased(experiment.job(chosen[-1], 0))
 
 
 def test_the_residual_ablation_compares_what_it_says():
     given = ["experiment=ablate_residual"]
     experiment = Experiment(compose(given), given)
     assert (experiment.chosen, experiment.seeds) == (["mhc", "plain"], [0, 1, 2])
-    jobs = [experiment.job(arm, 1) for arm in experiment.chosen]
+    jobs = [experiment.trial(arm, 1) for arm in experiment.chosen]
     kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
     assert kinds == ["HyperConnection", "Plain"]
     paired = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ FLOORS = {
     "models": 4,
     "costs": 5,
     **dict.fromkeys(["training", "data", "evaluation", "analysis", "engine"], 5),
-    **dict.fromkeys(["config", "experiments", "evaluation.commands", "benchmarks", "notebook"], 6),
+    **dict.fromkeys([f"evaluation.{one}" for one in ("checkpoints", "commands", "downstream", "generate")], 6),
+    **dict.fromkeys([f"evaluation.{one}" for one in ("harness", "held_out", "lengths", "ruler")], 6),
+    **dict.fromkeys(["config", "experiments", "notebook"], 6),
     "gsm": 7,  # the package's front door, which finds build_model and load_model in config
 }
 # Up to the models, PyTorch is all there is, so that any component can be built in a notebook without a framework.
-LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6}
+LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6, "gsm_benchmarks": 99}  # beside the library: nothing imports them
 ELSEWHERE = 5
 KERNEL_LIBRARIES = {"torch", "triton", "xformers", "fla"}
 
@@ -55,6 +58,8 @@ def test_every_module_of_the_house_has_a_floor() -> None:
         ("gsm/layers/linear.py", "import triton"),
         ("gsm_kernels/attend/reference.py", "from gsm.span import Span"),
         ("gsm_kernels/dispatch.py", "import numpy"),
+        ("gsm_kernels/dispatch.py", "from gsm_benchmarks import timing"),
+        ("gsm/notebook.py", "def late():\n    from gsm_benchmarks import inference"),
     ],
 )
 def test_a_planted_upward_import_is_found(tmp_path: Path, place: str, line: str) -> None:
@@ -77,13 +82,30 @@ def test_an_import_that_goes_down_is_let_through(tmp_path: Path, place: str, lin
     assert upward_arrows(tmp_path) == []
 
 
+@pytest.mark.parametrize("source", ["kernels", "src", "benchmarks"])
+def test_no_module_imports_itself_by_way_of_others(source: str) -> None:
+    """For types alone or inside a function counts too: modules that need each other can only be read together."""
+    circle = import_circle(ROOT / source)
+    assert not circle, "imports go round in a circle: " + " -> ".join(circle)
+
+
+@pytest.mark.parametrize("line", ["from .. import score", "def late():\n    from ..score.triton import tile"])
+def test_a_planted_circle_is_found(tmp_path: Path, line: str) -> None:
+    _plant(tmp_path, "ops/top/triton.py", line)
+    _plant(tmp_path, "ops/score/triton.py", "from ..top.triton import rows\ntile = rows")
+    (tmp_path / "ops/score/__init__.py").write_text("from . import triton\n", encoding="utf-8")
+    assert {"ops.top.triton", "ops.score.triton"} <= set(import_circle(tmp_path))
+    (tmp_path / "ops/top/triton.py").write_text("rows = 1\n", encoding="utf-8")
+    assert import_circle(tmp_path) == []
+
+
 def upward_arrows(*sources: Path) -> list[str]:
     """List the imports below these source roots that the floors forbid, as `file:line module imports target`."""
     return [
         f"{path}:{line} {importer} imports {target}"
         for source in sources
         for path in sorted(source.rglob("*.py"))
-        for importer in [".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")]
+        for importer in [_dotted(path, source)]
         for line, target in _imports(path, source)
         if not _may_import(importer, target)
     ]
@@ -131,8 +153,40 @@ def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
 
 def _from_targets(node: ast.ImportFrom, parts: tuple[str, ...]) -> list[str]:
     """`from gsm import layers` names a part of the house, `from gsm.layers import block` is in one already."""
-    base = ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
+    base = _base(node, parts)
     return [f"gsm.{alias.name}" for alias in node.names] if base == "gsm" else [base]
+
+
+def _base(node: ast.ImportFrom, parts: tuple[str, ...]) -> str:
+    """The module that names are imported from, in full: `from ..rows import slices` -> `gsm_kernels.rows`."""
+    return ".".join([*(parts[: -node.level] if node.level else ()), *([node.module] if node.module else ())])
+
+
+def import_circle(source: Path) -> list[str]:
+    """One circle of imports among the modules below this source root, from a module back to itself; [] if none."""
+    paths = {_dotted(path, source): path for path in source.rglob("*.py")}
+    graph = {name: _modules_imported(path, source, set(paths)) - {name} for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _dotted(path: Path, source: Path) -> str:
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _modules_imported(path: Path, source: Path, known: set[str]) -> set[str]:
+    """The known modules that one imports: `from .attend import reference` names `attend.reference`, not `attend`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, path.relative_to(source).parts)
+            found |= {name if (name := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known
 
 
 def _plant(root: Path, place: str, line: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from gsm.paths import ROOT
-from gsm_kernels.benchmark import results
+from gsm_benchmarks import results
 
 MODULES = ("gpu", "gpu_lines", "gpu_tests", "wheels")
 ASKS = "# mark" + ".gpu"  # a file with this is run on a GPU; this file is not
@@ -38,6 +38,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests/ops").mkdir(parents=True)
     for path in (ROOT / "benchmarks").glob("*.py"):
         shutil.copy(path, tmp_path / "benchmarks")
+    (tmp_path / "benchmarks/gsm_benchmarks").symlink_to(ROOT / "benchmarks/gsm_benchmarks")
     for name in ("kernels", "src", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "benchmarks"))
@@ -404,7 +405,7 @@ def test_compute_sanitizer_goes_on_operation_by_operation_and_tool_by_tool(tree,
     found = [line for line in lines(tree) if line.get("outcome") == "failed"]
     assert [line["first"] for line in found] == ["========= ERROR SUMMARY: 2 errors"]
     assert found[0]["tail"][0] == "========= Uninitialized read"
-    assert "* `compute-sanitizer initcheck[swiglu]`: failed" in stage.summary(how, table, "")
+    assert "* `compute-sanitizer initcheck[swiglu]`: failed" in stage.summary(how, table)
 
 
 def killing(function: Callable[..., None], after: int) -> Callable[..., None]:

@@ -3,6 +3,7 @@ the transformers library."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from bag import Bag
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+pytest.importorskip("accelerate", reason="the harness's own class for models of transformers needs it")
 transformers = pytest.importorskip("transformers", reason="the extra eval is not installed")
 
 from hugging_face import HuggingFace  # noqa: E402
@@ -95,10 +97,13 @@ def test_the_built_in_scorer_and_the_harness_agree(name: str, tmp_path: Path, to
     """A question of each kind: choices, gaps, last words, shots with subtasks, empty contexts."""
     task, data = load(name), tiny_tasks.write(tmp_path / "data")
     asked = samples(task, data)
-    ours = downstream.evaluate(Bag(300), tokenizer, task, asked, max_length=60)
-    adapter = harness.Adapter(Bag(300), tokenizer, max_length=60)
-    theirs = harness.evaluate_local(adapter, task, asked, data, tmp_path / "tasks")
-    agree(ours, theirs)
+    ours = downstream.measure(Bag(300), tokenizer, task, asked, max_length=60)
+    model, file = Bag(300), tmp_path / "theirs.json"
+    theirs = harness.measure(harness.Adapter(model, tokenizer, max_length=60), task, asked, file=file)
+    read = model.read
+    assert harness.measure(harness.Adapter(model, tokenizer, max_length=60), task, asked, file=file) == theirs
+    assert read == model.read > 0, "what is finished is not computed again"
+    agree(ours["samples"], theirs["samples"])
     assert theirs["scores"] == {**ours["scores"], **perplexity(theirs["scores"])}
     assert bool(ours["scores"]["cut"]) == (name == "mmlu")
 
@@ -108,24 +113,47 @@ def test_our_task_files_say_what_the_harness_own_say(name: str, tmp_path: Path, 
     """The harness's own file, with nothing but its documents taken from here."""
     task, data = load(name), tiny_tasks.write(tmp_path / "data")
     asked = [one for one in samples(task, data) if name != "mmlu" or one.subtask == "simple_sums"]
-    numbers = harness.write_tasks(task, asked, data, tmp_path / "theirs")
-    for file in (tmp_path / "theirs").glob("*.yaml"):
-        described = yaml.safe_load(file.read_text())
-        files = described["dataset_kwargs"]["data_files"]
-        splits = {split: files["test"] for split in ("train", "validation", "test")}
-        kwargs = {"data_files": {**splits, **({"dev": files["shots"]} if task.shots else {})}}
-        own = {
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / f"{THEIRS[name]}"),
-            **{"task": described["task"], "dataset_path": "json", "dataset_name": None},
-            "dataset_kwargs": {**kwargs, "cache_dir": str(tmp_path / "cache")},
-        }
-        own["include"] += "" if Path(own["include"]).is_file() else ".yaml"
-        own |= {"description": described["description"]} if name == "mmlu" else {}  # theirs: a file for each subject
-        file.write_text(yaml.safe_dump(own))
+    rows = {"test": [one.row for one in asked]}
+    rows["dev"] = [row for row in tiny_tasks.ROWS["mmlu_dev"] if row["subject"] == "simple_sums"]
+    for split, documents in rows.items():
+        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in documents))
+    files = {split: str(tmp_path / "test.jsonl") for split in ("train", "validation", "test")}
+    files |= {"dev": str(tmp_path / "dev.jsonl")} if task.shots else {}
+    file = Path(lm_eval.__file__).parent / "tasks" / THEIRS[name]
+    described = {
+        "include": str(file if file.is_file() else file.with_name(f"{file.name}.yaml")),
+        **{"task": "theirs", "dataset_path": "json", "dataset_name": None},
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / "cache")},
+    }
+    if name == "mmlu":  # theirs: a file for each subject
+        described["description"] = "The following are multiple choice questions (with answers) about simple sums.\n\n"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/theirs.yaml").write_text(yaml.safe_dump(described))
     adapter = harness.Adapter(Bag(300), tokenizer, max_length=400)
     manager = harness.TaskManager(include_path=str(tmp_path / "theirs"), include_defaults=False)
-    theirs = harness._run(adapter, task, list(numbers), manager, numbers)
-    agree(downstream.evaluate(Bag(300), tokenizer, task, asked, max_length=400), theirs)
+    logged = harness.run(adapter, ["theirs"], manager, shots=task.shots)["theirs"]
+    theirs = [
+        harness.record(adapter, task, one, asked[one["doc_id"]].document, asked[one["doc_id"]].subtask)
+        for one in logged
+    ]
+    ours = downstream.measure(Bag(300), tokenizer, task, asked, max_length=400)["samples"]
+    agree(ours, sorted(theirs, key=lambda one: one["document"]))
+
+
+def test_a_task_file_runs_no_code_in_the_harness(tmp_path: Path, tokenizer: Tokenizer):
+    """What its templates say in a sandbox, they may say otherwise outside; and a name may be a path."""
+    (tmp_path / "rows.jsonl").write_text('{"q": "?"}\n')
+    prompt = "{% if cycler.__init__ is defined %}{{ cycler.__init__.__globals__.os.getcwd() }}{% else %}safe{% endif %}"
+    described = {"documents": "rows", "prompt": prompt, "continuation": "q", "metrics": ["acc"]}
+    (tmp_path / "evil.yaml").write_text("task: evil\ndoc_to_text: !function os.getcwd\n")
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**described, "harness": str(tmp_path / "evil.yaml")}))
+    task, read = load(str(tmp_path / "mine.yaml")), []
+    adapter = harness.Adapter(Bag(300), tokenizer, max_length=400)
+    adapter.tok_encode = lambda string, *a, **k: read.append(string) or tokenizer.encode(string)
+    harness.measure(adapter, task, samples(task, tmp_path))
+    assert read and all(text.startswith("safe") for text in read)
+    with pytest.raises(ValueError, match="lm-evaluation-harness has no task '.*evil.yaml'"):
+        harness.measure(adapter, task)
 
 
 def perplexity(scores: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +161,9 @@ def perplexity(scores: dict[str, Any]) -> dict[str, Any]:
     return {name: pytest.approx(value) for name, value in scores.items() if name == "perplexity"}
 
 
-def agree(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert len(ours["samples"]) == len(theirs["samples"])
-    for one, other in zip(ours["samples"], theirs["samples"], strict=True):
+def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
         assert one["loglikelihoods"] == pytest.approx(other["loglikelihoods"], abs=1e-9)
         assert {**one, "loglikelihoods": 0} == {**other, "loglikelihoods": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from dataclasses import replace
 from functools import cache, partial
@@ -11,19 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from gsm.benchmarks import inference, texts, turns
-from gsm.benchmarks.requests import Decode, Protocol, Read, Served, Unpruned
-from gsm.benchmarks.texts import Text
-from gsm.benchmarks.turns import Case, take_turns
 from gsm.cache.memory import Memory
 from gsm.config.load import build_model
 from gsm.costs.model import cost
 from gsm.models.base import LanguageModel
-from gsm_kernels.benchmark import ceilings
-from gsm_kernels.benchmark.results import read
+from gsm_benchmarks import inference, inference_report, timing
+from gsm_benchmarks.inference import Case, Decode, Protocol, Read, Served, Text, Unpruned, prompts, take_turns
+from gsm_benchmarks.results import read
 
 CPU = torch.device("cpu")
-ROOF = ceilings.Ceilings(1e12, 1e11, "float32")
+ROOF = timing.Ceilings(1e12, 1e11, "float32")
 PROTOCOL = Protocol("pico", 1, 32, steps=2, warm_up=0, runs=1, seconds=60.0, dtype="float32", text="random")
 QUICK = {"device": "cpu", "size": "pico", "chunk": 32, "steps": 2, "warm_up": 0, "runs": 1, "seconds": 60.0}
 QUICK["text"] = "random"
@@ -32,7 +30,7 @@ QUICK["text"] = "random"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """No ceilings are measured: that takes longer than all tests."""
-    monkeypatch.setattr(ceilings, "measure", lambda device: ROOF)
+    monkeypatch.setattr(timing, "ceilings", lambda device: ROOF)
 
 
 @cache
@@ -41,7 +39,7 @@ def model_of(name: str) -> LanguageModel:
 
 
 def served(name: str = "gsm", protocol: Protocol = PROTOCOL) -> Served:
-    return Served(model_of(name), protocol, texts.text("random", model_of(name).vocabulary), ROOF)
+    return Served(model_of(name), protocol, prompts("random", model_of(name).vocabulary), ROOF)
 
 
 def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
@@ -99,7 +97,7 @@ def test_what_was_measured_in_another_way_is_measured_again(tmp_path, monkeypatc
         yield from ((case, unmeasured(case)) for case in cases)
 
     monkeypatch.setattr(inference, "take_turns", fake)
-    monkeypatch.setattr(inference, "_show", lambda path: path)
+    monkeypatch.setattr(inference_report, "show", lambda path: path)
     asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": []}
     for steps, force, threads in ((2, False, 1), (2, False, 1), (3, False, 1), (3, True, 1), (3, False, 2)):
         monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
@@ -145,7 +143,7 @@ def test_a_text_goes_round_where_it_is_too_short():
 
 def test_what_does_not_fit_is_refused_beforehand_and_says_what_would(monkeypatch):
     model = served()
-    monkeypatch.setattr(turns, "available_bytes", lambda device: model.room.needed(100))
+    monkeypatch.setattr(inference, "available_bytes", lambda device: model.room.needed(100))
     begun = []
     monkeypatch.setattr(Read, "prepare", lambda self: begun.append(self))
     ((_, row),) = take_turns([Case("gsm", 4096, "read")], lambda name: model)
@@ -181,7 +179,7 @@ def test_what_ran_out_is_free_again_before_it_is_said_what_would_fit(monkeypatch
         return 1 << 40
 
     monkeypatch.setattr(Read, "lap", broken)
-    monkeypatch.setattr(turns, "available_bytes", available)
+    monkeypatch.setattr(inference, "available_bytes", available)
     list(take_turns([Case("gsm", 24, "read")], lambda name: served()))
     assert held == [[], [False]]
 
@@ -234,8 +232,8 @@ def test_a_model_that_cannot_be_made_leaves_a_row_and_the_others():
 def test_what_has_not_ended_is_measured_by_itself_behind_the_others():
     cases = [Case(name, tokens, "read") for tokens in (24, 25) for name in "abc"]
     times = {cases[0]: 2, cases[4]: 1}
-    groups = inference._turns(cases, lambda case: times.get(case, 0))
-    assert groups == [cases[1:3], [cases[3], cases[5]], [cases[4]], [cases[0]]]
+    groups = inference._groups(cases, lambda case: times.get(case, 0))
+    assert groups == [cases[1:3], [cases[3], cases[5]], [cases[0]], [cases[4]]]
 
 
 def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
@@ -256,8 +254,8 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
                 held.clear()
             return {}
 
-    monkeypatch.setitem(turns.KINDS, "read", Fake)
-    monkeypatch.setattr(turns, "available_bytes", lambda device: 2 * need + 1 - sum(held))
+    monkeypatch.setitem(inference.KINDS, "read", Fake)
+    monkeypatch.setattr(inference, "available_bytes", lambda device: 2 * need + 1 - sum(held))
     cases = [Case(name, 24, "read") for name in "abc"]
     assert [case.model for case, _ in take_turns(cases, models.__getitem__)] == ["a", "b", "c"]
     assert "".join(order) == "abba" + "cc"
@@ -273,7 +271,7 @@ def test_what_is_done_is_free_before_the_next_turn_begins(monkeypatch):
 
     prepare, model = Read.prepare, served()
     monkeypatch.setattr(Read, "prepare", noted)
-    monkeypatch.setattr(turns.Entrant, "fits", lambda self: not any(request() for request in requests))
+    monkeypatch.setattr(inference.Entrant, "fits", lambda self: not any(request() for request in requests))
     list(take_turns([Case("gsm", 24, "read"), Case("gsm", 24, "read")], lambda name: model))
     assert held == [[], [False]]
 
@@ -303,13 +301,13 @@ def test_an_interruption_leaves_the_rows_before_it_and_their_table(tmp_path, mon
 
 def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inference, "take_turns", lambda cases, _: ((case, unmeasured(case)) for case in cases))
-    monkeypatch.setattr(inference, "_show", lambda path: path)
+    monkeypatch.setattr(inference_report, "show", lambda path: path)
     clock = itertools.count(0, 40)
-    monkeypatch.setattr(inference.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     asked = {**QUICK, "models": ["gsm"], "lengths": [40, 41, 42], "synthetic_lengths": []}
     path = inference.run(**asked, output=str(tmp_path / "a.json"), minutes=1)
     assert len(read(path)["rows"]) == 1
-    assert "the same command goes on with gsm pico, 41, read" in capsys.readouterr().out
+    assert "1 minutes are over, 2 left: the same command goes on" in capsys.readouterr().out
 
 
 def test_cases_with_goals_come_first_and_decoding_before_reading():

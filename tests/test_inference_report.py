@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gsm.benchmarks import clients, comparisons, figures, goals, inference, kernels, paper, projection, training
-from gsm.benchmarks.comparisons import Crossing, crossing
-from gsm.benchmarks.turns import short
-from gsm_kernels.benchmark import ceilings, machine, timing
-from gsm_kernels.benchmark.results import Results
+from gsm.evaluation import plots
+from gsm_benchmarks import clients, inference, inference_report, kernels, machine, projection, timing, training
+from gsm_benchmarks.inference_report import crossing
+from gsm_benchmarks.pictures import short
+from gsm_benchmarks.results import Results
 
 K = 1024
 PROTOCOL = {"size": "pico", "batch": 1, "chunk": 4096, "steps": 64, "warm_up": 2, "runs": 3, "dtype": "bfloat16"}
@@ -22,7 +22,7 @@ SPEEDS = {"gsm": 2.0, "baseline": 1.0}  # tokens a millisecond
 def row(model="gsm", tokens=4 * K, kind="read", prefill=None, decode=2.0, cache=100, **others) -> dict[str, Any]:
     """A row in which prefill and a token took so many milliseconds."""
     made: dict[str, Any] = {"model": model, "tokens": tokens, "kind": kind, "protocol": PROTOCOL, "text": "a text"}
-    made["ceilings"] = ceilings.Ceilings(1e12, 1e11, "bfloat16")._asdict()
+    made["ceilings"] = timing.Ceilings(1e12, 1e11, "bfloat16")._asdict()
     prefill = tokens / SPEEDS.get(model, 1.0) if prefill is None else prefill
     if kind != "decode":
         rate = {"tokens_per_second": 1e3 * tokens / prefill, "flops": 100 * tokens, "share_of_product": 0.5}
@@ -60,31 +60,31 @@ def file_of(folder: Path, *rows: dict[str, Any], device: str = "a GPU") -> Path:
 
 def test_gsm_is_held_against_the_others_of_the_same_length():
     rows = [row(), row("baseline", decode=3.0, cache=150), row("baseline", 8 * K), row("yoco", failed="out of memory")]
-    lines = comparisons.against(rows).splitlines()[2:]
+    lines = inference_report.against(rows).splitlines()[2:]
     assert lines == ["| baseline, read | 4K | 2.00 | 4.00 | 1.00 | 1.50 |  | 1.00 | 0.667 | 0.667 |"]
 
 
 def test_pruning_is_held_against_the_same_model_s_every_row():
     whole = row(kind="unpruned", prefill=5000.0)
-    lines = comparisons.pruning([row(), whole, row("baseline", kind="unpruned")]).splitlines()[2:]
+    lines = inference_report.pruning([row(), whole, row("baseline", kind="unpruned")]).splitlines()[2:]
     assert lines == ["| gsm | 4K | 2.44 | 5.96 | 1.00 |"]
 
 
 def test_a_ratio_is_that_of_runs_that_alternated():
     ours, other = row(), row("baseline")
     ours["prefill"]["ms"], other["prefill"]["ms"] = spread(1.0, 10.0, 100.0), spread(3.0, 20.0, 300.0, 9e9)
-    assert comparisons.speed_up(ours, other, "prefill") == 3
-    assert "(not in turns)" not in comparisons.against([ours, other])
+    assert inference_report.speed_up(ours, other, "prefill") == 3
+    assert "(not in turns)" not in inference_report.against([ours, other])
     apart = {**other, "turn": "b"}
-    assert comparisons.speed_up(ours, apart, "prefill") == 16
-    assert "| baseline, read (not in turns) | 4K | 16.00 |" in comparisons.against([ours, apart])
+    assert inference_report.speed_up(ours, apart, "prefill") == 16
+    assert "| baseline, read (not in turns) | 4K | 16.00 |" in inference_report.against([ours, apart])
 
 
 def test_growth_is_from_the_shortest_to_the_longest():
     rows = [row(tokens=n * K, kind="decode", decode=1 + n / 64, cache=n) for n in (64, 1, 4)]
-    lines = comparisons.growth(rows).splitlines()[2:]
+    lines = inference_report.growth(rows).splitlines()[2:]
     assert lines == ["| gsm | synthetic, 1K to 64K | 1.97 | 1 | 1 | 64 | 4,096 |"]
-    lines = comparisons.growth([row("yoco"), row("yoco", 8 * K)]).splitlines()[2:]
+    lines = inference_report.growth([row("yoco"), row("yoco", 8 * K)]).splitlines()[2:]
     assert lines == ["| yoco | 4K to 8K | 1 | 1 | 1 | 1 |  |"]
 
 
@@ -94,40 +94,17 @@ def times(model: str, seconds: dict[int, float]) -> list[dict[str, Any]]:
 
 def test_a_crossing_between_lengths_is_measured():
     rows = times("gsm", {1000: 2.0, 4000: 4.0}) + times("transformer", {1000: 1.0, 4000: 8.0})
-    found = crossing(rows, "transformer", "prefill", lambda name, tokens: tokens)
-    assert found and found.how == "between" and found.tokens == pytest.approx(2000)
-    assert "from about 2,000 tokens (measured)" in inference._where(found)
+    assert crossing(rows, "transformer", "prefill") == "GSM is ahead of transformer from about 2,000 tokens (measured)"
 
 
-def test_a_crossing_beyond_follows_the_flops():
-    flops = {"gsm": lambda n: n, "transformer": lambda n: n + n * n // 1000}
-    rows = times("gsm", {n: 10 + n / 100 for n in (1000, 2000)})
-    rows += times("transformer", {n: flops["transformer"](n) / 1000 for n in (1000, 2000)})
-    found = crossing(rows, "transformer", "prefill", lambda name, tokens: flops[name](tokens))
-    exact = 4500 + (4500**2 + 10**7) ** 0.5  # 10 + n / 100 = n / 1000 + n^2 / 10^6
-    assert found and found.how == "beyond" and found.tokens is not None and exact <= found.tokens < 1.13 * exact
-
-
-def test_whoever_is_ahead_everywhere_crosses_nowhere():
+def test_whoever_is_ahead_at_all_lengths_crosses_nowhere():
     ahead = times("gsm", {1000: 1.0, 2000: 2.0}) + times("transformer", {1000: 2.0, 2000: 4.0})
-    assert crossing(ahead, "transformer", "prefill", lambda name, tokens: tokens) == Crossing(1000.0, "everywhere")
+    said = crossing(ahead, "transformer", "prefill")
+    assert said == "GSM is ahead of transformer at every length measured, from 1,000 tokens"
     behind = times("transformer", {1000: 1.0, 2000: 2.0}) + times("gsm", {1000: 2.0, 2000: 4.0})
-    assert crossing(behind, "transformer", "prefill", lambda name, tokens: tokens) == Crossing(None, "beyond")
-
-
-def test_one_length_shows_who_is_ahead_there_and_none_shows_nothing():
-    def said(rows):
-        return inference._where(crossing(rows, "transformer", "prefill", lambda name, tokens: tokens))
-
-    slow, fast = (times("gsm", {1000: ms}) + times("transformer", {1000: 2.0}) for ms in (3.0, 1.0))
-    assert said(slow) == "GSM is behind the dense Transformer at 1,000 tokens, the one length measured"
-    assert said(fast) == "GSM is ahead of the dense Transformer at every length measured, from 1,000 tokens"
-    assert said(times("gsm", {1000: 1.0})) == "not measured"
-
-
-def test_a_crossing_beyond_very_short_lengths_is_found():
-    rows = times("gsm", {1: 8.0, 2: 8.0}) + times("transformer", {1: 1.0, 2: 2.0})
-    assert crossing(rows, "transformer", "prefill", lambda name, tokens: tokens) == Crossing(9.0, "beyond")
+    said = crossing(behind, "transformer", "prefill")
+    assert said == "GSM is behind transformer at the longest length measured, 2,000 tokens"
+    assert crossing(times("gsm", {1000: 1.0}), "transformer", "prefill") == "not measured"
 
 
 def test_sizes_of_one_file_are_not_mixed(tmp_path):
@@ -148,8 +125,8 @@ def test_sizes_of_one_file_are_not_mixed(tmp_path):
     "other", [{"commit": "another"}, {"sources": "others"}, {"threads": 7}, {"protocol": {**PROTOCOL, "chunk": 32}}]
 )
 def test_rows_measured_in_another_way_are_not_mixed(other):
-    assert len(comparisons.groups([row(), row("baseline")])) == 1
-    assert len(comparisons.groups([row(), {**row("baseline"), **other}])) == 2
+    assert len(inference_report.groups([row(), row("baseline")])) == 1
+    assert len(inference_report.groups([row(), {**row("baseline"), **other}])) == 2
 
 
 def test_a_file_of_another_benchmark_is_one_sentence(tmp_path):
@@ -166,23 +143,23 @@ def test_a_file_of_another_benchmark_is_one_sentence(tmp_path):
 
 def test_speed_is_held_against_the_ratio_of_flops():
     near, far = row("baseline", prefill=2048.0 * 1.1), row("baseline", 8 * K, prefill=4096.0 * 1.3)
-    assert comparisons.by_flops([row(), near]).endswith("at 1 of 1 lengths, 10.0% off at most, met")
-    assert comparisons.by_flops([row(), near, row(tokens=8 * K), far]).endswith(
+    assert inference_report.by_flops([row(), near]).endswith("at 1 of 1 lengths, 10.0% off at most, met")
+    assert inference_report.by_flops([row(), near, row(tokens=8 * K), far]).endswith(
         "1 of 2 lengths, 30.0% off at most, missed"
     )
-    assert comparisons.by_flops([row()]) == ""
+    assert inference_report.by_flops([row()]) == ""
 
 
 def test_runs_that_did_not_happen_show():
-    assert inference._cells({**row(), "name": "a"})[0] == "a"
-    assert inference._cells({**row(), "name": "a", "runs": {"warm_up": 1, "runs": 1}})[0] == "a (1 + 1 runs)"
+    assert inference_report._cells({**row(), "name": "a"})[0] == "a"
+    assert inference_report._cells({**row(), "name": "a", "runs": {"warm_up": 1, "runs": 1}})[0] == "a (1 + 1 runs)"
 
 
 def test_a_verdict_names_goal_and_measurement():
     rows = [row(prefill=10.0, decode=1.6), row(tokens=256 * K, kind="decode", decode=2.0)]
     rows += [row(tokens=64 * K, prefill=200.0), row("baseline", 64 * K, prefill=250.0)]
-    assert goals.verdicts(rows) == []
-    lines = goals.verdicts([{**one, "protocol": {**PROTOCOL, "size": "1p5b"}} for one in rows])
+    assert inference_report.verdicts(rows) == []
+    lines = inference_report.verdicts([{**one, "protocol": {**PROTOCOL, "size": "1p5b"}} for one in rows])
     assert "aim 4K decode: 620 tokens/s: 625, met" in lines
     assert "aim 256K decode: 600 tokens/s: 500, missed" in lines
     assert "must 256K decode over 4K: 0.97: 0.8, missed" in lines
@@ -195,7 +172,7 @@ def test_a_verdict_names_goal_and_measurement():
 def test_every_goal_is_that_of_a_case_that_the_gpu_measures():
     cases = inference.plan(["gsm", "baseline"], inference.LENGTHS["cuda"], inference.SYNTHETIC["cuda"])
     there = {case.tokens for case in cases if case.kind == "read"}
-    assert {goal.tokens for goal in goals.GOALS} <= there
+    assert {goal.tokens for goal in inference_report.GOALS} <= there
 
 
 def test_the_paper_s_claims_are_counted_length_by_length(tmp_path):
@@ -210,9 +187,11 @@ def test_the_paper_s_table_of_training_stands_beside_ours():
     ours |= {"ms": {"median": 2000.0}, "tokens_per_second": 300.0, "peak_gib": 40.0}
     other = {**ours, "model": "baseline", "tokens_per_second": 200.0}
     content = {"device": "a GPU", "rows": {"a": {**ours, "model": "gsm"}, "b": other}}
-    text = paper.training(content)
+    text = training.paper_table(content)
     assert "| paper: tokens/s | 50,833 | 53,231 | 1.047 |" in text and "| a: tokens/s | 200 | 300 | 1.500 |" in text
-    assert paper.training({**content, "rows": {"a": content["rows"]["a"], "b": {**other, "recompute": False}}}) == ""
+    assert (
+        training.paper_table({**content, "rows": {"a": content["rows"]["a"], "b": {**other, "recompute": False}}}) == ""
+    )
 
 
 def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
@@ -231,8 +210,8 @@ def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
 def test_a_prompt_that_was_read_counts_before_a_synthetic_memory():
     pytest.importorskip("matplotlib")
     rows = [row(decode=1.0), row(kind="decode", decode=3.0), row(tokens=8 * K, kind="decode", decode=4.0)]
-    figure, (axes,) = figures.plots.figure()
-    figures._curve(axes, rows, figures.PANELS["decode"], figures.plots.styles(["gsm"])["gsm"])
+    figure, (axes,) = plots.figure()
+    inference_report._draw(rows, axes, "decode", "gsm", plots.styles(["gsm"])["gsm"])
     line, *marks = axes.lines
     assert torch.as_tensor(line.get_ydata()).tolist() == [1000.0, 250.0]
     assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True]
@@ -240,11 +219,11 @@ def test_a_prompt_that_was_read_counts_before_a_synthetic_memory():
 
 def test_of_one_thread_the_picture_shows_what_others_did_not_disturb():
     disturbed = row(prefill=4.0, threads=1)  # 16 ms of the processor's, by the convention of these rows
-    assert figures.rate(disturbed, "prefill") == disturbed["prefill"]["tokens_per_second"] / 4
-    assert figures.rate(row(prefill=4.0, threads=8), "prefill") == disturbed["prefill"]["tokens_per_second"]
-    assert figures.rate(disturbed, "decode") == disturbed["decode"]["tokens_per_second"]  # nobody counted
+    assert inference_report.value(disturbed, "prefill") == disturbed["prefill"]["tokens_per_second"] / 4
+    assert inference_report.value(row(prefill=4.0, threads=8), "prefill") == disturbed["prefill"]["tokens_per_second"]
+    assert inference_report.value(disturbed, "decode") == disturbed["decode"]["tokens_per_second"]  # nobody counted
 
 
 def test_rows_without_measurements_have_no_picture():
     with pytest.raises(ValueError, match="there is no request that was measured"):
-        figures.picture([row(failed="out of memory")])
+        inference_report.picture([row(failed="out of memory")])

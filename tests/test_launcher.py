@@ -26,7 +26,7 @@ from gsm.config.compose import compose
 from gsm.experiments import experiment as experiments
 from gsm.experiments import launcher
 from gsm.experiments.experiment import train_all
-from gsm.experiments.table import read_runs
+from gsm.experiments.jobs import Job
 from gsm.paths import ROOT
 
 __all__ = ["fake"]  # a fixture
@@ -35,8 +35,8 @@ __all__ = ["fake"]  # a fixture
 class InTurn:
     """A launcher that runs its jobs one after another, in this process, as Hydra would call them."""
 
-    def __init__(self, task: Callable[[DictConfig], object], folder: Path) -> None:
-        self.task, self.folder = task, folder
+    def __init__(self, task: Callable[[DictConfig], object]) -> None:
+        self.task = task
         self.given: list[list[str]] = []
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
@@ -46,9 +46,7 @@ class InTurn:
         self.given.append(overrides)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HydraConfig, "get", lambda: hydra_node(task=overrides))
-            words = dict(line.split("=", 1) for line in overrides)
-            folder = self.folder / words["arm"] / f"seed{words['seed']}"
-            return JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(DictConfig({"folder": str(folder)})))
+            return JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(DictConfig({})))
 
 
 class KilledAtTheSecond(InTurn):
@@ -71,29 +69,25 @@ def made(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch, reque
     found: list[InTurn] = []
 
     def make(plugins: object, context: object, task: Callable[[DictConfig], object], config: object) -> InTurn:
-        found.append(getattr(request, "param", InTurn)(task, place(tmp_path, "")))
+        found.append(getattr(request, "param", InTurn)(task))
         return found[-1]
-
-    def is_finished(config: DictConfig) -> bool:
-        return any(run.finished for run in read_runs(place(tmp_path, "")) if str(run.folder) == config["folder"])
 
     monkeypatch.setattr(Plugins, "instantiate_launcher", make)
     monkeypatch.setattr(GlobalHydra, "config_loader", lambda self: None)
     monkeypatch.setattr(HydraConfig, "get", hydra_node)
-    monkeypatch.setattr(launcher, "_is_finished", is_finished)
     return found
 
 
 def test_every_waiting_run_goes_to_the_launcher_at_once_as_a_child_would_get_it(
     tmp_path: Path, fake: list[str], made: list[InTurn]
 ):
-    experiment = toy(tmp_path)
-    train_all(experiment, fake, "submitit_slurm")
-    assert made[0].given == [list(job.overrides) for job in experiment.jobs()]
+    experiment = toy(tmp_path, script=fake)
+    train_all(experiment, "submitit_slurm")
+    assert made[0].given == [list(trial.overrides) for trial in experiment.trials()]
     log = (place(tmp_path, "plain/seed1") / "train.log").read_text().splitlines()
     assert log[0].startswith("$ ") and "arm=plain seed=1" in log[0]
     assert len(read_csv(tmp_path)) == 4
-    train_all(toy(tmp_path), fake, "submitit_slurm")
+    train_all(toy(tmp_path, script=fake), "submitit_slurm")
     assert len(made) == 1, "nothing waits, so nothing is handed over"
 
 
@@ -103,7 +97,7 @@ def test_a_job_that_fails_loses_no_other_and_a_second_command_sends_it_alone(
     place(tmp_path, "mhc").mkdir(parents=True)
     (place(tmp_path, "mhc") / "fails").touch()
     with pytest.raises(SystemExit) as stopped:
-        train_all(toy(tmp_path), fake, "submitit_slurm")
+        train_all(toy(tmp_path, script=fake), "submitit_slurm")
     assert stopped.value.code == 1
     printed = capsys.readouterr().out
     assert "[1/4] mhc/seed0: ended with exit code 1\n" in printed
@@ -111,7 +105,7 @@ def test_a_job_that_fails_loses_no_other_and_a_second_command_sends_it_alone(
     assert "  it broke, as told" in printed
     assert [row["arm"] for row in read_csv(tmp_path)] == ["plain", "plain"]
     (place(tmp_path, "mhc") / "fails").unlink()
-    train_all(toy(tmp_path), fake, "submitit_slurm")
+    train_all(toy(tmp_path, script=fake), "submitit_slurm")
     assert [words[2:4] for words in made[1].given] == [["arm=mhc", "seed=0"], ["arm=mhc", "seed=1"]]
 
 
@@ -123,7 +117,7 @@ def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
     place(tmp_path, "plain").mkdir(parents=True)
     (place(tmp_path, "plain") / "fails").touch()
     with pytest.raises(SystemExit):
-        train_all(toy(tmp_path), fake, "submitit_slurm")
+        train_all(toy(tmp_path, script=fake), "submitit_slurm")
     printed = capsys.readouterr().out
     assert "[1/4] mhc/seed0: finished, bits_per_byte 1.0000" in printed
     assert "[2/4] plain/seed0: has not come to its end" in printed
@@ -136,9 +130,10 @@ def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
 
 def test_what_another_submission_has_finished_is_not_trained_again(tmp_path: Path, fake: list[str], made: list[InTurn]):
     """The parent was killed while its jobs waited in the queue, and the same command put them there once more."""
-    job = toy(tmp_path).jobs()[0]
-    outcomes = [InTurn(launcher.Task(fake), place(tmp_path, "")).run(list(job.overrides)) for _ in range(2)]
-    assert [outcome.return_value for outcome in outcomes] == [0, 0]
+    trial = toy(tmp_path, script=fake).trials()[0]
+    task = launcher.Task({trial.overrides: [trial.jobs[""]]})
+    outcomes = [InTurn(task).run(list(trial.overrides)) for _ in range(2)]
+    assert [outcome.return_value for outcome in outcomes] == [{"mhc/seed0": 0}] * 2
     assert starts(tmp_path) == {"mhc/seed0": 1}
 
 
@@ -154,13 +149,29 @@ def test_the_launchers_own_handler_is_called_once_the_run_has_saved(tmp_path: Pa
     warning = threading.Thread(target=signal_when, args=(tmp_path / "ready", os.getpid(), signal.SIGUSR2))
     try:
         warning.start()
-        task = launcher.Task([sys.executable, "-S", "-c", run, str(tmp_path)])
-        outcome = InTurn(task, place(tmp_path, "")).run(["arm=mhc", "seed=0"])
+        job = Job("mhc", (sys.executable, "-S", "-c", run, str(tmp_path)), tmp_path / "log")
+        outcome = InTurn(launcher.Task({("arm=mhc",): [job]})).run(["arm=mhc"])
     finally:
         warning.join()
         signal.signal(signal.SIGUSR2, before)
     assert heard == [True]
-    assert outcome.return_value == 140
+    assert outcome.return_value == {"mhc": 140}
+
+
+def test_what_starts_after_one_another_is_one_part_with_all_arms_that_share_it(tmp_path: Path):
+    def job(name: str, after: Job | None = None) -> Any:
+        return Job(name, (), tmp_path, after)
+
+    train, other = job("one/train"), job("other")
+    tunes = [job("one/tune", train), job("two/tune", train)]
+    trials = [
+        experiments.Trial("one", 0, {}, ("one",), {"train": train, "tune": tunes[0]}),
+        experiments.Trial("other", 0, {}, ("other",), {"": other}),
+        experiments.Trial("two", 0, {}, ("two",), {"train": train, "tune": tunes[1]}),
+    ]
+    waiting = [train, tunes[0], other, tunes[1]]
+    assert experiments._parts(trials, waiting) == {("other",): [other], ("one",): [train, *tunes]}
+    assert experiments._parts(trials, [other, tunes[1]]) == {("other",): [other], ("two",): [tunes[1]]}
 
 
 def test_the_runs_themselves_are_not_told_of_the_launcher(monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +184,7 @@ def test_the_runs_themselves_are_not_told_of_the_launcher(monkeypatch: pytest.Mo
 def test_a_single_run_is_not_quietly_trained_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HydraConfig, "get", hydra_node)
     with pytest.raises(ConfigError, match="^hydra/launcher=submitit_slurm is for experiments; for a single run: seeds"):
-        experiments.run({"arms": None, "seeds": None})
+        experiments.run({"arms": None, "seeds": None, "runs": None})
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):

@@ -17,14 +17,10 @@ from test_train_cli import arguments
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.evaluation import lengths
+from gsm.evaluation import commands, lengths
 from gsm.evaluation.bootstrap import interval
-from gsm.evaluation.commands import commands
-from gsm.evaluation.commands import lengths as script
-from gsm.evaluation.commands.lengths import read_lengths
-from gsm.evaluation.commands.scoring import read_masks
-from gsm.evaluation.lengths import evaluate, score
-from gsm.evaluation.losses import token_losses
+from gsm.evaluation.held_out import read_masks, token_losses
+from gsm.evaluation.lengths import measure, read_lengths, score
 from gsm.experiments.fit import train
 
 LONG, SCORED = 37, 9
@@ -78,7 +74,7 @@ def test_context_counts_only_where_documents_are_not_apart():
 
 def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
     model, cut = small.build("gsm"), windows()
-    found = evaluate(model, cut, [SCORED, LONG], SCORED, masks=["off"], path=tmp_path / "lengths.json")
+    found = measure(model, cut, [SCORED, LONG], SCORED, masks=["off"], path=tmp_path / "lengths.json")
     cells = [found["cells"][f"off/{LONG}/{n}"] for n in range(3)]
     loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
     cell = found["by_length"]["off"][str(LONG)]
@@ -101,9 +97,9 @@ def test_an_interval_is_that_of_means_drawn_anew():
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
     model, cut, asked = small.build("gsm"), windows(), [SCORED, 20]
-    whole = evaluate(model, cut[:2], asked, SCORED)
+    whole = measure(model, cut[:2], asked, SCORED)
 
-    def first(cells: Iterable[Any], count: int) -> Iterator[Any]:
+    def first(cells: Iterable[Any], count: int, note: str) -> Iterator[Any]:
         for done, cell in enumerate(cells):
             if done == 3:
                 raise KeyboardInterrupt
@@ -111,11 +107,11 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
     path, computed = tmp_path / "lengths.json", []
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model, cut[:2], asked, SCORED, path=path, watch=first)
+        measure(model, cut[:2], asked, SCORED, path=path, progress=first)
     monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
-    assert evaluate(model, cut[:2], asked, SCORED, path=path) == whole
+    assert measure(model, cut[:2], asked, SCORED, path=path) == whole
     assert len(computed) == 8 - 3
-    evaluate(model, cut, asked, SCORED, path=path, masks=["on"])
+    measure(model, cut, asked, SCORED, path=path, masks=["on"])
     assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
     assert path.with_suffix(".previous").is_file()
 
@@ -131,7 +127,7 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 )
 def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, masks: list[str], said: str):
     with pytest.raises(ValueError, match=said):
-        evaluate(small.build("gsm"), windows(), asked, scored, masks=masks)
+        measure(small.build("gsm"), windows(), asked, scored, masks=masks)
 
 
 def test_documents_are_kept_apart_or_not_or_both():
@@ -148,7 +144,7 @@ def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"b has read other windows than a, by the data's tokenizer \(a there, b here"
     ):
-        script._conclude([one, other], [4], 1, ["off"], tmp_path / "lengths.json")
+        lengths._conclude([one, other], [4], 1, ["off"], tmp_path / "lengths.json")
 
 
 def test_lengths_are_read_as_a_list_or_a_range():
@@ -178,7 +174,7 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
     losses = [one["by_length"]["off"]["64"]["loss"] for one in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)
-    found = script.metrics(single[0])
+    found = lengths.metrics(single[0])
     assert found["64"] == pytest.approx(math.exp(losses[0]))
     assert {"16", "apart/64", "full", "apart/full", "held_out"} <= set(found)
     held_out = [one["held_out"] for one in single]
@@ -186,4 +182,4 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)
     assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
     with pytest.raises(SystemExit, match="windows is 99 and the longest of the lengths 64, but .* has .* room for"):
-        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder}", "lengths=64", "windows=99"])
+        command_line.call(lengths.evaluate, "evaluate.py", [f"checkpoint={folder}", "lengths=64", "windows=99"])

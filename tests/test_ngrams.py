@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from gsm.evaluation.ngrams import FALLBACK, AddOne, KneserNey, examples, ngram_bits_per_byte
+from gsm.evaluation.ngrams import FALLBACK, AddOne, KneserNey, examples, measure
 
 V = 7
 END = V - 1
@@ -130,14 +130,14 @@ def test_bits_per_byte_is_the_mean_over_targets() -> None:
     train, validation = sample(30, seed=4), sample(10, seed=5)
     slow = SlowKneserNey(grams_of(train, 3))
     bits = [-math.log2(slow.probability(gram)) for gram in grams_of(validation, 3)]
-    found = ngram_bits_per_byte(train, validation, order=3, vocabulary=V, bytes_per_token=2.5)
+    found = measure(train, validation, order=3, vocabulary=V, bytes_per_token=2.5)
     assert found == pytest.approx(sum(bits) / len(bits) / 2.5, rel=1e-12)
 
 
 def test_higher_orders_learn_what_leans_on_longer_histories() -> None:
     train, validation = sample(400, seed=6), sample(50, seed=7)
     one, two, three = (
-        ngram_bits_per_byte(train, validation, order=order, vocabulary=V, bytes_per_token=1.0) for order in (1, 2, 3)
+        measure(train, validation, order=order, vocabulary=V, bytes_per_token=1.0) for order in (1, 2, 3)
     )
     assert three < two - 0.5 and abs(two - one) < 0.1, "one token of history tells nothing here, two tell much"
     ideal = -(0.6 + 0.4 / V) * math.log2(0.6 + 0.4 / V) - 6 * 0.4 / V * math.log2(0.4 / V)
@@ -148,7 +148,7 @@ def test_higher_orders_learn_what_leans_on_longer_histories() -> None:
 def test_text_seen_twice_counts_once(order: int) -> None:
     train, validation = sample(20, seed=8), sample(5, seed=9)
     settings = {"order": order, "vocabulary": V, "bytes_per_token": 1.0}
-    assert ngram_bits_per_byte(train * 3, validation, **settings) == ngram_bits_per_byte(train, validation, **settings)
+    assert measure(train * 3, validation, **settings) == measure(train, validation, **settings)
 
 
 def test_a_sequence_of_nothing_but_ignored_targets_is_skipped_or_named() -> None:
@@ -168,6 +168,4 @@ def test_a_sequence_of_nothing_but_ignored_targets_is_skipped_or_named() -> None
 )
 def test_what_cannot_be_counted_is_named(order: int, vocabulary: int, sequences: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        ngram_bits_per_byte(
-            sample(sequences, seed=0), sample(2, seed=1), order=order, vocabulary=vocabulary, bytes_per_token=1.0
-        )
+        measure(sample(sequences, seed=0), sample(2, seed=1), order=order, vocabulary=vocabulary, bytes_per_token=1.0)

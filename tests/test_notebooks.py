@@ -12,8 +12,8 @@ import torch
 from small import GEOMETRY, RATIO, W, build, random_tokens
 
 import gsm
-from gsm.evaluation.attention import attention_map
-from gsm.notebook import describe, explore, finished_runs, load, measurements, ruler_picture, trained
+from gsm.analysis.attention import attention_map
+from gsm.notebook import describe, explore, finished_runs, load, measured, measurements, ruler_picture, trained
 from gsm.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -85,6 +85,15 @@ def test_measurements_are_those_of_requests_and_the_most_come_first(tmp_path: Pa
         (folder / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.setattr("gsm.notebook.paths.ROOT", tmp_path)
     assert [file.stem for file in measurements()] == ["three", "one"]
+
+
+def test_pictures_of_measurements_are_those_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("IPython")
+    for name in ("one.png", "one-computed.png", "one-other.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    assert [shown.data for shown in measured(tmp_path / "one.json")] == [b"one-computed.png", b"one.png"]
+    assert measured(tmp_path / "two.json") == []
+    assert f"benchmark=inference results={tmp_path}/two.json" in capsys.readouterr().out
 
 
 def test_without_answers_of_ruler_those_of_the_documentation_are_shown(

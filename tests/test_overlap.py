@@ -10,10 +10,10 @@ from small import GEOMETRY, RATIO, K, build, random_tokens
 from torch import Tensor
 
 import gsm
+from gsm.analysis.attention import selected_distances
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
-from gsm.evaluation import show
-from gsm.evaluation.overlap import by_length, distances_seen, overlaps, selects_for_itself, shared_slots
+from gsm.evaluation.overlap import measure, overlaps, selects_for_itself, shared_slots, table
 
 LENGTH = 40
 
@@ -78,7 +78,7 @@ def test_distances_are_counted_in_tokens_of_the_own_document():
         for slot in row
         if slot >= 0
     ]
-    assert distances_seen(model, seen)[1].tolist() == expected
+    assert selected_distances(model, seen)[1].tolist() == expected
     assert min(expected) >= RATIO - 1
 
 
@@ -86,7 +86,7 @@ def test_distances_are_counted_in_tokens_of_the_own_document():
 def test_where_nothing_is_selected_twice_there_is_no_overlap(case: str):
     model = build(case)
     assert overlaps(model, sequences(LENGTH)) == {}
-    assert by_length(model, sequences, LENGTH) is None
+    assert measure(model, sequences, LENGTH) is None
     assert not selects_for_itself(model)
 
 
@@ -94,17 +94,17 @@ def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
     task = Needle(pairs=2, keys=7, values=7, fillers=9, gap=4)
     data = SyntheticData(task=task, vocabulary=23, context=24, batch_size=2, validation_sequences=3)
     model = build("gsm-retriever=separate_indexer")
-    facts = by_length(model, lambda length: data.of_length(length, 2), 24)
+    facts = measure(model, lambda length: data.of_length(length, 2), 24)
     assert [row["length"] for row in facts["by_length"]] == [12, 24, 48], "6 are too few for two needles and questions"
     whole = facts["by_length"][1]
     assert facts["mean"] == pytest.approx(sum(whole["stages"]) / 2)
     assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
-    assert [len(line.split()) for line in show.overlap(facts)[1:]] == [4, 4, 4]
+    assert [len(line.split()) for line in table(facts)[1:]] == [4, 4, 4]
     assert facts["by_length"][0]["queries"] > 0 and model.training is False
-    papers = show.overlap({"mean": 0.4, "by_length": [{"length": 65536, "stages": [0.2, 0.25], "queries": 9}]})
+    papers = table({"mean": 0.4, "by_length": [{"length": 65536, "stages": [0.2, 0.25], "queries": 9}]})
     assert papers[-2].split() == ["65,536", "tokens", "20.0", "25.0"]
     assert papers[-1].split() == ["the", "paper,", "0.5B", "GSM", "19.0", "24.7", "36.2"]
-    chosen = by_length(model, lambda length: data.of_length(length, 2), 24, [48, 24])
+    chosen = measure(model, lambda length: data.of_length(length, 2), 24, [48, 24])
     assert chosen == {**facts, "by_length": facts["by_length"][1:]}
     with pytest.raises(ValueError, match="6"):
-        by_length(model, lambda length: data.of_length(length, 2), 24, [6, 24])
+        measure(model, lambda length: data.of_length(length, 2), 24, [6, 24])

@@ -18,6 +18,10 @@ from gsm.layers.residual import HyperConnection, Plain
 from gsm.models import geometry as production_geometry
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
+from gsm.slots.state_reader.per_group import PerGroup
+from gsm.slots.state_reader.separate_kv import SeparateKV
+from gsm.slots.state_reader.shared import Shared
+from gsm.slots.state_reader.state_and_window import StateAndWindow
 from gsm.slots.writer.additive import Additive
 from gsm.slots.writer.delta import Delta
 from gsm.slots.writer.multi_slot import MultiSlot
@@ -53,7 +57,14 @@ def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
             "multi_slot": functools.partial(MultiSlot, slots=geometry.slots),
             "delta": functools.partial(Delta, bias=0.0),
         }[geometry.writer]
-        model = GSM(numbers, state_size=geometry.state_size, writer=writer, residual=residual)
+        reader = {
+            "shared": Shared,
+            "separate_kv": SeparateKV,
+            "per_group": functools.partial(PerGroup, groups=geometry.groups),
+            "state_and_window": functools.partial(StateAndWindow, window=geometry.reader_window),
+        }[geometry.reader]()
+        options = {"writer": writer, "state_reader": reader, "residual": residual}
+        model = GSM(numbers, state_size=geometry.state_size, **options)
     else:
         model = Baseline(numbers, candidate_pool=geometry.pool_blocks is not None, residual=residual)
     model.double().eval().load_state_dict({**weights, "head.weight": weights["embedding.weight"]}, strict=True)
@@ -137,3 +148,23 @@ def test_gsm_without_stages_computes_the_equations():
 def test_writers_that_write_otherwise_compute_their_equations(changes, lengths):
     documents = packed(lengths)
     assert_same_logits(tiny_gsm(residual="plain", **changes), some_tokens(len(documents)), documents)
+
+
+@pytest.mark.parametrize("lengths", mostly_slow([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
+@pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reader": "separate_kv"},
+        {"reader": "per_group"},
+        {"reader": "per_group", "groups": 4},
+        {"reader": "state_and_window"},
+        {"reader": "state_and_window", "reader_window": 1},
+        {"reader": "state_and_window", "reader_window": 30},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_other_readers_compute_their_equations_whatever_the_writer(changes, writer, lengths):
+    documents = packed(lengths)
+    writer = {"writer": writer} | ({"slots": 2, "state_size": 6} if writer == "multi_slot" else {})
+    assert_same_logits(tiny_gsm(residual="plain", **changes, **writer), some_tokens(len(documents)), documents)

@@ -15,8 +15,8 @@ from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
 import gsm
+from gsm.analysis.attention import decoder_attention
 from gsm.config.compose import compose
-from gsm.evaluation.attention import decoder_attention
 from gsm.experiments.fit import assemble
 from gsm.observe import tap
 from gsm.training.callbacks.pictures import TAPS, Pictures, heat_map, histograms

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gsm.benchmarks import plan
-from gsm.benchmarks.kept import _model, kept, saved_bytes
-from gsm.benchmarks.plan import GIB, Assumed, Setting, memory, paper_mfu, timing
-from gsm.benchmarks.projection import known_cost
 from gsm.config.compose import compose
+from gsm_benchmarks import plan
+from gsm_benchmarks.plan import GIB, Assumed, Setting, _model, kept, memory, paper_mfu, saved_bytes, timing
+from gsm_benchmarks.projection import known_cost
 from gsm_kernels.device import triton_version
 
 ASSUMED = Assumed(

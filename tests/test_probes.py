@@ -9,10 +9,10 @@ import torch
 from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.analysis import drawing, probes, retrieval
+from gsm.analysis import attention, drawing, probes
 from gsm.analysis.needles import ask
+from gsm.analysis.state import effective_rank, latents, state_facts
 from gsm.data.recall import Needle
-from gsm.evaluation.state import effective_rank, latents, state_facts
 from gsm.paths import ROOT
 
 CLASSES = 5
@@ -105,9 +105,9 @@ def test_what_falls_at_all_distances_and_on_the_sink_is_one():
     model = build("gsm-writer=multi_slot")
     with torch.no_grad(), gsm.record("position", "*/weights", "*/top_k") as seen:
         model(random_tokens(2, 30))
-    for name in retrieval.names_of(model):
-        far_D = retrieval.by_distance(model, seen, name, torch.tensor([0, 1, 2, 4, 8, 16]))
-        sink_H = retrieval.sinks(model, seen)[name]
+    for name in attention.names_of(model):
+        far_D = attention.by_distance(model, seen, name, torch.tensor([0, 1, 2, 4, 8, 16]))
+        sink_H = attention.sinks(model, seen)[name]
         assert_same(far_D.sum() + sink_H.mean(), torch.ones((), dtype=torch.float64), name)
         window = model.writer.positions if name.startswith("decoder") else GEOMETRY.window
         reads_bank = f"{name}/top_k" in seen
@@ -128,7 +128,8 @@ def test_latents_are_the_entries_before_their_rotation_and_facts_leave_padding_o
     with gsm.record() as seen:
         model(token_BT, documents=documents)
     x_BTD = model.writer.norm(seen["state/z"])
-    want = torch.stack([entry.latent(x_BTD) for entry in (model.writer.entry, *model.writer.further)], 2).flatten(1, 2)
+    entries = (model.writer.entry["entries"], *model.writer.further["entries"])
+    want = torch.stack([entry.latent(x_BTD) for entry in entries], 2).flatten(1, 2)
     real_BE = (documents >= 0).repeat_interleave(model.writer.slots, dim=1)
     assert_same(latents(model, seen)[real_BE], want[real_BE], "latents")
     facts, last = state_facts(model, seen), model.writer.positions * model.writer.slots

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import TINY, composed, count_calls, lines, no_death, run_here
+from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here
+from test_children import running
+from test_experiment import until
 
 from gsm.config.load import load_model, read_checkpoint
 from gsm.experiments import folder as run_folder
@@ -32,18 +34,18 @@ pytestmark = pytest.mark.slow
 FEW = "trainer.max_steps=12 trainer.val_check_interval=12 callbacks.latest.minutes=10 trainer.accelerator=cpu"
 FEW += " callbacks.pictures=null"  # a rank that has only its share of the model draws none
 EXACT = {"tokens", "loss", "perplexity", "bits_per_byte", "gradient_norm", "learning_rate"}
-ALONE = "trainer=default data.batch_size=4 trainer.accumulate_grad_batches=2"
+ALONE = "trainer=default data.batch_size=4 global_batch=8"
 WAYS = {  # the same steps, of 8 sequences
     "alone": (1, ALONE),
-    "ddp": (2, "trainer=ddp data.batch_size=2 trainer.accumulate_grad_batches=2"),
-    "lightning": (2, "trainer=ddp trainer.devices=2 data.batch_size=4 trainer.accumulate_grad_batches=1"),
-    "fsdp": (2, "trainer=fsdp data.batch_size=2 trainer.accumulate_grad_batches=2"),
+    "ddp": (2, "trainer=ddp data.batch_size=2 global_batch=8"),
+    "lightning": (2, "trainer=ddp trainer.devices=2 data.batch_size=4 global_batch=8"),
+    "fsdp": (2, "trainer=fsdp data.batch_size=2 global_batch=8"),
 }
 
 
 def given(home: Path, name: str, way: str, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
-    words = [word for word in TINY if not word.startswith(("trainer=", "data.batch", "trainer.acc", "callbacks."))]
+    words = [word for word in TINY if not word.startswith(("trainer=", "data.batch", "global_batch", "callbacks."))]
     return [*words, *WAYS[way][1].split(), *FEW.split(), *places, f"name={name}", *more]
 
 
@@ -172,8 +174,8 @@ def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
 
 def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
     """They would wait for it."""
-    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "data.batch_size=3")
-    assert codes == [1, 1] and "cannot go on with this configuration: it differs in data.batch_size" in said, said
+    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "global_batch=12")
+    assert codes == [1, 1] and "cannot go on with this configuration: it differs in sequences a step" in said, said
 
 
 def no_room() -> None:
@@ -231,3 +233,21 @@ def test_lightning_starts_ranks_by_itself(home: Path):
     assert said.count("An earlier run in this folder was moved to") == 1
     assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1
     assert read_checkpoint(folder)["global_step"] == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_a_rank_that_lightning_has_just_started_leaves_with_the_one_that_started_it(home: Path, tmp_path: Path):
+    """It had not met the others yet, and went on looking for them for half an hour."""
+    command = [sys.executable, str(ROOT / "train.py"), *given(home, "orphan", "lightning")]
+    with (tmp_path / "log").open("w") as log:
+        leader = subprocess.Popen(command, stdout=log, stderr=log)
+    until(lambda: bool(started_by(leader.pid)))
+    other = started_by(leader.pid)[0]
+    leader.kill()
+    leader.wait()
+    until(lambda: not running(other))
+
+
+def started_by(leader: int) -> list[int]:
+    """The other ranks, of which each is train.py once more."""
+    return [child for child in below(leader) if "train.py" in called(child)]

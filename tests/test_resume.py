@@ -127,7 +127,7 @@ def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path):
 def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(home: Path, copy: Path):
     last = f"resume={copy / 'checkpoints/last.ckpt'}"
     for change, said in {
-        "data.batch_size=2": r"data.batch_size \(4 there, 2 here\)",
+        "global_batch=4": r"sequences a step \(8 there, 4 here\), global_batch \(8 there, 4 here\)",
         "model.state_size=6": r"model.state_size \(.* there, 6 here\)",
         "optimizer.learning_rate=0.5": r"optimizer.learning_rate \(.* there, 0.5 here\)",
         "seed=3": r"data.seed \(0 there, 3 here\), seed \(0 there, 3 here\)",
@@ -154,7 +154,7 @@ def test_starting_over_says_why(home: Path, copy: Path):
 def test_a_step_that_is_divided_otherwise_takes_the_same_sequences(home: Path, processes: Any):
     """Counted in batches of another number, a resumed run would have stood at another place in the data."""
     seen, log = home / "seen.pt", home / "divided.log"
-    for more, ends in (((), True), (("data.batch_size=8", "trainer.accumulate_grad_batches=1"), False)):
+    for more, ends in (((), True), (("data.batch_size=8",), False)):
         given = arguments(home, "divided", "trainer.max_steps=9", *more)
         child = started(processes, given, log, partial(remembers_and_stops, seen, 11 if ends else 0))
         child.join()

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gsm.evaluation import ruler_table
-from gsm.evaluation.commands import ruler as asking
-from gsm.evaluation.downstream_table import by_arm, differences, grid, notes, values
-from gsm.evaluation.published import published, published_ruler
-from gsm.evaluation.ruler_score import accuracy, averages
+from gsm.evaluation import ruler
+from gsm.evaluation.downstream import differences, grid, notes, values
+from gsm.evaluation.paper import published, tables
+from gsm.evaluation.results import by_arm
+from gsm.evaluation.ruler import accuracy, averages
 from gsm.evaluation.task_files import load
-from gsm.experiments.table import Cell
 from gsm.experiments.weights import digest
 
 TASKS = ("niah_single_1", "niah_multikey_1")
@@ -39,7 +38,7 @@ def everywhere(short: int, long: int, **options: Any) -> dict[str, Any]:
 
 
 def test_the_papers_averages_are_those_of_its_lengths_and_tasks():
-    paper = published_ruler()
+    paper = tables()["ruler"]
     for column in range(len(paper["columns"])):
         for each in (paper["by_length"], paper["by_task"]):
             mean = sum(row[column] for row in each.values()) / len(each)
@@ -51,7 +50,7 @@ def test_arms_become_the_papers_tables_with_means_and_spreads_over_seeds():
         "direct": {0: everywhere(4, 2), 1: everywhere(4, 4, seed=1)},
         "cot": {0: everywhere(4, 4, arm="cot", answers="cot")},
     }
-    lengths, paper, tasks, cells, apart = ruler_table.tables(arms, published_ruler())
+    lengths, paper, tasks, cells, apart = ruler.tables(arms, tables()["ruler"])
     assert lengths == [
         ["RULER, %", "160", "1K", "Avg."],
         ["direct", "100.00 +- 0.00", "75.00 +- 35.36", "87.50 +- 17.68"],
@@ -66,24 +65,22 @@ def test_arms_become_the_papers_tables_with_means_and_spreads_over_seeds():
 
 def test_an_interval_is_of_paired_questions_and_cells_count_alike():
     first, second = everywhere(2, 4), everywhere(4, 4)
-    found = ruler_table.difference([first], [second], lambda task, length: length == "160")
-    assert found.startswith("+50.00 [") and ruler_table.difference([first], [first], lambda *_: True) == (
+    found = ruler.apart({0: first}, {0: second}, lambda task, length: length == "160")
+    assert found.startswith("+50.00 [") and ruler.apart({0: first}, {0: first}, lambda *_: True) == (
         "+0.00 [+0.00, +0.00]"
     )
-    assert ruler_table.numbers(first) == {"average": 75.0, "longest": 100.0} and ruler_table.numbers(None) == {}
+    assert ruler.numbers(first) == {"average": 75.0, "longest": 100.0} and ruler.numbers(None) == {}
 
 
 def test_what_was_asked_otherwise_is_not_compared_and_what_is_missing_is_said():
     one, other = everywhere(4, 4), everywhere(4, 4, seed=1, template="ruler")
-    assert ruler_table.alike([one, None, everywhere(0, 0, answers="cot", step=3)]) and not ruler_table.alike(
-        [one, other]
-    )
-    assert ruler_table.by_seed({0: one}, {0: other}, lambda *_: True) == "-"
-    said = "\n".join(ruler_table.notes([one, other, None], ["a", "b", "c"]))
+    assert ruler.alike([one, None, everywhere(0, 0, answers="cot", step=3)]) and not ruler.alike([one, other])
+    assert ruler.apart({0: one}, {0: other}, lambda *_: True) == "-"
+    said = "\n".join(ruler.notes([one, other, None], ["a", "b", "c"]))
     assert "were not asked the same" in said and "RULER: nothing for c; ruler=true asks" in said
     assert "2 tasks at 160, 1K tokens (the paper: 4K to 64K), 4 examples of each, answers direct" in said
     assert "not as in the benchmark: haystack: h; template: short" in said
-    chains = ruler_table.notes([everywhere(4, 4, answers="cot")], ["a"])
+    chains = ruler.notes([everywhere(4, 4, answers="cot")], ["a"])
     assert "Chains of thought without 'Final answer:': 25.0 %." in chains
 
 
@@ -105,20 +102,17 @@ def test_the_retrieval_ablation_has_rulers_rows_beside_the_papers():
         scored("separate", 0, 1.0, everywhere(4, 4, arm="separate", step=5)),
         scored("lost", 0, 1.0, None),
     ]
-    tasks = [load(name) for name in table.rows]
-    found = dict(zip((arm for arm, _ in by_arm(results)), values(results, table), strict=True))
-    assert found["shared"] | {"ruler_average": 75.0, "ruler_longest": 50.0} == found["shared"]
-    columns = [*table.rows, "average", "ruler_average", "ruler_longest"]
-    cells = {arm: {name: Cell(1, row.get(name)) for name in columns} for arm, row in found.items()}
-    rows = {row[0]: row[1:] for row in grid(tasks, cells, table)}
+    tasks, arms = [load(name) for name in table.rows], by_arm(results)
+    assert (values(results[0], table)["ruler_average"], values(results[0], table)["ruler_longest"]) == (75.0, 50.0)
+    rows = {row[0]: row[1:] for row in grid(tasks, arms, table)}
     assert rows["task (%)"] == ["shared", "separate", "lost", "separate", "shared"]
     assert rows["Standard Avg."] == ["50.00", "100.00", "100.00", "64.92", "64.77"]
     assert rows["RULER Avg."] == ["75.00", "100.00", "-", "96.67", "94.33"]
     assert rows["RULER longest"] == ["50.00", "100.00", "-", "93.33", "93.33"]
-    apart = {row[0]: row[1:] for row in differences(results, table)[0]}
+    apart = {row[0]: row[1:] for row in differences(arms, table)[0]}
     assert apart["Standard Avg."][0].startswith("+50.00 [") and apart["RULER Avg."][0].startswith("+25.00 [")
     assert apart["RULER longest"][0].startswith("+50.00 [") and apart["RULER longest"][1] == "-"
-    assert any("nothing for lost/seed0" in line for line in notes(results, tasks, table))
+    assert any("nothing for lost/seed0" in line for line in notes(arms, tasks, table))
 
 
 def test_a_result_is_found_beside_its_checkpoint_or_in_the_phase_that_measured_it(tmp_path: Path):
@@ -127,25 +121,25 @@ def test_a_result_is_found_beside_its_checkpoint_or_in_the_phase_that_measured_i
     for phase, file in files.items():
         file.parent.mkdir(parents=True)
         torch.save({"weights of": phase}, file)
-    assert asking.known(files["tune"]) is None
+    assert ruler.known(files["tune"]) is None
     (run / "ruler").mkdir()
     result = everywhere(4, 2, checkpoint=digest(files["tune"]))
     (run / "ruler/ruler.json").write_text(json.dumps(result))
-    assert asking.known(files["tune"]) == result and asking.known(files["train"]) is None
+    assert ruler.known(files["tune"]) == result and ruler.known(files["train"]) is None
     (run / "tune/ruler.json").write_text(
         json.dumps({**result, "settings": {**result["settings"], "checkpoint": "another"}})
     )
-    assert asking.known(files["tune"]) is None, "of other weights"
+    assert ruler.known(files["tune"]) is None, "of other weights"
     (run / "tune/ruler.json").write_text("{")
-    assert asking.known(files["tune"]) is None, "damaged"
+    assert ruler.known(files["tune"]) is None, "damaged"
 
 
 def test_runs_side_by_side_leave_tables_and_a_picture(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     results = [everywhere(4, 2), everywhere(4, 4, arm="b", answers="cot")]
-    lines = asking.side_by_side(results, tmp_path)
+    lines = ruler.write_side_by_side(results, tmp_path)
     assert any(line.split() == ["a", "100.00", "50.00", "75.00"] for line in lines)
     assert "| b | 100.00 | 100.00 | 100.00 |" in (tmp_path / "ruler.md").read_text()
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    other = asking.side_by_side([results[0], everywhere(4, 4, arm="c", seed=3, examples=5)], tmp_path)
+    other = ruler.write_side_by_side([results[0], everywhere(4, 4, arm="c", seed=3, examples=5)], tmp_path)
     assert "were not asked the same" in "\n".join(other)

@@ -23,9 +23,10 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
 from gsm.experiments import fit, trainers
-from gsm.experiments.folder import Start, differences, finished, prepare
+from gsm.experiments import folder as run_folder
+from gsm.experiments.folder import differences, finished, prepare
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile
@@ -112,18 +113,57 @@ def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
 def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(tmp_path: Path):
     """A misspelt value moved days of training aside, and the run began at step 0."""
     last = leave(tmp_path / "run")
-    changed = config(tmp_path / "run", data__batch_size=2)
+    changed = config(tmp_path / "run", data__context=16)
 
     def never() -> dict[str, str | int]:
         raise AssertionError("the data need not be made to see that")
 
     with pytest.raises(
-        CheckpointError, match=r"at step 7, differs in data.batch_size \(4 there, 2 here\).*resume=never"
+        CheckpointError, match=r"at step 7, differs in data.context \(32 there, 16 here\).*resume=never"
     ):
         prepare(changed, fingerprint=never)
     assert last.is_file()
     assert prepare({**changed, "resume": "never"}).sentence.startswith("An earlier run in this folder was moved to")
     assert not last.exists()
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
+    """A kill after `finished` was written, and the same command trained all of it again."""
+    last = leave(tmp_path / "run", "finished")
+    start = prepare(config(tmp_path / "run"), fingerprint=same_text)
+    assert start.finished and start.checkpoint is None and "is finished already" in start.sentence
+    began = leave(tmp_path / "began", "finished", origin=str(last))
+    assert prepare(config(tmp_path / "began", resume=str(last)), fingerprint=same_text).finished
+    assert last.is_file() and began.is_file()
+    assert not prepare(config(tmp_path / "run", resume="never")).finished
+
+
+def test_a_finished_run_on_other_text_or_measured_otherwise_is_moved_aside(tmp_path: Path):
+    leave(tmp_path / "run", "finished")
+    assert "finished and its configuration differs in the data's corpus" in (
+        prepare(config(tmp_path / "run"), fingerprint=other_text).sentence
+    )
+    leave(tmp_path / "run", "finished")
+    assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).sentence
+
+
+def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed between two files, of which one says that the folder is a run's."""
+    leave(tmp_path / "run/train", "finished")
+    (tmp_path / "run/summary.json").write_text("{}")
+    (tmp_path / "run/results").mkdir()
+    moved, move = [], run_folder.shutil.move
+
+    def one(*given: Path) -> None:
+        assert not moved, "killed"
+        moved.append(move(*given))
+
+    monkeypatch.setattr(run_folder.shutil, "move", one)
+    with pytest.raises(AssertionError, match="killed"):
+        prepare(config(tmp_path / "run", resume="never"))
+    monkeypatch.setattr(run_folder.shutil, "move", move)
+    prepare(config(tmp_path / "run", resume="never"))
+    assert not [path.name for path in (tmp_path / "run").iterdir()]
 
 
 def test_force_starts_a_single_run_over(tmp_path: Path):
@@ -180,26 +220,24 @@ def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path)
 
 def test_steps_of_other_sequences_are_refused(tmp_path: Path):
     """The place in the data is steps x sequences of a step, so that some text was trained on twice, or never."""
-    given = config(tmp_path / "run", resume=str(leave(tmp_path / "old", **{STATE: {"world": 4}})))
-    start = prepare(given)
-    with pytest.raises(CheckpointError, match="was trained in steps of 32 sequences, but here they have 16.* 2 ranks"):
-        fit._refuse_other_steps(start, given, 2)
-    fit._refuse_other_steps(start, given, 4)
-    fit._refuse_other_steps(Start(start.checkpoint), given, 2)
+    alone = {"global_batch": None}  # one batch of every rank
+    saved = {"config": config(tmp_path / "run", **alone)}
+    leave(tmp_path / "run", **{STATE: {"world": 4}}, hyper_parameters=saved)
+    with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, on 4 and 2 ranks\)"):
+        prepare(config(tmp_path / "run", **alone), world=2)
+    assert prepare(config(tmp_path / "run", **alone), world=4).checkpoint
+    assert prepare(config(tmp_path / "run", global_batch=16), world=2).checkpoint
 
 
-@pytest.mark.parametrize(("batch", "accumulated", "devices"), [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 4, "auto")])
-def test_a_step_may_be_divided_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, accumulated: int, devices: int | str
-):
-    """What four devices have begun, two can end, if each of them takes twice as much."""
+@pytest.mark.parametrize(("batch", "devices", "world"), [(8, 1, 1), (1, 1, 1), (1, 4, 4), (2, "auto", 2)])
+def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: int | str, world: int):
+    """What four devices have begun, two can end: global_batch stays."""
     last = leave(tmp_path / "run")
-    options = {"trainer__accumulate_grad_batches": accumulated, "trainer__devices": devices, "data__batch_size": batch}
-    assert prepare(config(tmp_path / "run", **options)).checkpoint == last
-    assert prepare(config(tmp_path / "other", resume=str(last), **options)).checkpoint == last
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    with pytest.raises(CheckpointError, match="differs in data.batch_size|differs in trainer.acc"):
-        prepare(config(tmp_path / "run", **options))
+    options = {"trainer__devices": devices, "data__batch_size": batch}
+    assert prepare(config(tmp_path / "run", **options), world=world).checkpoint == last
+    assert prepare(config(tmp_path / "other", resume=str(last), **options), world=world).checkpoint == last
+    with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
+        prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):

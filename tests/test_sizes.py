@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 
 import gsm
 from gsm.config import parameters
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
 from gsm.models.geometry import Geometry
 from gsm.models.matching import CLOSE
 from gsm.paths import ROOT, variants
@@ -119,3 +122,58 @@ def test_the_table_shows_how_every_comparator_is_matched(capsys, monkeypatch):
 
 def _geometry(size: str) -> Geometry:
     return model_of("gsm", size).geometry
+
+
+@pytest.mark.parametrize("size", variants("size"))
+def test_every_size_has_a_recipe_whose_numbers_follow_from_its_context(size: str):
+    composed = compose([f"size={size}"])
+    recipe, context = composed["recipe"], composed["size"]["context"]
+    assert composed["choices"]["recipe"] == size
+    assert recipe["extension"]["lengths"] == [context, 4 * context, 8 * context, 16 * context]
+    assert recipe["extension"]["context"] == 16 * context
+    assert recipe["extension"]["learning_rate"] == pytest.approx(recipe["learning_rate"] / 10), "ours"
+    assert 4 * (recipe["extension"]["global_batch"] or 1) == (recipe["global_batch"] or recipe["batch_size"]), (
+        "a quarter of the sequences, 16 times as long"
+    )
+    assert recipe["recall"] == {"pairs": context // 12, "symbols": context // 3, "shortest": context // 2}
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("0p5b", 10e9), ("1p5b", 15e9), ("8b_a1p5b", 18e9)])
+def test_the_papers_recipes_take_its_tokens_in_its_steps(size: str, tokens: float):
+    config = compose([f"size={size}"])
+    step = config["global_batch"] * config["data"]["context"]
+    assert step == 128 * 4096 and config["data"]["max_tokens"] == tokens
+    assert 0 <= step * config["trainer"]["max_steps"] - tokens < step
+
+
+def test_a_recipe_can_be_another_size_s_and_a_size_of_ones_own_has_that_of_nano(tmp_path: Path):
+    config = compose(["size=tiny", "recipe=0p5b", "data=stdlib", "optimizer.learning_rate=1"])
+    assert (config["global_batch"], config["trainer"]["max_steps"], config["data"]["batch_size"]) == (128, 19074, 4)
+    assert config["optimizer"]["learning_rate"] == 1
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size/mine.yaml").write_text("defaults: [nano]\nheads: 8\n")
+    assert compose(["size=mine"], [tmp_path])["choices"]["recipe"] == "nano"
+
+
+@pytest.mark.parametrize("size", variants("size"))
+@pytest.mark.parametrize("state_size", [None, 24])
+def test_words_stand_for_numbers_of_the_model_at_hand(size: str, state_size: int | None):
+    more = [f"model.state_size={state_size}"] if state_size else []
+    config = compose([f"size={size}", "data=needle", "model.stages=all", "data.task.gap=beyond_delta", *more])
+    geometry = config["size"]
+    layers, reach = geometry["encoder_layers"], geometry["window"] - 1
+    entries = state_size or geometry["window"] + geometry["top_k"]
+    assert config["data"]["task"]["gap"] == layers * reach + 2 * entries - 1
+    assert config["model"]["stages"] == list(range(geometry["bank_layers"][0], layers + 1))
+    both = compose([f"size={size}", "data=needle", *more])["data"]["task"]["gap"]
+    assert both == max(layers * reach + entries, (layers + geometry["decoder_layers"]) * reach)
+    assert compose([f"size={size}", "data=needle", "data.task.gap=beyond_gsm", *more])["data"]["task"]["gap"] == (
+        layers * reach + entries
+    )
+
+
+def test_a_word_that_stands_for_nothing_is_refused():
+    with pytest.raises(ConfigError, match="data.task.gap is 'far', but takes a number of tokens, or one of beyond_gsm"):
+        compose(["data=needle", "data.task.gap=far"])
+    with pytest.raises(ConfigError, match=r"model.stages is 'every' \(str\), but takes Sequence"):
+        compose(["model.stages=every"])

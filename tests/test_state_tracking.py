@@ -17,7 +17,7 @@ from gsm.config.compose import compose
 from gsm.data.groups import group
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
-from gsm.evaluation import show, tracking
+from gsm.evaluation import tracking
 from gsm.experiments.fit import train
 
 GROUPS = pytest.mark.parametrize(("name", "size"), [("parity", 2), ("Z7", 7), ("S3", 6), ("S4", 24), ("S5", 120)])
@@ -155,7 +155,7 @@ def test_with_steps_a_model_goes_on_from_what_it_wrote_and_an_error_stays(errs_a
     """Modulo 7 an error is never made up for. Were the true states given, the one at letter 2 would not be seen."""
     task = StateTracking(groups=["Z7"], answers="steps", tested=[6])
     model: Any = Follows(task, errs_at)
-    assert tracking.by_length(model, task, 8, WORDS) == {"Z7": {"6": share}}
+    assert tracking.measure(model, task, 8, WORDS) == {"Z7": {"6": share}}
     assert model.calls == 6
 
 
@@ -163,9 +163,9 @@ def test_with_steps_a_model_goes_on_from_what_it_wrote_and_an_error_stays(errs_a
 def test_an_untrained_model_knows_no_more_than_chance(answers: str):
     task = StateTracking(groups=["S5"], answers=answers, tested=[4, 7])
     model = build("gsm", geometry=replace(SHALLOW, vocabulary=task.vocabulary))
-    found = tracking.by_length(model, task, 8, WORDS)
+    found = tracking.measure(model, task, 8, WORDS)
     assert set(found["S5"]) == {"4", "7"} and max(found["S5"].values()) < 0.2 and task.chance == {"S5": 1 / 120}
-    assert "last state known, %      4 letters     7 letters" in "\n".join(show.by_length(found))
+    assert "last state known, %      4 letters     7 letters" in "\n".join(tracking.table(found))
 
 
 def test_a_direct_answer_is_the_models_own_of_the_whole_word():

@@ -223,7 +223,7 @@ def test_bytes_follow_from_the_capacity_alone_and_those_of_the_state_not_even_fr
     for kind in fixed:
         assert sizes[40][kind] == sizes[80][kind], f"{kind} depends on the capacity"
     if isinstance(model, GSM):  # what is written and, where there is a reach, what it is made from
-        entries = model.state_size + model.writer.reach
+        entries = (model.state_size + model.writer.reach) * len(model.writer.parts)
         assert sizes[40]["shared_state"] == 2 * entries * GEOMETRY.entry_dim * 8
     if "encoder_bank" not in sizes[40]:
         return

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import UNSTEADY, arguments, count_calls, lines, no_death, started
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from short_runs import arguments, count_calls, lines, no_death, scalars, started
 
 import gsm.training.callbacks.checkpoints as files
+from gsm.experiments import report
 from gsm.files import PARTIAL
 from gsm.training.callbacks.interruption import SAME
 from gsm.training.module import LanguageModeling
@@ -127,6 +127,26 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
 
 
 @pytest.mark.slow
+def test_a_run_that_is_killed_once_it_is_finished_is_left_as_it_is(home: Path, processes: Any, straight: Path):
+    """It was moved aside, and trained again from the first step."""
+    log, folder = home / "late.log", home / "logs/late/gsm/seed0"
+    child = started(processes, arguments(home, "late"), log, killed_once_it_is_finished)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL, log.read_text()
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"}
+    child = started(processes, arguments(home, "late"), log, no_death)
+    child.join()
+    assert child.exitcode == 0 and "is finished already" in log.read_text()
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"} == before
+    assert_same_run(folder, straight)
+
+
+def killed_once_it_is_finished() -> None:
+    """After the last word of the summary, before the process ends."""
+    report.conclusion = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
     home: Path, processes: Any, straight: Path
 ):
@@ -229,10 +249,3 @@ def assert_equal(one: Any, two: Any, where: str) -> None:
             assert_equal(first, second, where)
     else:
         assert one == two, where
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What TensorBoard shows; text, since a metric that is not measured yet is NaN."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = sorted(set(events.Tags()["scalars"]) - UNSTEADY)
-    return {tag: [(point.step, str(point.value)) for point in events.Scalars(tag)] for tag in tags}

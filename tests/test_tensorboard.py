@@ -16,7 +16,7 @@ from test_train_cli import arguments
 from werkzeug.test import Client
 
 from gsm.config.compose import compose
-from gsm.evaluation.commands.evaluate import evaluate
+from gsm.evaluation.held_out import evaluate
 from gsm.experiments.fit import train
 from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS
 

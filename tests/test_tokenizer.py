@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import tiny_text
 
-from gsm.data.corpus import Corpus
+from gsm.data import merges
+from gsm.data.corpus import Corpus, standard_library
 from gsm.data.tokenizer import SMALLEST, Tokenizer
 
 AWKWARD = ["", "plain", "naïve — 東京 🐍\r\n\t x", "<|endoftext|>", "\x00\x7f", "    if a:\n        return  b"]
@@ -88,3 +93,81 @@ def test_the_smallest_vocabulary_is_the_bytes_alone(text: Path) -> None:
     assert Tokenizer.train(Corpus(text).documents("train"), SMALLEST).encode("aä") == Tokenizer.train(
         [], SMALLEST
     ).encode("aä")
+
+
+# What a hostile text makes of training.
+
+
+def test_learning_is_the_same_in_a_process_of_its_own_and_without_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the default corpus: no piece of it is cut. A cache that was made without the bound stays valid."""
+    texts = [text for text, _ in zip(standard_library().documents("train"), range(60), strict=False)]
+    assert sum(map(len, texts)) > merges.FEW
+    apart = Tokenizer.train(texts, 1024).digest
+    monkeypatch.setattr(merges, "FEW", 1 << 40)
+    here = Tokenizer.train(texts, 1024).digest
+    monkeypatch.setattr(merges, "LONGEST", 1 << 40)
+    assert apart == here == Tokenizer.train(texts, 1024).digest
+
+
+def test_no_piece_of_the_default_corpus_is_as_long_as_those_that_are_cut() -> None:
+    import tokenizers
+
+    pieces = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in standard_library().documents("train"):
+        for line in text.splitlines():  # a piece of blank lines apart, of which nobody writes a thousand
+            if len(line) > merges.LONGEST // 4:
+                assert max(len(piece) for piece, _ in pieces.pre_tokenize_str(line)) <= merges.LONGEST
+
+
+@pytest.mark.parametrize(
+    "text", ["\0" * 2_000_000, " " * 2_000_000, "ab" * 1_000_000], ids=["NULs", "blanks", "letters"]
+)
+def test_one_character_over_and_over_is_learned_in_seconds(text: str) -> None:
+    """It took the square of its length: over a minute for two megabytes."""
+    begun = time.monotonic()
+    tokenizer = Tokenizer.train([text], 300)
+    assert len(tokenizer.encode(text)) < len(text) / 100
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc whether a process lives")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_ends_the_training_of_a_tokenizer(number: int) -> None:
+    code = (
+        "import random, subprocess\nfrom gsm.data import merges\nfrom gsm.data.tokenizer import Tokenizer\n"
+        "start = subprocess.Popen.__init__\n"
+        "def init(self, *given, **options):\n"
+        "    start(self, *given, **options)\n    print(self.pid, flush=True)\n"
+        "subprocess.Popen.__init__ = init\n"
+        "text = ''.join(random.Random(0).choices('abcdefghijklmnop', k=10_000_000))\n"
+        "Tokenizer.train([text], 30_000)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        learns = int(run.stdout.readline())
+        time.sleep(3)
+        assert run.poll() is None and is_alive(learns), "it learns for a minute"
+        run.send_signal(number)
+        begun = time.monotonic()
+        run.wait(10)
+        assert time.monotonic() - begun < 2
+    while is_alive(learns) and time.monotonic() - begun < 10:
+        time.sleep(0.1)
+    assert not is_alive(learns)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_a_process_that_ends_before_its_time_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match="the process that learns a tokenizer ended before its time, .* code 1"):
+        Tokenizer.train(["some text, and more of it. "] * 20_000, 300)

@@ -17,7 +17,7 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, load_tokenizer
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
 from gsm.training.callbacks.tensorboard import COLUMNS, METRICS
@@ -201,7 +201,8 @@ def test_a_model_says_why_it_refuses_its_values():
 def test_a_second_run_keeps_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
     first = train(config)
-    second = train(config)
+    assert train(config) == first and "is finished already" in capsys.readouterr().out
+    second = train({**config, "resume": "never"})
     assert first["val_loss"] == second["val_loss"], "the same configuration trains the same"
     assert "An earlier run in this folder was moved to" in capsys.readouterr().out
     assert (tmp_path / "logs/.replaced/default/gsm/seed0-1/summary.json").is_file()

@@ -12,12 +12,11 @@ from hydra.utils import get_method
 from omegaconf import OmegaConf
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from gsm.benchmarks import distributed, paper, training
 from gsm.config.load import build_model
 from gsm.costs.model import cost
 from gsm.paths import ROOT
-from gsm_kernels.benchmark import ceilings
-from gsm_kernels.benchmark.results import read
+from gsm_benchmarks import timing, training
+from gsm_benchmarks.results import read
 
 QUICK = {"device": "cpu", "size": "pico", "batch_size": 1, "context": 24, "warm_up": 0, "steps": 1}
 
@@ -25,7 +24,7 @@ QUICK = {"device": "cpu", "size": "pico", "batch_size": 1, "context": 24, "warm_
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """No ceilings are measured."""
-    monkeypatch.setattr(ceilings, "measure", lambda device: ceilings.Ceilings(1e12, 1e11, "float32"))
+    monkeypatch.setattr(timing, "ceilings", lambda device: timing.Ceilings(1e12, 1e11, "float32"))
 
 
 @pytest.mark.slow
@@ -44,7 +43,7 @@ def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
 
 def test_recomputation_reaches_every_model():
     for name in ("gsm", "transformer", "gated_delta_net"):
-        job = distributed.Job(name, "pico", True, 1, 24, 0, 1, "cpu", 1)
+        job = training.Job(name, "pico", True, 1, 24, 0, 1, "cpu", 1)
         with torch.device("meta"):
             model = job.build()
         stacks = [getattr(model, part, None) for part in ("encoder", "decoder")]
@@ -71,7 +70,7 @@ def test_what_does_not_fit_is_a_row_that_says_what_to_try(tmp_path, monkeypatch)
 
     asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "output": str(tmp_path / "a.json")}
     monkeypatch.setattr(training, "_alone", broken)
-    monkeypatch.setattr(distributed, "measure", broken)
+    monkeypatch.setattr(training, "_together", broken)
     error: Exception = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     training.run(**{**asked, "batch_size": 4})
     error = ProcessRaisedException("torch.OutOfMemoryError: CUDA", 0, 1)
@@ -114,14 +113,14 @@ def test_an_interruption_leaves_the_table_of_what_there_is(tmp_path, monkeypatch
 
 def test_a_peak_that_is_not_known_is_in_no_ratio():
     row = {"model": "gsm", "ms": {"median": 2.0}, "tokens_per_second": 3.0, "peak_gib": None}
-    text = paper.training({"device": "a CPU", "rows": {"a": row, "b": {**row, "model": "baseline"}}})
+    text = training.paper_table({"device": "a CPU", "rows": {"a": row, "b": {**row, "model": "baseline"}}})
     assert "| a: tokens/s |" in text and "| a: s a step |" in text and "| a: peak" not in text
 
 
 def test_one_device_takes_the_step_that_the_trainer_takes(monkeypatch):
     """Indexers clipped on their own, documents given, experts rebalanced."""
     model = build_model("gsm", "pico", ["model/feed_forward=moe"], seed=0)
-    job = distributed.Job("gsm", "pico", False, 1, 24, 0, 1, "cpu", 1)
+    job = training.Job("gsm", "pico", False, 1, 24, 0, 1, "cpu", 1)
     given, clipped, forward, clip = [], [], model.forward, torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(model, "forward", lambda *args, **named: given.append(named) or forward(*args, **named))
     monkeypatch.setattr(

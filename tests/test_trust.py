@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import pickle
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -21,7 +22,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
 from gsm.config.trust import vetted
-from gsm.evaluation.commands.evaluate import open_data
+from gsm.evaluation.held_out import open_data
 from gsm.training.distributed import shards
 from gsm.training.resume import FORMAT
 
@@ -30,7 +31,7 @@ PAYLOADS: dict[str, Any] = {
     "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/model.ckpt", "dst": "{folder}/mark"},
     "runs a command": {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
     "runs a shell": {"_target_": "os.system", "command": "touch {folder}/mark"},
-    "starts a child of ours": {"_target_": "gsm.experiments.children.Child", "command": ["touch", "{folder}/mark"]},
+    "starts a child of ours": {"_target_": "gsm.experiments.jobs.Child", "command": ["touch", "{folder}/mark"]},
     "reads a pickle": {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
     "evaluates an expression": {
         "_target_": "builtins.len",
@@ -41,7 +42,7 @@ PAYLOADS: dict[str, Any] = {
     "gets an object": {"_target_": "hydra.utils.get_object", "path": "os.system"},
     "imports a module": {"_target_": "strangers_module.anything"},
     "a part of another group": {"_target_": "lightning.Trainer", "default_root_dir": "{folder}/mark"},
-    "a benchmark of ours": {"_target_": "gsm.benchmarks.plan.run", "output": "{folder}/mark"},
+    "a benchmark of ours": {"_target_": "gsm_benchmarks.plan.run", "output": "{folder}/mark"},
     "no name": {"_target_": ["os.system"]},
     "a name with a space": {"_target_": " gsm.models.gsm.GSM"},
 }
@@ -172,15 +173,60 @@ def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, 
     )
     (tmp_path / "yamls/model/writer").mkdir(parents=True)
     (tmp_path / "yamls/model/writer/own.yaml").write_text("_target_: own_writer.Own\n_partial_: true\n")
+    yamls = own_part(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    own = compose(["size=pico", "data=needle", "model/writer=own"], [tmp_path / "yamls"])
+    own = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])
     assert instantiate_model(own) is not None, "what was composed needs no trust"
     path = saved(tmp_path, own)
     with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model, size, experiment does"):
         load_model(path)
-    assert type(load_model(path, directories=[tmp_path / "yamls"]).writer).__name__ == "Own"
-    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path / "yamls"))
+    assert type(load_model(path, directories=[yamls]).writer).__name__ == "Own"
+    monkeypatch.setenv("GSM_CONFIGS", str(yamls))
     assert type(load_model(path).writer).__name__ == "Own"
+
+
+def own_part(folder: Path, name: str = "own") -> Path:
+    """A writer of one's own, with a yaml in a folder for it."""
+    (folder / f"{name}_writer.py").write_text(
+        "from gsm.slots.writer.additive import Additive\nclass Own(Additive): pass\n"
+    )
+    yaml = folder / f"{name}_yamls/model/writer/{name}.yaml"
+    yaml.parent.mkdir(parents=True)
+    yaml.write_text(f"_target_: {name}_writer.Own\n_partial_: true\n")
+    return folder / f"{name}_yamls"
+
+
+def typed(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What ``train.py`` says to these words, of a run that is not begun."""
+    paths_there = os.pathsep.join([str(paths.PACKAGE.parent), str(paths.ROOT / "kernels"), str(folder)])
+    command = [sys.executable, str(paths.ROOT / "train.py"), "size=pico", "data=needle", "trainer=cpu"]
+    command += [f"logs={folder / 'logs'}", "trainer.max_steps=1", "+trainer.max_time=1", *words]  # refused last of all
+    there = {**os.environ, "PYTHONPATH": paths_there, **environment}
+    return subprocess.run(command, cwd=folder, env=there, capture_output=True, text=True, check=False)
+
+
+def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch):
+    """That of --config-dir was the only one: it took the place of those in GSM_CONFIGS, which train.py did not read."""
+    one, two = own_part(tmp_path, "one"), own_part(tmp_path, "two")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GSM_CONFIGS", str(two))
+    assert compose(["size=pico", "model/writer=two"])["model"]["writer"]["_target_"] == "two_writer.Own"
+    assert "trainer.max_time is 1" in typed(tmp_path, "model/writer=two", "--config-dir", str(one)).stderr
+    said = typed(tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
+    assert said == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
+
+
+def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
+    """A class that was composed on the command line trained, and its checkpoint could not be evaluated."""
+    own = own_part(tmp_path)
+    words = ["model.writer._target_=own_writer.Own"]
+    for more in ([], ["arms={one: []}", "seeds=1"]):
+        done = typed(tmp_path, *words, *more)
+        assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+        assert "model.writer._target_ names 'own_writer.Own', but no yaml" in done.stderr
+        assert "what is trained could not be loaded again: write a yaml" in done.stderr
+    assert not list((tmp_path / "logs").rglob("*.ckpt"))
+    assert "trainer.max_time is 1" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
 
 
 # The parts of a checkpoint that several ranks have written: their index is a pickle.

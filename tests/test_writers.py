@@ -14,6 +14,7 @@ from small import GEOMETRY, M, assert_same, build, random_tokens, randomise, var
 from torch import Tensor
 
 import gsm
+from gsm.cache.memory import forgetful
 from gsm.costs.model import cost
 from gsm.layers.linear import Linear
 from gsm.layers.rope import Rope
@@ -63,13 +64,13 @@ def test_one_slot_is_the_papers_writer():
 @torch.no_grad()
 def test_without_its_correction_delta_is_the_papers_writer_with_its_entries_normed_twice():
     delta, plain = with_writer(variant("writer", "delta")), additive()
-    delta.writer.bias.fill_(-1e9)  # beta is exactly 0
+    delta.writer.correction["entries"].bias.fill_(-1e9)  # beta is exactly 0
     before = logits(delta)
     # Two norms in a row are one, with the second one's weights, if the first has none and neither adds an epsilon.
-    delta.writer.entry.norm.weight.fill_(1.0)
-    delta.writer.corrected_norm.weight.copy_(plain.writer.entry.norm.weight)
-    for norm in (delta.writer.entry.norm, delta.writer.corrected_norm, plain.writer.entry.norm):
-        norm.eps = 0.0
+    delta.writer.entry["entries"].norm.weight.fill_(1.0)
+    delta.writer.correction["entries"].norm.weight.copy_(plain.writer.entry["entries"].norm.weight)
+    for module, name in ((delta.writer, "entry"), (delta.writer, "correction"), (plain.writer, "entry")):
+        getattr(module, name)["entries"].norm.eps = 0.0
     assert_same(logits(delta), logits(plain), "delta with beta = 0")
     assert (before - logits(plain)).abs().max() > 1e-3
 
@@ -78,7 +79,7 @@ def test_without_its_correction_delta_is_the_papers_writer_with_its_entries_norm
 def test_delta_corrects_all_entries_of_a_document_but_its_first():
     model, entries = build("gsm-writer=delta"), []
     for bias in (-1e9, 1e9):  # beta is 0, then 1
-        model.writer.bias.fill_(bias)
+        model.writer.correction["entries"].bias.fill_(bias)
         with gsm.record("state/entries") as seen:
             model(random_tokens(1, 14), documents=torch.tensor([[0] * 5 + [1] * 9]))
         entries.append(seen["state/entries"][0])
@@ -89,13 +90,14 @@ def test_delta_corrects_all_entries_of_a_document_but_its_first():
 @torch.no_grad()
 def test_what_the_entries_before_predict_in_full_is_not_written():
     delta, left = with_writer(variant("writer", "delta")).writer, []
-    delta.sink.fill_(-1e9)
-    delta.bias.fill_(1e9)  # beta is 1
+    correction = delta.correction["entries"]
+    correction.sink.fill_(-1e9)
+    correction.bias.fill_(1e9)  # beta is 1
     delta.rope = Rope(GEOMETRY.rotary_dim, base=math.inf)  # but for the first pair of channels, positions are the same
-    delta.entry.projection.weight[-GEOMETRY.rotary_dim :][:2] = 0.0  # and these hold nothing
-    delta.corrected_norm.register_forward_pre_hook(lambda norm, inputs: left.append(inputs[0]))
-    z_BTD = torch.randn(1, 1, GEOMETRY.dim, dtype=torch.float64).expand(-1, 6, -1)
-    delta.write(z_BTD, Span(torch.arange(6)[None], 6), delta.forget())
+    delta.entry["entries"].projection.weight[-GEOMETRY.rotary_dim :][:2] = 0.0  # and these hold nothing
+    correction.norm.register_forward_pre_hook(lambda norm, inputs: left.append(inputs[0]))
+    x_BTD = torch.randn(1, 1, GEOMETRY.dim, dtype=torch.float64).expand(-1, 6, -1)
+    delta.write(delta.parts[0], x_BTD, Span(torch.arange(6)[None], 6), forgetful(delta.start_part(1)))
     assert left[0][:, 0].abs().max() > 0.1
     assert_same(left[0][:, 1:], torch.zeros(1, 5, GEOMETRY.entry_dim, dtype=torch.float64), "what repeats", 1e-12)
 

@@ -122,11 +122,11 @@ def one_document(geometry: Geometry, weights: Weights, tokens: list[int], notes:
         written_TD = [
             enter(residual) + retrieved_D for residual, retrieved_D in zip(residual_T, retrieved_TD, strict=True)
         ]
-        state_EC = write_state(geometry, part(weights, "writer"), written_TD, notes)
+        state = write_state(geometry, part(weights, "writer"), written_TD, notes)
         residual_T = [copied(geometry, written_D) for written_D in written_TD]
     for depth in range(geometry.encoder_layers + 1, geometry.depth + 1):
         if geometry.model == "gsm":
-            residual_T = state_block(geometry, weights, depth, residual_T, state_EC, notes)
+            residual_T = state_block(geometry, weights, depth, residual_T, state, notes)
         else:
             residual_T, reading = history_block(geometry, weights, depth, residual_T, bank, notes)
             bank = reading.bank
@@ -171,19 +171,40 @@ def history_block(
 
 
 def state_block(
-    geometry: Geometry, weights: Weights, depth: int, residual_T: list[Residual], state_EC: list[Tensor], notes: Notes
+    geometry: Geometry,
+    weights: Weights,
+    depth: int,
+    residual_T: list[Residual],
+    state: dict[str, list[Tensor]],
+    notes: Notes,
 ):
-    """A layer of GSM's decoder (15)-(16): a query of its own on the last M entries of the shared state."""
+    """A layer of GSM's decoder (15)-(16): a query of its own on the last M entries of the shared state; with other
+    readers than the paper's, on those of its group, on keys and values, or on its own last entries as well."""
     label, block = geometry.label(depth), part(weights, geometry.prefix(depth))
     attention = part(block, "attention")
-    update_TD = []
+    update_TD, window_TC = [], []
     for t, residual in enumerate(residual_T):
         mixed_D = enter(residual)
         x_D = rms_norm(mixed_D, block["attention_norm.weight"], geometry.norm_eps)
         stop = (t + 1) * geometry.slots
-        entries = state_EC[max(0, stop - geometry.state_size) : stop]
+        seen = {name: state_EC[max(0, stop - geometry.state_size) : stop] for name, state_EC in state.items()}
         latent_Q = query_latent(geometry, attention, x_D)
-        update_TD.append(read_history(geometry, attention, latent_Q, t, geometry.plain_base, entries, notes, label))
+        values = None
+        if geometry.reader == "separate_kv":
+            entries, values = seen["key"], seen["value"]
+        elif geometry.reader == "per_group":
+            below = depth - geometry.encoder_layers - 1  # decoder layers below this one
+            entries = seen[f"group{1 + below * geometry.groups // geometry.decoder_layers}"]
+        else:
+            entries = seen["entries"]
+        if geometry.reader == "state_and_window":
+            latent_C = attention["window.projection.weight"] @ x_D
+            latent_C = rms_norm(latent_C, attention["window.norm.weight"], geometry.norm_eps)
+            window_TC.append(rotate(latent_C, t, geometry.rotary_dim, geometry.plain_base))
+            entries = entries + window_TC[-geometry.reader_window :]
+        update_TD.append(
+            read_history(geometry, attention, latent_Q, t, geometry.plain_base, entries, notes, label, values)
+        )
         note(notes, f"{label}/mixed", mixed_D)
     return finish_block(geometry, block, residual_T, update_TD, notes, label)
 
@@ -233,31 +254,38 @@ def aggregate(
     return accumulated_TD
 
 
-def write_state(geometry: Geometry, weights: Weights, written_TD: list[Tensor], notes: Notes) -> list[Tensor]:
+def write_state(
+    geometry: Geometry, weights: Weights, written_TD: list[Tensor], notes: Notes
+) -> dict[str, list[Tensor]]:
     """One entry per position, (12): input norm, projection, norm of the entry, rotation by the decoder's table. Several
-    of them, each with a projection and a norm of its own, for multi_slot."""
+    of them, each with a projection and a norm of its own, for multi_slot, and for every part that a reader asks for."""
     x_TD = [rms_norm(written_D, weights["norm.weight"], geometry.norm_eps) for written_D in written_TD]
-    latent_TJC = []
-    for x_D in x_TD:
-        latent_TJC.append([])
-        for name in ["entry", *(f"further.{slot}" for slot in range(geometry.slots - 1))]:
-            entry_C = weights[f"{name}.projection.weight"] @ x_D
-            latent_TJC[-1].append(rms_norm(entry_C, weights[f"{name}.norm.weight"], geometry.norm_eps))
-    if geometry.writer == "delta":
-        latent_TJC = correct(geometry, weights, x_TD, [latent_C for (latent_C,) in latent_TJC])
-    state_EC = [
-        rotate(latent_C, t, geometry.rotary_dim, geometry.plain_base)
-        for t, latent_JC in enumerate(latent_TJC)
-        for latent_C in latent_JC
-    ]
-    notes["state/written"], notes["state/entries"] = written_TD, state_EC
-    return state_EC
+    notes["state/written"], state = written_TD, {}
+    for name in geometry.state_parts:
+        latent_TJC = []
+        for x_D in x_TD:
+            latent_TJC.append([])
+            for place in [f"entry.{name}", *(f"further.{name}.{slot}" for slot in range(geometry.slots - 1))]:
+                entry_C = weights[f"{place}.projection.weight"] @ x_D
+                latent_TJC[-1].append(rms_norm(entry_C, weights[f"{place}.norm.weight"], geometry.norm_eps))
+        channels = 0 if name == "value" else geometry.rotary_dim
+        if geometry.writer == "delta":
+            latent_TC = [latent_C for (latent_C,) in latent_TJC]
+            latent_TJC = correct(geometry, part(weights, f"correction.{name}"), x_TD, latent_TC, channels)
+        state[name] = notes[f"state/{name}"] = [
+            rotate(latent_C, t, channels, geometry.plain_base)
+            for t, latent_JC in enumerate(latent_TJC)
+            for latent_C in latent_JC
+        ]
+    return state
 
 
-def correct(geometry: Geometry, weights: Weights, x_TD: list[Tensor], plain_TC: list[Tensor]) -> list[list[Tensor]]:
+def correct(
+    geometry: Geometry, weights: Weights, x_TD: list[Tensor], plain_TC: list[Tensor], channels: int
+) -> list[list[Tensor]]:
     """Entries of the writer delta before rotation: each without a part of what one head, with a query of its own, reads
     from the M - 1 uncorrected entries before it."""
-    channels, base, corrected_TJC = geometry.rotary_dim, geometry.plain_base, []
+    base, corrected_TJC = geometry.plain_base, []
     for t, (x_D, plain_C) in enumerate(zip(x_TD, plain_TC, strict=True)):
         before = range(max(0, t - geometry.state_size + 1), t)
         entries = [rotate(plain_TC[i], i, channels, base) for i in before]
@@ -265,7 +293,7 @@ def correct(geometry: Geometry, weights: Weights, x_TD: list[Tensor], plain_TC: 
         predicted_C = rotate(attend(query_C, entries, weights["sink"][0])[0], t, channels, base, inverse=True)
         beta = 1 / (1 + torch.exp(-(weights["rate.weight"][0] @ x_D + weights["bias"][0])))
         rest_C = plain_C - beta * predicted_C
-        corrected_TJC.append([rms_norm(rest_C, weights["corrected_norm.weight"], geometry.norm_eps)])
+        corrected_TJC.append([rms_norm(rest_C, weights["norm.weight"], geometry.norm_eps)])
     return corrected_TJC
 
 
@@ -286,15 +314,20 @@ def read_history(
     entries: list[Tensor],
     notes: Notes,
     label: str,
+    values: list[Tensor] | None = None,
 ) -> Tensor:
-    """Query, rotation, attention, inverse rotation, grouped output, as every layer and stage does it; returns [D]."""
+    """Query, rotation, attention, inverse rotation, grouped output, as every layer and stage does it; returns [D]. With
+    ``values``, entries are keys alone, and nothing is rotated back."""
     width, heads_per_group = geometry.entry_dim, geometry.heads // geometry.output_groups
     query_C = weights["query.up.weight"] @ latent_Q
     head_HC, shares_H = [], []
     for head in range(geometry.heads):
         query = rotate(query_C[head * width : (head + 1) * width], t, geometry.rotary_dim, base)
         value_C, shares = attend(query, entries, weights["sink"][head])
-        head_HC.append(rotate(value_C, t, geometry.rotary_dim, base, inverse=True))
+        value_C = rotate(value_C, t, geometry.rotary_dim, base, inverse=True)
+        if values is not None:
+            value_C = sum(share * value for share, value in zip(shares, values, strict=True))
+        head_HC.append(value_C)
         shares_H.append(shares)
     low_GR = []
     for group in range(geometry.output_groups):
@@ -492,6 +525,9 @@ class Geometry:
     residual: str = "mhc"  # or "plain"
     writer: str = "additive"  # or "multi_slot", "delta"
     slots: int = 1  # entries of a position, for multi_slot
+    reader: str = "shared"  # or "separate_kv", "per_group", "state_and_window"
+    groups: int = 2  # for per_group
+    reader_window: int = 3  # for state_and_window
     vocabulary: int = 23
     dim: int = 16
     encoder_layers: int = 4
@@ -542,6 +578,11 @@ class Geometry:
     @property
     def full_layers(self) -> tuple[int, ...]:
         return self.bank_layers if self.decoder_full is None else (*self.bank_layers, self.decoder_full)
+
+    @property
+    def state_parts(self) -> list[str]:
+        groups = [f"group{group}" for group in range(1, self.groups + 1)]
+        return {"separate_kv": ["key", "value"], "per_group": groups}.get(self.reader, ["entries"])
 
     def ratio(self, depth: int) -> int:
         return self.ratio_encoder if depth <= self.encoder_layers else self.ratio_decoder
@@ -599,11 +640,13 @@ def parameter_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
         own = {"norm.weight": (input_dim,)} | reading_shapes(geometry, input_dim)
         shapes |= {f"aggregation.stages.{stage}.{name}": shape for name, shape in own.items()}
     writer = {"norm.weight": (dim,)}
-    for name in ["entry", *(f"further.{slot}" for slot in range(geometry.slots - 1))]:
-        writer |= {f"{name}.projection.weight": (width, dim), f"{name}.norm.weight": (width,)}
-    if geometry.writer == "delta":
-        writer |= {"query.weight": (width, dim), "sink": (1,), "rate.weight": (1, dim), "bias": (1,)}
-        writer["corrected_norm.weight"] = (width,)
+    for name in geometry.state_parts:
+        for place in [f"entry.{name}", *(f"further.{name}.{slot}" for slot in range(geometry.slots - 1))]:
+            writer |= {f"{place}.projection.weight": (width, dim), f"{place}.norm.weight": (width,)}
+        if geometry.writer == "delta":
+            own = {"query.weight": (width, dim), "sink": (1,), "rate.weight": (1, dim), "bias": (1,)}
+            own["norm.weight"] = (width,)
+            writer |= {f"correction.{name}.{weight}": shape for weight, shape in own.items()}
     return shapes | {f"writer.{name}": shape for name, shape in writer.items()}
 
 
@@ -625,7 +668,7 @@ def block_shapes(geometry: Geometry, depth: int) -> dict[str, tuple[int, ...]]:
 def attention_shapes(geometry: Geometry, depth: int) -> dict[str, tuple[int, ...]]:
     dim, width, index = geometry.dim, geometry.entry_dim, geometry.index_dim
     shapes = reading_shapes(geometry, dim)
-    if geometry.model == "baseline" or depth <= geometry.encoder_layers:
+    if geometry.model == "baseline" or depth <= geometry.encoder_layers or geometry.reader == "state_and_window":
         shapes |= {"window.projection.weight": (width, dim), "window.norm.weight": (width,)}
     if depth in geometry.full_layers:
         shapes |= {"compressor.value.weight": (width, dim), "compressor.norm.weight": (width,)}

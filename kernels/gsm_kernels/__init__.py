@@ -1,4 +1,4 @@
-"""The operations that GSM spends its time in, each with a plain PyTorch reference and room for faster implementations.
+"""The operations that GSM spends its time in: plain PyTorch references, and faster implementations of most.
 
     from gsm_kernels import attend, explain, listening, using
 

@@ -1,4 +1,4 @@
-"""Questions about the machine: what it is, how much scratch memory suits it, and how to keep autocast out."""
+"""The machine: what it is, how much scratch memory suits it, and how to keep autocast out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ahead_of_a_graph() -> Iterator[None]:
 
 
 def for_a_graph() -> bool:
-    """Whether this call is, or prepares, the capture of a CUDA graph, in which nobody can wait for the device."""
+    """Whether this call is, or prepares, the capture of a CUDA graph, which cannot wait for the device."""
     return _ahead or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -58,7 +58,7 @@ def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     What `mul_`, `-=` and `out=` give back is the object that they were given; so is what `to` and `contiguous` do where
     there is nothing to do. If such an object is returned, the `torch.compile` of PyTorch 2.11 loses its gradient
-    (pytorch/pytorch#180642). A view cannot be changed in place by whoever gets it.
+    (pytorch/pytorch#180642). A view cannot be changed in place by the caller.
     """
     return x.to(dtype or x.dtype).detach()
 
@@ -79,7 +79,7 @@ def absent(package: str, *modules: str) -> str | None:
 
 
 def needs_one_half_type(*tensors: Tensor) -> str | None:
-    """Why these are not for a kernel that wants its inputs all in bfloat16 or all in float16; None if they are."""
+    """Why these are not for a kernel that takes its inputs all in bfloat16 or all in float16; None if they are."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
         return None

@@ -1,13 +1,16 @@
-"""Choosing the implementation of an operation, and being able to say which one ran and why the others did not.
+"""Choose the implementation of an operation, and report which one ran and why the others did not.
 
 An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by
 giving a reason; the first that does not refuse runs. There is no cache and no lock, so that
-`torch.compile(fullgraph=True)` traces through a call as if the chosen implementation had been called directly.
+`torch.compile(fullgraph=True)` traces a call as if the chosen implementation had been called directly.
 
-    attend = Op("attend", reference, Impl("triton", kernel, refuses=needs_hopper), check=check)
+    swiglu = Op("swiglu", reference, (Impl("triton", kernel, refuses=needs_hopper),), check=check)
     with listening() as heard:
-        attend(query, window, ...)
-    assert heard == [("attend", "triton")]
+        swiglu(gate, up, limit)
+    assert heard == [("swiglu", "triton")]
+
+An operation with many parameters names them once, in a NamedTuple called `Inputs`. A call then makes one of these, and
+check, refusals and implementations take it in place of the arguments.
 
 The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and
 the context manager `using` force a choice. "reference" and "triton" are forced on every operation; any other name on
@@ -44,9 +47,9 @@ class Impl:
 
     Attributes:
         name: "reference", "triton", ...
-        fn: the callable; it has the operation's signature. It may raise `KernelBuildError`, and is then not asked
-            again for calls of that variant (`variant`).
-        refuses: takes the operation's arguments, returns why it cannot take this call, or None.
+        fn: the callable; it takes the operation's arguments, or its `Inputs`. It may raise `KernelBuildError`, and is
+            then not tried again for calls of that variant (`variant`).
+        refuses: takes the same, returns why it cannot take this call, or None.
         missing: takes nothing, returns why it can take no call at all on this machine, or None.
     """
 
@@ -61,17 +64,19 @@ class Op:
     """An operation with one or more implementations; call it like the function it names.
 
     Attributes:
-        name: what `listening`, `explain` and errors call it.
+        name: its name in `listening`, `explain` and errors.
         reference: the plain PyTorch implementation. It refuses nothing.
         fast: the other implementations, the preferred one first.
-        check: takes the operation's arguments and raises ValueError if their shapes do not fit.
-        doc: what `help` shows.
+        inputs: makes `Inputs`, a NamedTuple, of a call's arguments; None: implementations take the arguments.
+        check: takes what implementations take, raises ValueError if shapes do not fit.
+        doc: the docstring.
         retired: by implementation and variant, why a kernel could not be built.
     """
 
     name: str
     reference: Callable[..., Any]
     fast: tuple[Impl, ...] = ()
+    inputs: Callable[..., Any] | None = None
     check: Callable[..., None] = _nothing
     doc: str | None = None
     retired: dict[tuple[str, Hashable], str] = field(default_factory=dict)
@@ -82,15 +87,18 @@ class Op:
         self.impls = (*self.fast, Impl("reference", self.reference))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args, kwargs
+        if self.inputs is not None:
+            args, kwargs = (self.inputs(*args, **kwargs),), {}
         self.check(*args, **kwargs)
-        impl = self.choose(*args, **kwargs)
+        impl = self._choose(*args, **kwargs)
         first = args[0] if args else next(iter(kwargs.values()))
         try:
-            with full_precision(first):
+            with full_precision(first if self.inputs is None else first[0]):
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
             self._retire(impl, error, *args, **kwargs)
-            return self(*args, **kwargs)
+            return self(*given[0], **given[1])
         if _heard is not None:
             _heard.append((self.name, impl.name))
         return result
@@ -101,8 +109,12 @@ class Op:
         Raises:
             RuntimeError: if a forced implementation refuses; the message gives the operation and the reason.
         """
+        return self._choose(*args, **kwargs) if self.inputs is None else self._choose(self.inputs(*args, **kwargs))
+
+    def _choose(self, *args: Any, **kwargs: Any) -> Impl:
+        asked = self._asked
         for impl in self.impls:
-            if self._asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
+            if asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
                 return impl
         reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
@@ -129,8 +141,9 @@ class Op:
     @property
     def _asked(self) -> str:
         """The choice in force for this operation."""
-        known = _forced == "triton" or any(impl.name == _forced for impl in self.impls)
-        return _forced if known else "auto"
+        if _forced in ("auto", "reference", "triton"):
+            return _forced
+        return _forced if any(impl.name == _forced for impl in self.impls) else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
         unbuilt = self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
@@ -146,11 +159,13 @@ class Op:
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:
-    """What of a call a kernel may be compiled for: dtypes and sizes, but not batch and rows, which come first.
+    """What a kernel may be compiled for in a call: dtypes and sizes, but not batch and rows, which come first.
 
-    Of integers in tensors (positions, slots) there is nothing to compile in. Of one and the same call by position and
-    by name there are two variants: a kernel that cannot be built is then tried twice.
+    Integers in tensors (positions, slots) are not compiled in. Without `Inputs`, the same call by position and by name
+    has two variants: a kernel that cannot be built is then tried twice.
     """
+    if args and hasattr(args[0], "_asdict"):
+        kwargs, args = args[0]._asdict(), ()
     return tuple(_part(name, value) for name, value in (*enumerate(args), *sorted(kwargs.items())))
 
 

@@ -6,14 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def add_segments(
-    value_ptr,
-    order_ptr,
-    start_ptr,
-    into_ptr,
-    X: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+    value_ptr, order_ptr, start_ptr, into_ptr,
+    X: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
     """into[slot] += sum of the values at the slot's places, in their order."""
     slot = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(start_ptr + slot), tl.load(start_ptr + slot + 1)

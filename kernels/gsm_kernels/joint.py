@@ -9,9 +9,8 @@ products:
     block 2                q q q q
                          y y y y y y y
 
-Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries
-    a row
-sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax, the last one being the sink.
+Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries a
+row sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax, the last one being the sink.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .rows import slices
 
 
 class Cut(NamedTuple):
@@ -132,7 +133,7 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
-def chunks(cut: Cut, heads: int, far: int, other: int, budget: int) -> list[tuple[int, int]]:
+def chunks(cut: Cut, heads: int, far: int, other: int, budget: int) -> list[slice]:
     """Split the rows into ranges of whole blocks whose largest temporary fits the budget.
 
     A row's temporaries are its logits, `heads` (of all sequences) times the entries of its block and `far` more, and
@@ -142,4 +143,4 @@ def chunks(cut: Cut, heads: int, far: int, other: int, budget: int) -> list[tupl
         return []
     per_row = max(heads * (cut.span + far + 1), other)
     step = max(1, budget // max(1, per_row * cut.size)) * cut.size
-    return [(start, min(start + step, cut.rows)) for start in range(0, cut.rows, step)]
+    return slices(cut.rows, step)

@@ -2,9 +2,9 @@
 
 Every operation with Triton kernels has two files beside its reference: `triton.py` (when it refuses, shapes, autograd;
 it imports no Triton, so that the package can be imported without it) and `kernels.py` (the `@triton.jit` functions),
-which the first imports when it launches. The CPU has no Triton but its interpreter, which computes the same in float32,
-slowly; tests use it. It is chosen when Triton is asked for by name (`using("triton")`) and TRITON_INTERPRET=1 was set
-before the first kernel was imported.
+which the first imports when it launches. On a CPU, Triton's interpreter computes the same in float32, slowly, for
+tests. It is chosen when Triton is forced (`using("triton")`) and TRITON_INTERPRET=1 was set before the first kernel was
+imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Launcher = Callable[[Any, tuple, dict[str, Any]], None]
 
 
 def missing() -> str | None:
-    """Why Triton kernels can take no call on this machine, or None; where nothing is launched, it needs no GPU."""
+    """Why Triton kernels can take no call on this machine, or None. Inside `launching`, no GPU is needed."""
     if _hook() is not None:
         return None if triton_version() else "Triton is not installed"
     if INTERPRETED:
@@ -40,7 +40,7 @@ def missing() -> str | None:
 
 
 def how_to_try() -> str | None:
-    """How to try the Triton kernels on a GPU where they are not chosen, in a sentence; None where nothing is to say."""
+    """How to try the Triton kernels on a GPU where they are not chosen, in a sentence, or None."""
     if missing() is None or not torch.cuda.is_available() or triton_version() is None:
         return None
     has = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -55,7 +55,7 @@ def how_to_try() -> str | None:
 def unfit(*tensors: Tensor) -> str | None:
     """Why tensors cannot go to a Triton kernel together, or None: one device, and float32, bfloat16 or float16.
 
-    Where nothing is launched (`launching`), any device will do."""
+    Inside `launching`, any device will do."""
     for x in tensors:
         if _hook() is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
             return f"needs tensors on a GPU, got {x.device.type}"
@@ -72,13 +72,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Raises:
         KernelBuildError: if it cannot be compiled, or needs more of the chip than there is.
     """
-    # What is the default up to Triton 3.9, which warns wherever nobody says so; it will not be that of 3.10.
+    # The default up to Triton 3.9, which warns where it is not given; 3.10 changes it.
     options = {"enable_fp_fusion": True, **options}
     if (hook := _hook()) is not None:
         hook(kernel, args, options)
     elif all(grid):
-        with _told(kernel), _device_of(args):
+        with _build_errors(kernel), _device_of(args):
             kernel[grid](*args, **options)
+
+
+def cdiv(number: int, size: int) -> int:
+    """How many pieces of this size a number takes, the last one perhaps not whole."""
+    return -(-number // size)
 
 
 def power_of_two(number: int, least: int = 1) -> int:
@@ -90,9 +95,9 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     """Compile whatever `run` would launch, the first time that this key is seen, without launching anything.
 
     An operation calls this with its backward before its first forward: a kernel that cannot be built then makes the
-    dispatch fall back while nothing has been computed yet. The interpreter has nothing to compile, and who looks on
-    (`launching`) gets to see the backward when it runs. Nor can anything fall back inside a graph of `torch.compile`:
-    there the error reaches the user.
+    dispatch fall back while nothing has been computed yet. Nothing is compiled by the interpreter, which has nothing to
+    compile, inside `launching`, which sees the backward when it runs, or while `torch.compile` traces, where dispatch
+    cannot fall back: there the error reaches the user.
     """
     if INTERPRETED or _hook() is not None or torch.compiler.is_compiling() or key in _built:
         return
@@ -105,8 +110,8 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
 def launching(instead: Launcher) -> Iterator[None]:
     """Inside the block, call `instead(kernel, args, options)` where this thread would launch a kernel.
 
-    Nothing is launched, so calls with tensors on a CPU are taken too; their results are memory as it was found. Other
-    threads launch theirs."""
+    Nothing is launched, so calls with tensors on a CPU are taken too; their results are uninitialised. Other threads
+    launch as usual."""
     thread = threading.get_ident()
     before = _instead.get(thread)
     _instead[thread] = instead
@@ -120,23 +125,23 @@ def launching(instead: Launcher) -> Iterator[None]:
 
 
 def _hook() -> Launcher | None:
-    """What this thread calls in place of a launch, or None. The usual answer needs no name of the thread, of which
-    `torch.compile` can make no graph."""
+    """What this thread calls in place of a launch, or None. Outside `launching` the thread is not asked for, since
+    `torch.compile` cannot trace that."""
     return _instead.get(threading.get_ident()) if _instead else None
 
 
 def _build(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
-    with _told(kernel), _device_of(args):
+    with _build_errors(kernel), _device_of(args):
         compiled = kernel.warmup(*args, grid=(1,), **options)
         _ = compiled.run  # loads it, which is where too much shared memory is found out
 
 
 @contextlib.contextmanager
-def _told(kernel: Any) -> Iterator[None]:
-    """Whatever says that a kernel could not be built, as the error that the dispatch falls back on.
+def _build_errors(kernel: Any) -> Iterator[None]:
+    """Raise KernelBuildError, on which the dispatch falls back, for every error that means: it could not be built.
 
     Besides Triton's own: a missing assembler, C compiler or Python header, and a failed pass of its compiler, which is
-    a RuntimeError. So is what a kernel did wrong when it ran; that has to be seen.
+    a RuntimeError. An error of a kernel that ran is a RuntimeError, too; it is raised as it is.
     """
     from triton.errors import TritonError
 
@@ -159,8 +164,8 @@ def _no_hopper(oldest: tuple[int, int]) -> str | None:
     return _machine(oldest)
 
 
-# What torch.compiler.assume_constant_result sets, whose import takes seconds: the machine does not change, and a graph
-# cannot look at it.
+# As torch.compiler.assume_constant_result does, whose import takes seconds: the machine does not change, and a graph
+# cannot ask for it.
 _no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -12,6 +12,19 @@ def visible(first_BR: Tensor, last_BR: Tensor, slots: slice) -> Tensor:
     return (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])
 
 
+def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
+    """Which slots a row may choose, bool [B,R,F]: those in [first, last), and in its pool if it has one."""
+    seen = visible(first_BR, last_BR, slice(0, slots))
+    if pool_BRN is None:
+        return seen
+    ordinals = slots // block + 1
+    member = torch.zeros(*first_BR.shape, ordinals + 1, dtype=torch.bool, device=first_BR.device)
+    member.scatter_(2, torch.where(pool_BRN < 0, ordinals, pool_BRN.clamp(max=ordinals)), True)
+    slot_F = torch.arange(slots, device=first_BR.device)
+    ordinal = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, ordinals - 1)
+    return seen & member.gather(2, ordinal)
+
+
 def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
     """The entries at an index, [B*R,K,X]; slot 0 stands in for none, zeros if there is no slot at all."""
     shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])

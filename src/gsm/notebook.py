@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +12,14 @@ from torch import Tensor
 
 from gsm import paths
 from gsm.analysis import figures
+from gsm.analysis.attention import attention_map, decoder_attention
 from gsm.analysis.rollout import Routes
-from gsm.benchmarks import inference, projection, projection_pictures
 from gsm.config.compose import compose
-from gsm.config.load import instantiate, load_model, read_checkpoint, vetted_node
+from gsm.config.load import build_model, instantiate, load_model, read_checkpoint, vetted_node
+from gsm.costs.model import Cost, cost
 from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import plots
-from gsm.evaluation.attention import attention_map, decoder_attention
 from gsm.experiments.compare import CONTENTS
 from gsm.experiments.experiment import Experiment
 from gsm.experiments.fit import train
@@ -52,7 +48,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
             given = ["experiment=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
-            config = Experiment(compose(given), given).job(arm, 0).config
+            config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)
             train(config)
@@ -152,7 +148,7 @@ def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
     return figure
 
 
-def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: int = 4096) -> Any:
+def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: int = 4096) -> Figure:
     """What prefill, a decoded token and the cache cost, computed from the cost model: a picture of three panels.
 
     Args:
@@ -161,13 +157,19 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
         lengths: in tokens.
         chunk: tokens that a prefill reads at a time.
     """
-    costs = {name: projection.known_cost(name, size) for name in models}
-    rows = [
-        {"model": name, **projection.projected(cost, tokens, chunk)}
-        for name, cost in costs.items()
-        for tokens in lengths
-    ]
-    return picture(projection_pictures.projection(rows))
+    with torch.device("meta"):  # without memory for the weights
+        costs = {name: cost(build_model(name, size)) for name in models}
+    panels: dict[str, Callable[[Cost, int], float]] = {
+        "prefill (GFLOP a token)": lambda one, tokens: one.prefill_flops(tokens, chunk).total() / tokens / 1e9,
+        "decode (GB moved for a token)": lambda one, tokens: one.decode_bytes(tokens).total() / 1e9,
+        "cache (MiB)": lambda one, tokens: one.cache_bytes(tokens).total() / 2**20,
+    }
+    figure, axes = plots.figure(len(panels), width=WIDTH / len(panels), height=HEIGHT)
+    for one, (label, value) in zip(axes, panels.items(), strict=True):
+        curves = {name: [{n: value(of, n) for n in lengths}] for name, of in costs.items()}
+        plots.curves(one, curves, "tokens", label)
+        one.set(xscale="log", yscale="log")
+    return figure
 
 
 def measurements() -> list[Path]:
@@ -178,14 +180,12 @@ def measurements() -> list[Path]:
 
 
 def measured(file: Path) -> list[Any]:
-    """Pictures of what was measured: upon what the cost model says, where there are enough points, then by itself.
-    Where none can be drawn, it is said why."""
-    with tempfile.TemporaryDirectory() as folder:
-        with redirect_stdout(io.StringIO()) as said:
-            inference.run(results=str(shutil.copy(file, folder)))
-        pictures = [picture(path.read_bytes()) for path in sorted(Path(folder).glob("*.png"))]
+    """Pictures that a file of measurements has beside it: of what was measured, upon what the cost model says, then by
+    itself. Where there are none, it is said what draws them."""
+    files = [file.with_name(f"{file.stem}{kind}.png") for kind in ("-computed", "")]
+    pictures = [picture(path.read_bytes()) for path in files if path.is_file()]
     if not pictures:
-        print(said.getvalue().strip().splitlines()[-1])
+        print(f"no picture yet: python benchmark.py benchmark=inference results={file}")
     return pictures
 
 

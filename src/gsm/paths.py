@@ -45,8 +45,11 @@ def configs() -> Path:
 
 def config_folders(more: Sequence[Path] = ()) -> list[Path]:
     """The project's folder of yamls, those that GSM_CONFIGS names (``--config-dir`` sets it, for the processes that a
-    command starts as well), and more. Raises FileNotFoundError as `configs` does."""
-    own = [Path(name) for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    command starts as well), and more. Raises FileNotFoundError as `configs` does, or where one of those is gone."""
+    own = [Path(name).resolve() for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    for folder in own:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"GSM_CONFIGS names {folder}, but there is no such folder")
     return list(dict.fromkeys([configs(), *own, *map(Path, more)]))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable  # noqa: E402
 import torch  # noqa: E402
 
 from adversary import calls, damage, inside, kills, payloads, texts, values  # noqa: E402
-from adversary.outcome import ENDS, FAILED, Case, Result, attempt, of_size  # noqa: E402
+from adversary.outcome import ENDS, FAILED, RIGHT, Case, Result, attempt, of_size  # noqa: E402
 from adversary.world import World  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +33,13 @@ CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = 
     "4": ("other entries of optimiser and weights", 0.14, damage.entries),
     "5": ("bad values of every key", 0.15, values.case),
     "10": ("hostile calls on a static memory", 0.13, calls.case),
-    "7": ("hostile text files (and class 9)", 0.01, texts.case),
+    "7": ("hostile text files (and classes 8 and 9)", 0.01, texts.case),
     "11": ("sizes without bound, groups left out", 0.01, values.sizes),
     "12": ("places", 0.01, values.places),
 }
 KILLS = "kills"
+OF_KILLS = {KILLS: "killed at a random moment, then the same command", "3": "the same: a curve loses its last step"}
+WORDS = {"cases", "seed", "class", "minutes", "output", "json", "keep", "kills"}
 DANGEROUS = ("1", "2", "4", "5", "10")
 
 
@@ -53,40 +55,60 @@ def tried(number: str, seed: int, world: World, keep: Path | None = None) -> Res
 
 
 def main(words: list[str]) -> int:
-    """`cases=2000 seed=0 class=2 minutes=60 output=FILE json=FILE keep=FOLDER kills=10`; returns 1 where one fails."""
-    known = {"cases", "seed", "class", "minutes", "output", "json", "keep", "kills"}
+    """`cases=2000 seed=0 class=2 minutes=60 output=FILE json=FILE keep=FOLDER kills=10`; returns 1 where one fails.
+
+    What the file of `json=` holds, a line of each case that has ended, is not tried again.
+    """
     given = dict(word.split("=", 1) for word in words)
-    if given.keys() - known:
-        print(f"unknown: {', '.join(given.keys() - known)}; there are {', '.join(sorted(known))}")
+    if given.keys() - WORDS:
+        print(f"unknown: {', '.join(given.keys() - WORDS)}; there are {', '.join(sorted(WORDS))}")
         return 2
     torch.set_num_threads(1)  # what is forked must not wait for threads that stay behind
     chosen = given["class"].split(",") if "class" in given else list(CLASSES)
     cases = int(given.get("cases", 1 if "seed" in given and "class" in given else 200))
+    kills_wanted = int(given.get("kills", 0))
     seed, until = int(given.get("seed", 0)), time.monotonic() + 60 * float(given.get("minutes", 600))
     begun = time.monotonic()
-    results: list[Result] = []
+    path = Path(given["json"]) if "json" in given else None
+    known, results = read(path) if path else {}, []
+    keep = Path(given["keep"]) if "keep" in given else None
+
+    def settle(number: str, seed: int, attempt: Callable[[], Result]) -> None:
+        if time.monotonic() > until and (number, seed) not in known:
+            return
+        results.append(known.get((number, seed)) or attempt())
+        if (number, seed) not in known:
+            _say(results[-1])
+            if path:
+                with path.open("a") as file:
+                    file.write(json.dumps({"drawn": number, **vars(results[-1])}) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="adversary-") as home:
         tempfile.tempdir = home
         (Path(home) / "world").mkdir()
         world = World(Path(home).resolve() / "world")
         shares = {number: CLASSES[number][1] for number in chosen if number in CLASSES}
-        counts = {number: max(1, round(cases * share / sum(shares.values()))) for number, share in shares.items()}
+        least = min(1, cases)  # of each class
+        counts = {number: max(least, round(cases * share / sum(shares.values()))) for number, share in shares.items()}
         plan = sorted((part / count, number, part) for number, count in counts.items() for part in range(count))
         for _, number, offset in plan:  # the classes in turn, so that each has its share where time runs out
-            if time.monotonic() > until:
-                break
-            results.append(tried(number, seed + offset, world, Path(given["keep"]) if "keep" in given else None))
-            _say(results[-1])
-        for result in kills.runs(world, int(given.get("kills", 0)), seed):
-            results.append(result)
-            _say(result)
-    text = table(results, f"cases={cases} seed={seed}", time.monotonic() - begun)
+            settle(number, seed + offset, lambda n=number, s=seed + offset: tried(n, s, world, keep))
+        if kills_wanted:
+            killer = kills.Killer(world, keep)
+            for number in range(seed, seed + kills_wanted):
+                settle(KILLS, number, lambda n=number: killer.tried(n))
+    asked = f"cases={cases} seed={seed}" + (f" kills={kills_wanted}" if kills_wanted else "")
+    text = table(results, asked, time.monotonic() - begun)
     print(text)
     if "output" in given:
         Path(given["output"]).write_text(text)
-    if "json" in given:
-        Path(given["json"]).write_text(json.dumps([vars(result) for result in results]))
     return int(any(result.end == FAILED and result.number in (*DANGEROUS, KILLS) for result in results))
+
+
+def read(path: Path) -> dict[tuple[str, int], Result]:
+    """The results that a file holds, by the class that a case was drawn from and its seed."""
+    found = map(json.loads, path.read_text().splitlines() if path.is_file() else [])
+    return {(line.pop("drawn"), line["seed"]): Result(**line) for line in found}
 
 
 def _say(result: Result) -> None:
@@ -101,11 +123,9 @@ def table(results: list[Result], command: str, seconds: float) -> str:
         by_class[result.number].append(result)
     versions = ", ".join(f"{name} {value}" for name, value in inside.versions().items())
     rows = [f"| class | what | cases | {' | '.join(ENDS)} | seconds |", f"|{'---|' * (len(ENDS) + 4)}"]
-    for number in [*CLASSES, KILLS, "all"]:
+    described = {**{number: what for number, (what, *_) in CLASSES.items()}, **OF_KILLS, "all": ""}
+    for number, what in described.items():
         found = results if number == "all" else by_class.get(number, [])
-        what = {KILLS: "killed at a random moment, then the same command", "all": ""}.get(number) or CLASSES.get(
-            number, ("",)
-        )[0]
         ends = Counter(result.end for result in found)
         if found:
             took = sum(result.seconds for result in found)
@@ -127,12 +147,26 @@ def table(results: list[Result], command: str, seconds: float) -> str:
             "",
             "A case of class 5 that takes memory or time without bound counts as class 11.",
             "",
+            *_by_kind([result for result in results if result.number in OF_KILLS]),
             f"## Failures ({len(failures)})",
             "",
             *(failures or ["None."]),
             "",
         ]
     )
+
+
+def _by_kind(killed: list[Result]) -> list[str]:
+    """The kills, by what was killed."""
+    if not killed:
+        return []
+    rows = ["| killed | times | all equal | class 3 | failed | seconds |", f"|{'---|' * 6}"]
+    for kind in kills.KINDS:
+        found = [result for result in killed if result.title.startswith(f"{kind}:")]
+        ends = Counter(RIGHT if result.end == RIGHT else result.number for result in found)
+        took = sum(result.seconds for result in found)
+        rows.append(f"| {kind} | {len(found)} | {ends[RIGHT]} | {ends['3']} | {ends[KILLS]} | {took:,.0f} |")
+    return ["## Kills", "", *rows, ""]
 
 
 def _plain(text: str) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import gsm.experiments.experiment  # noqa: F401 - what train.py imports late: whoever is forked from here has it
 from gsm.config.command_line import REMEDIES
 from gsm.config.compose import compose
 from gsm.config.load import read_checkpoint
+from gsm.data import shards
+from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.fit import assemble, open_data, train
 from gsm.experiments.folder import prepare
 from gsm.training.callbacks.summary import commit, versions
@@ -21,10 +23,10 @@ __all__ = [
     "commit",
     "compose",
     "ids",
-    "left",
     "open_data",
     "prepare",
     "resumed",
+    "small_shards",
     "train",
     "versions",
 ]
@@ -32,6 +34,7 @@ __all__ = [
 
 def build(config: Mapping[str, Any]) -> None:
     """All that a run is made of, up to its first step."""
+    refuse_endless(config)
     assemble(config, prepare(config))
 
 
@@ -50,6 +53,6 @@ def ids(config: Mapping[str, Any]) -> list[torch.Tensor]:
     return [split[number]["tokens"].clone() for split in splits for number in range(len(split))]
 
 
-def left(folder: Path) -> list[str]:
-    """What a run that ended may not leave in its folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.partial"))
+def small_shards() -> None:
+    """Has text encoded into files so small that there are many: a kill then leaves some that are whole."""
+    shards.SHARD = 1 << 16

@@ -19,8 +19,8 @@ from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
 from gsm import notebook
-from gsm.evaluation.commands.evaluate import evaluate
-from gsm.evaluation.commands.generate import generate
+from gsm.evaluation.generate import generate
+from gsm.evaluation.held_out import evaluate
 
 # What a stranger might have called, with {folder} for the folder of the case.
 CALLS: tuple[dict[str, Any], ...] = (
@@ -34,7 +34,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "subprocess.run", "args": ["touch", "{folder}/mark"]},
     {"_target_": "subprocess.Popen", "args": ["touch", "{folder}/mark"]},
     {
-        "_target_": "gsm.experiments.children.Child",
+        "_target_": "gsm.experiments.jobs.Child",
         "command": ["touch", "{folder}/mark"],
         "log": "{folder}/mark",
         "environment": {},
@@ -63,7 +63,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "logging.FileHandler", "filename": "{folder}/mark"},
     {"_target_": "strangers_module.anything"},
     {"_target_": "strangers_module"},
-    {"_target_": "gsm.benchmarks.plan.run", "output": "{folder}/mark"},
+    {"_target_": "gsm_benchmarks.plan.run", "output": "{folder}/mark"},
     {"_target_": "gsm.training.callbacks.checkpoints.Latest", "path": "{folder}/mark"},
     {"_target_": "gsm.data.corpus.Corpus", "path": "{folder}"},
 )

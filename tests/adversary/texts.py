@@ -1,4 +1,4 @@
-"""Classes 7 and 9: text files that are not what their names say, or far more."""
+"""Classes 7 to 9: text files that are not what their names say, or far more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def case(draw: random.Random, world: World) -> Case:
         name, content = KINDS[kind](draw)
         (folder / "text" / name).write_bytes(content)
         places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", "data.files=['*']"]
-        found = inside.ids(world.config("text", *places, *draw.choice([[], ["data.on_corrupt=skip"]])))
+        learns = draw.choice([[], [], ["data.tokenizer=bpe", "size.vocabulary=300"]])
+        found = inside.ids(world.config("text", *places, *draw.choice([[], ["data.on_corrupt=skip"]]), *learns))
         assert found
 
     return Case(run, kind, ("text", "file", "line", "data"), 40)
@@ -36,6 +37,7 @@ def case(draw: random.Random, world: World) -> Case:
 KINDS = {
     "not UTF-8": lambda draw: ("a.txt", draw.randbytes(3000)),
     "NULs": lambda draw: ("a.txt", bytes(draw.choice([1, 1000, 200_000]))),
+    "one character over and over": lambda draw: ("a.txt", draw.choice([b"\0", b" ", b"a", b"\xff"]) * 2_000_000),
     "nothing": lambda draw: ("a.txt", b""),
     "no gzip": lambda draw: ("a.jsonl.gz", draw.randbytes(500)),
     "half a gzip": lambda draw: ("a.jsonl.gz", gzip.compress(b'{"text": "a b c"}\n' * 500)[: draw.randrange(40, 60)]),

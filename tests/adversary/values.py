@@ -44,7 +44,7 @@ LEFT_OUT = (
     "logger.",
     "arms",
     "seeds",
-    "phases",
+    "runs",
     "jobs",
     "table",
 )  # of several runs, or no value to type
@@ -85,6 +85,7 @@ BAD_NUMBERS = (
     "1_000",
     "1e3",
 )
+LONG = ("trainer.max_steps", "global_batch")  # who asks for much time gets it; for centuries, not
 HUGE = ("100000", "10000000", "1000000000", "1000000000000", "9223372036854775807", "9223372036854775808")
 
 
@@ -111,7 +112,7 @@ def sizes(draw: random.Random, world: World) -> Case:
     known = _keys(tuple(given), str(world.home / "text"))
     whole = sorted(key for key, value in known.items() if type(value) is int)
     key = draw.choice(whole)
-    return _tried(world, given, [f"{key}={draw.choice(HUGE)}"], [key], key != "trainer.max_steps")
+    return _tried(world, given, [f"{key}={draw.choice(HUGE)}"], [key], key not in LONG)
 
 
 @functools.cache

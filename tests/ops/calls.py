@@ -30,8 +30,7 @@ def attention(batch=2, rows=11, entries=17, heads=4, channels=32, pairs=8, width
 
 def band(**sizes) -> dict:
     call, _ = attention(**sizes)
-    call["entry_BEC"] = call["window_BEC"]
-    names = ("query_BRHC", "entry_BEC", "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
+    names = ("query_BRHC", "window_BEC", "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
     return {name: call[name] for name in names}
 
 

@@ -28,10 +28,9 @@ RAGGED = {
 
 
 def oracle(call):
-    names = ("query_BRHC", None, "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
-    window = call.get("window_BEC", call.get("entry_BEC"))
-    arguments = [window if name is None else call[name] for name in names]
-    return naive_attend(*arguments, *(call.get(name) for name in ("bank_BFC", "index_BRK", "bias_BRK")))
+    names = ("query_BRHC", "window_BEC", "position_BR", "width", "sink_H", "cos_BRP", "sin_BRP")
+    far = (call.get(name) for name in ("bank_BFC", "index_BRK", "bias_BRK"))
+    return naive_attend(*(call[name] for name in names), *far)
 
 
 def assert_agrees(op, call):
@@ -126,7 +125,7 @@ def test_no_rows_give_no_output():
 def test_entries_beyond_the_window_get_no_gradient():
     call = band(rows=1, width=3)
     _, grads = gradients(attend_band, call)
-    assert (grads["entry_BEC"][:, :-3] == 0).all()
+    assert (grads["window_BEC"][:, :-3] == 0).all()
 
 
 @pytest.mark.parametrize(

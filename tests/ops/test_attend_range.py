@@ -6,6 +6,7 @@ from calls import gradients, ranges
 
 from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range import reference, sdpa, xformers
+from gsm_kernels.attend_range.inputs import Inputs
 from gsm_kernels.device import needs_one_half_type
 from gsm_kernels.slots import visible
 from gsm_kernels.testing import assert_close
@@ -146,7 +147,8 @@ def test_on_a_cpu_xformers_is_refused_with_its_reason():
 def test_xformers_says_which_calls_it_cannot_take():
     call = ranges(rows=17, channels=12, padding=0)
     cuda = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    assert "runs on CUDA" in str(xformers.refuses(**call)) and "runs on CUDA" in str(xformers.refuses(**cuda))
+    assert "runs on CUDA" in str(xformers.refuses(Inputs(**call)))
+    assert "runs on CUDA" in str(xformers.refuses(Inputs(**cuda)))
     half, full = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
     assert needs_one_half_type(half, half, half) is None
     assert "all in float16, got bfloat16, float32" in str(needs_one_half_type(half, full, full))
@@ -174,7 +176,7 @@ def test_the_masks_of_xformers_are_our_ranges(width, sizes, rows):
     pytest.importorskip("xformers.ops.fmha.attn_bias")
     call = ranges(rows=rows, width=width, **sizes)
     first, last, whole = call["first_BR"], call["last_BR"], call["whole"]
-    mask = xformers.mask_of(17, first, last, width, whole)
+    mask = xformers.mask_of(Inputs(**call))
     if rows == 5 and not whole:
         assert mask is None
         return

@@ -11,6 +11,7 @@ from oracles import normal
 
 from gsm_kernels import delta_rule, listening, using
 from gsm_kernels.delta_rule import chunked, fla, reference
+from gsm_kernels.delta_rule.inputs import Inputs
 from gsm_kernels.testing import assert_close, relative_error
 
 KINDS = [{"rule": rule, "decay": decay} for rule, decay in itertools.product((True, False), repeat=2)]
@@ -127,7 +128,8 @@ def stand_in(rule, decay, form):
             cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
             parts = [None if x is None else cut(x) for x in (q, k, v, beta, g)]
             never = torch.zeros(parts[0].shape[:2], dtype=torch.bool)
-            out, state = reference.delta_rule(*parts, never, ~never, initial_state[number][None], scale)
+            inputs = Inputs(*parts, never, ~never, initial_state[number][None], scale)
+            out, state = reference.delta_rule(inputs)
             outs.append(out)
             states.append(state)
         return torch.cat(outs, dim=0 if cu_seqlens is None else 1), torch.cat(states)
@@ -142,9 +144,9 @@ def stand_in(rule, decay, form):
 def test_documents_become_sequences_end_to_end(kind, tokens, monkeypatch):
     monkeypatch.setattr(fla, "_kernel", stand_in)
     for seed in range(3):
-        call = recurrence(batch=3, tokens=tokens, seed=seed, **kind)
-        out, state = fla.delta_rule(**call)
-        expected_out, expected_state = reference.delta_rule(**call)
+        inputs = Inputs(**recurrence(batch=3, tokens=tokens, seed=seed, **kind))
+        out, state = fla.delta_rule(inputs)
+        expected_out, expected_state = reference.delta_rule(inputs)
         assert_close(out, expected_out)
         assert_close(state, expected_state, name="state")
 
@@ -154,7 +156,7 @@ def test_the_library_says_why_it_cannot_be_used_here():
     with using("fla"), pytest.raises(RuntimeError, match="delta_rule: cannot run as 'fla': fla runs on CUDA devices"):
         delta_rule(**recurrence())
     assert "fla runs on CUDA devices alone" in delta_rule.explain()[1]
-    assert fla.refuses(**recurrence()) == "needs tensors on a GPU, got cpu"
+    assert fla.refuses(Inputs(**recurrence())) == "needs tensors on a GPU, got cpu"
 
 
 @kinds

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 import gsm_kernels
 from gsm_kernels import launch
 from gsm_kernels.attend import triton as attend_triton
-from gsm_kernels.index_top_k import triton as index_triton
 from gsm_kernels.index_top_k.triton import Search
 from gsm_kernels.indexer_kl import triton as kl_triton
 
@@ -119,9 +118,9 @@ def test_the_kernels_free_a_chunk_s_buffers_before_the_next_chunk(monkeypatch):
     alive = [], [], []
     monkeypatch.setattr(attend_triton, "PAIR_BYTES", 1 << 12)
     monkeypatch.setattr(attend_triton, "_query_gradient", watched(attend_triton._query_gradient, alive[0]))
-    monkeypatch.setattr(index_triton, "SCRATCH", 1 << 16)
+    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1 << 16)
     monkeypatch.setattr(Search, "best_of_groups", watched(Search.best_of_groups, alive[1]))
-    monkeypatch.setattr(kl_triton._Run, "compare", watched(kl_triton._Run.compare, alive[2]))
+    monkeypatch.setattr(kl_triton, "_compare", watched(kl_triton._compare, alive[2]))
     attention = cast(long_call(512, channels=16), torch.float32)
     indexer = cast(search_call(512, 1 << 14), torch.float32)
     with launch.launching(lambda *call: None), gsm_kernels.using("triton"):

@@ -16,14 +16,14 @@ from torch import Tensor
 
 import gsm_kernels
 from gsm.paths import ROOT
+from gsm_benchmarks import micro, smoke, timing
+from gsm_benchmarks.__main__ import main
 from gsm_kernels import launch
-from gsm_kernels.benchmark import ceilings, micro, smoke
-from gsm_kernels.benchmark.__main__ import main
 from gsm_kernels.dispatch import Impl, Op
 from gsm_kernels.swiglu import reference
 
 CPU = torch.device("cpu")
-ROOF = ceilings.Ceilings(1e12, 1e11, "float32")
+ROOF = timing.Ceilings(1e12, 1e11, "float32")
 interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="kernels run on the GPU here")
 
 
@@ -128,7 +128,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, tmp_path):
 def test_what_is_killed_goes_on_behind_what_was_finished(tmp_path):
     """Kernels are really compiled, in two processes; without the interpreter the reference runs."""
     path, last = tmp_path / "a.json", "swiglu 16K, backward"
-    words = ["-m", "gsm_kernels.benchmark", "smoke", "device=cpu", "only=s", "workers=2", "minutes=8", f"output={path}"]
+    words = ["-m", "gsm_benchmarks", "smoke", "device=cpu", "only=s", "workers=2", "minutes=8", f"output={path}"]
     process = started(words, tmp_path, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 240
     while last not in rows_of(path) and process.poll() is None and time.monotonic() < end:
@@ -172,8 +172,8 @@ def test_what_is_built_is_what_is_launched(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
-        "from gsm_kernels.benchmark import smoke, workloads\n"
-        "from gsm_kernels.benchmark.build import requests\n"
+        "from gsm_benchmarks import smoke, workloads\n"
+        "from gsm_benchmarks.build import requests\n"
         "cpu = torch.device('cpu')\n"
         "torch.randn = lambda *size, generator=None, **how: torch.empty(*size, **how)\n"
         "for piece in filter(lambda piece: smoke.has_kernels(piece.gate.op), smoke.pieces()):\n"
@@ -194,7 +194,7 @@ def test_what_is_built_is_what_is_launched(tmp_path):
 def started(words: list[str], folder: Path, **how) -> subprocess.Popen[str]:
     """A process that compiles into a folder of its own, and does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT / "kernels")}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": f"{ROOT}/kernels:{ROOT}/benchmarks"}
     return subprocess.Popen([sys.executable, *words], env=environment, cwd=folder, text=True, **how)
 
 

@@ -1,13 +1,12 @@
 """Attention of a few rows without gradients: their columns are split among programs, and the result is the same."""
 
-import importlib
-
 import pytest
 import torch
 from calls import attention, band, cast
 from triton_check import DEVICE, to_device, with_reference, with_triton
 
 from gsm_kernels import attend, attend_band
+from gsm_kernels.attend import triton
 from gsm_kernels.testing import TOLERANCE, assert_close, relative_error
 
 CASES = {
@@ -27,11 +26,8 @@ each = pytest.mark.parametrize("sizes", CASES.values(), ids=CASES.keys())
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """The names of the kernels that were launched."""
-    names = []
-    for module in ("triton", "few_rows"):
-        module = importlib.import_module(f"gsm_kernels.attend.{module}")  # the package's own name is the operation's
-        launch = module.launch
-        monkeypatch.setattr(module, "launch", lambda k, *a, _f=launch, **o: names.append(k.__name__) or _f(k, *a, **o))
+    names, launch = [], triton.launch
+    monkeypatch.setattr(triton, "launch", lambda k, *a, **o: names.append(k.__name__) or launch(k, *a, **o))
     return names
 
 

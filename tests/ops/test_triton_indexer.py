@@ -12,6 +12,7 @@ from triton_check import assert_agrees, assert_as_good_as_eager, each_size, to_d
 from gsm_kernels import candidate_pool, index_top_k, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
+from gsm_kernels.rows import lines_of, row_chunks
 
 slow = pytest.mark.slow  # Triton's interpreter is
 SIZES = {
@@ -97,18 +98,18 @@ def test_the_pool_is_the_reference_s(sizes):
 @pytest.mark.parametrize("op", [index_top_k, candidate_pool], ids=lambda op: op.name)
 def test_chunks_of_rows_change_nothing(monkeypatch, op, scratch):
     """One row at a time, some rows of one sequence, and one sequence of several."""
-    monkeypatch.setattr(triton, "SCRATCH", scratch)
+    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", scratch)
     call = searching(batch=3, rows=2 if scratch == 1 else 9, slots=40, k=45)
     assert_same_slots(op, call if op is index_top_k else as_pool(call, 45, 4))
 
 
 def test_every_chunk_has_its_rows_once(monkeypatch):
-    monkeypatch.setattr(triton, "SCRATCH", 1000)
+    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1000)
     for batch, rows, per_row in [(3, 9, 1), (3, 9, 100), (2, 300, 7), (1, 1, 10_000), (2, 0, 5), (0, 4, 5)]:
-        parts = list(triton.row_chunks((batch, rows), per_row))
+        parts = list(row_chunks((batch, rows), per_row))
         row = torch.arange(batch * rows)[:, None].view(batch, rows, 1)
         assert torch.equal(
-            torch.cat([triton.lines_of(row, part) for part in parts] + [row.flatten(0, 1)[:0]]), row.flatten(0, 1)
+            torch.cat([lines_of(row, part) for part in parts] + [row.flatten(0, 1)[:0]]), row.flatten(0, 1)
         )
         assert all(p.lines * per_row <= 1000 or p.lines == 1 for p in parts)
 
@@ -131,7 +132,7 @@ def test_scores_and_their_gradients_are_the_reference_s(sizes):
 
 
 def test_chunks_of_rows_change_no_gradient(monkeypatch):
-    monkeypatch.setattr(triton, "SCRATCH", 1)
+    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1)
     assert_agrees(score_slots, scoring(rows=3))
 
 

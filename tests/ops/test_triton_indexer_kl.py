@@ -9,7 +9,6 @@ from calls import cast, gradients, indexer
 from triton_check import assert_as_good_as_eager, assert_same, each_size, to_device, with_reference, with_triton
 
 from gsm_kernels import indexer_kl
-from gsm_kernels.index_top_k import triton
 
 STUDENT = ("index_query_BRJI", "index_weight_BRJ", "index_key_BFI")
 SIZES = {
@@ -74,7 +73,7 @@ def test_a_pool_restricts_teacher_and_indexer():
 
 @both
 def test_chunks_of_rows_change_nothing(monkeypatch, dense):
-    monkeypatch.setattr(triton, "SCRATCH", 1)
+    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1)
     assert_agrees({**indexer(rows=4), "dense": dense})
 
 

@@ -29,55 +29,16 @@ Raises:
 Source: DeepSeek-V4.1-Flash's compressed sparse attention; the sink is that of Xiao et al. 2023 in its learned form.
 """
 
-from torch import Tensor
-
 from ..dispatch import Impl, Op
 from ..launch import missing
-from ..shapes import agree, require
 from . import reference, triton
-
-
-def check(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    index_BRK: Tensor,
-    bias_BRK: Tensor | None = None,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
-    rows, or channels are odd or fewer than are rotated."""
-    sizes = agree(
-        "attend",
-        query_BRHC=query_BRHC,
-        window_BEC=window_BEC,
-        position_BR=position_BR,
-        sink_H=sink_H,
-        cos_BRP=cos_BRP,
-        sin_BRP=sin_BRP,
-        bank_BFC=bank_BFC,
-        index_BRK=index_BRK,
-        **({} if bias_BRK is None else {"bias_BRK": bias_BRK}),
-    )
-    require_window("attend", sizes, width)
-
-
-def require_window(op: str, sizes: dict[str, int], width: int) -> None:
-    """What every operation with a window asks of R, E, P, C and width."""
-    require(op, width >= 1, f"width = {width} must be at least 1")
-    require(op, sizes["E"] >= sizes["R"], f"{sizes['E']} window entries do not hold the {sizes['R']} rows themselves")
-    fits = sizes["C"] % 2 == 0 and 2 * sizes["P"] <= sizes["C"]
-    require(op, fits, f"{sizes['C']} channels do not hold {sizes['P']} rotated pairs; C must be even and >= 2P")
-
+from .inputs import Inputs, check
 
 attend = Op(
     "attend",
     reference.attend,
     (Impl("triton", triton.attend, triton.refuses, missing),),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

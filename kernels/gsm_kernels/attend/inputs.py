@@ -1,31 +1,28 @@
-"""The arguments of `attend` and `attend_band` as its Triton kernels take them."""
+"""What `attend` and `attend_band` are called with."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-INPUTS = (
-    "Tensor query_BRHC, Tensor window_BEC, Tensor sink_H, Tensor? bank_BFC, Tensor? bias_BRK, Tensor? index_BRK, "
-    "Tensor position_BR, Tensor cos_BRP, Tensor sin_BRP, int width"
-)
-LOG2_E = 1.4426950408889634
+from ..inputs import gradients
+from ..shapes import agree, require
 
 
 class Inputs(NamedTuple):
-    """The operation's arguments; those with a gradient come first."""
+    """The parameters of `gsm_kernels.attend`, which tells what they are; `attend_band` has no bank."""
 
     query_BRHC: Tensor
     window_BEC: Tensor
-    sink_H: Tensor
-    bank_BFC: Tensor | None
-    bias_BRK: Tensor | None
-    index_BRK: Tensor | None
     position_BR: Tensor
+    width: int
+    sink_H: Tensor
     cos_BRP: Tensor
     sin_BRP: Tensor
-    width: int
+    bank_BFC: Tensor | None
+    index_BRK: Tensor | None
+    bias_BRK: Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -37,39 +34,47 @@ class Inputs(NamedTuple):
         """K; 0 where nothing is picked."""
         return 0 if self.index_BRK is None else self.index_BRK.shape[2]
 
-    def contiguous(self) -> Inputs:
-        """The same, each tensor without gaps, as the kernels read it."""
-        given = {name: x.contiguous() for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**given)
+    @property
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """The inputs that get a gradient."""
+        return self.query_BRHC, self.window_BEC, self.sink_H, self.bank_BFC, self.bias_BRK
 
-    def constants(self) -> dict[str, int | bool]:
-        """What the kernels of rows are compiled for."""
-        heads, channels = self.query_BRHC.shape[2:]
-        sizes = {"H": heads, "C": channels, "PAIRS": self.cos_BRP.shape[2]}
-        return sizes | {"PICKS": self.slots > 0, "BIASED": self.slots > 0 and self.bias_BRK is not None}
+    def gradients(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What a backward returns, given the gradients of `learned`: one for each input, in its dtype."""
+        pairs = zip(self.learned, grads, strict=True)
+        query, window, sink, bank, bias = (None if x is None or grad is None else grad.to(x.dtype) for x, grad in pairs)
+        return gradients(Inputs, query_BRHC=query, window_BEC=window, sink_H=sink, bank_BFC=bank, bias_BRK=bias)
 
-    def in_one_dtype(self) -> Inputs:
-        """Window and bank in the dtype of the queries, as backward wants them; forward converts what it loads."""
-        dtype = self.query_BRHC.dtype
-        bank = None if self.bank_BFC is None else self.bank_BFC.to(dtype)
-        return self._replace(window_BEC=self.window_BEC.to(dtype), bank_BFC=bank)
 
-    def first_rows(self, rows: int) -> Inputs:
-        """The call of these rows of the first sequence: what is compiled for it serves the whole, since its tensors
-        begin at the same addresses."""
-        each = ("query_BRHC", "bias_BRK", "index_BRK", "position_BR", "cos_BRP", "sin_BRP")
-        fewer = {name: x[:1, :rows] for name, x in self._asdict().items() if name in each and x is not None}
-        whole = {
-            name: x[:1] for name, x in self._asdict().items() if name in ("window_BEC", "bank_BFC") and x is not None
-        }
-        return self._replace(**fewer, **whole)
+def band(
+    query_BRHC: Tensor,
+    window_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+) -> Inputs:
+    """The inputs of `attend_band`."""
+    return Inputs(query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP, None, None)
 
-    def read(self) -> tuple:
-        """What the kernels of rows read, in their order."""
-        far = (self.bank_BFC, self.index_BRK, self.bias_BRK)
-        return self.query_BRHC, self.window_BEC, *far, self.position_BR, self.cos_BRP, self.sin_BRP
 
-    def sizes(self) -> tuple[float | int, ...]:
-        """scale of a logit to base 2, width, R, E, F, K."""
-        rows, _, channels = self.query_BRHC.shape[1:]
-        return channels**-0.5 * LOG2_E, self.width, rows, self.window_BEC.shape[1], self.slots, self.picks
+def check(inputs: Inputs) -> None:
+    """The check of `attend`: that of `check_window`, and ValueError without a bank."""
+    given = inputs.bank_BFC is not None and inputs.index_BRK is not None
+    require("attend", given, "bank_BFC and index_BRK must be tensors; without a bank, call attend_band")
+    check_window("attend", inputs)
+
+
+def check_window(op: str, inputs: Any) -> None:
+    """What every operation that attends to a window asks of its inputs; those of `indexer_kl` have the same names.
+
+    Raises:
+        ValueError: in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the rows,
+            or channels are odd or fewer than are rotated.
+    """
+    sizes = agree(op, inputs)
+    require(op, inputs.width >= 1, f"width = {inputs.width} must be at least 1")
+    require(op, sizes["E"] >= sizes["R"], f"{sizes['E']} window entries do not hold the {sizes['R']} rows themselves")
+    fits = sizes["C"] % 2 == 0 and 2 * sizes["P"] <= sizes["C"]
+    require(op, fits, f"{sizes['C']} channels do not hold {sizes['P']} rotated pairs; C must be even and >= 2P")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, scratch_elements
+from ..inputs import keep, kept
 from ..joint import (
     Cut,
     Far,
@@ -27,49 +28,12 @@ from ..joint import (
 )
 from ..rope import turn
 from ..slots import flat_slots, gather_slots
+from .inputs import Inputs
 
 
-def attend(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    index_BRK: Tensor,
-    bias_BRK: Tensor | None = None,
-) -> Tensor:
-    """See `gsm_kernels.attend`."""
-    far = (bank_BFC, bias_BRK, index_BRK)
-    return _Attention.apply(query_BRHC, window_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
-
-
-def attend_band(
-    query_BRHC: Tensor,
-    entry_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-) -> Tensor:
-    """See `gsm_kernels.attend_band`."""
-    far = (None, None, None)
-    return _Attention.apply(query_BRHC, entry_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
-
-
-class _Inputs(NamedTuple):
-    query_BRHC: Tensor
-    window_BEC: Tensor
-    sink_H: Tensor
-    bank_BFC: Tensor | None
-    bias_BRK: Tensor | None
-    index_BRK: Tensor | None
-    position_BR: Tensor
-    cos_BRP: Tensor
-    sin_BRP: Tensor
+def attend(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
+    return _Attention.apply(*inputs)
 
 
 class _Chunk(NamedTuple):
@@ -85,55 +49,54 @@ class _Chunk(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        *tensors, ctx.width = arguments
-        inputs = _Inputs(*tensors)
-        ranges = _row_chunks(inputs, ctx.width)
+        inputs = Inputs(*arguments)
+        ranges = _row_chunks(inputs)
         out_BRHC = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
         softmax = None
-        for start, stop in ranges:
-            chunk = _chunk(inputs, ctx.width, start, stop)
-            cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
-            out_BRHC[:, start:stop] = turn(_mix(chunk)[:, : stop - start], cos, sin, inverse=True)
+        for rows in ranges:
+            chunk = _chunk(inputs, rows)
+            mixed_BRHC = _mix(chunk)[:, : rows.stop - rows.start]
+            out_BRHC[:, rows] = turn(mixed_BRHC, inputs.cos_BRP[:, rows], inputs.sin_BRP[:, rows], inverse=True)
             softmax = chunk.softmax if len(ranges) == 1 else None
-        ctx.save_for_backward(*tensors, softmax)
+        keep(ctx, inputs, softmax)
         return out_BRHC
 
     @staticmethod
     def backward(ctx, grad_BRHC):
-        *tensors, softmax = ctx.saved_tensors
+        inputs, softmax = kept(ctx, Inputs)
         with full_precision(grad_BRHC):
-            return *_gradients(_Inputs(*tensors), softmax, ctx.width, grad_BRHC), None, None, None, None, None
+            return _gradients(inputs, softmax, grad_BRHC)
 
 
-def _gradients(inputs: _Inputs, softmax: Tensor | None, width: int, grad_BRHC: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(inputs: Inputs, softmax: Tensor | None, grad_BRHC: Tensor) -> tuple[Tensor | None, ...]:
     wide = at_least_float32(inputs.query_BRHC[:0]).dtype
-    query_grad = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
-    window_grad = torch.zeros_like(inputs.window_BEC, dtype=wide, memory_format=torch.contiguous_format)
+    whole = torch.contiguous_format
+    bank, index, bias = inputs.bank_BFC, inputs.index_BRK, inputs.bias_BRK
+    query_grad = torch.empty_like(inputs.query_BRHC, memory_format=whole)
+    window_grad = torch.zeros_like(inputs.window_BEC, dtype=wide, memory_format=whole)
     sink_grad = torch.zeros_like(inputs.sink_H, dtype=wide)
-    bank, bias, index = inputs.bank_BFC, inputs.bias_BRK, inputs.index_BRK
-    bank_grad = None if bank is None else torch.zeros_like(bank, dtype=wide, memory_format=torch.contiguous_format)
-    bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
-    for start, stop in _row_chunks(inputs, width):
-        cos, sin = inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop]
-        chunk = _chunk(inputs, width, start, stop, softmax)
-        mixed_grad = pad_rows(turn(grad_BRHC[:, start:stop].to(wide), cos, sin), chunk.cut)
+    bank_grad = None if bank is None else torch.zeros_like(bank, dtype=wide, memory_format=whole)
+    bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide, memory_format=whole)
+    for rows in _row_chunks(inputs):
+        length, cos, sin = rows.stop - rows.start, inputs.cos_BRP[:, rows], inputs.sin_BRP[:, rows]
+        chunk = _chunk(inputs, rows, softmax)
+        mixed_grad = pad_rows(turn(grad_BRHC[:, rows].to(wide), cos, sin), chunk.cut)
         logit_grad = _logit_grad(chunk, mixed_grad)
         sink_grad += logit_grad[..., -1].unflatten(1, (-1, sink_grad.shape[0])).sum((0, 1))
-        rows_grad = _query_grad(chunk, logit_grad)[:, : stop - start].mul_(chunk.query_BRHC.shape[-1] ** -0.5)
-        query_grad[:, start:stop] = turn(rows_grad, cos, sin, inverse=True)
-        first, last = _stream(inputs, width, start, stop)
-        add_window_blocks(window_grad[:, first:last], _window_grad(chunk, mixed_grad, logit_grad), chunk.cut)
+        rows_grad = _query_grad(chunk, logit_grad)[:, :length].mul_(chunk.query_BRHC.shape[-1] ** -0.5)
+        query_grad[:, rows] = turn(rows_grad, cos, sin, inverse=True)
+        window_part = _window_grad(chunk, mixed_grad, logit_grad)
+        add_window_blocks(window_grad[:, stream(inputs, rows)], window_part, chunk.cut)
         if bank_grad is not None and index is not None and chunk.far is not None:
-            _add_far_grad(bank_grad, index[:, start:stop], chunk, chunk.far.keys, mixed_grad, logit_grad)
+            _add_far_grad(bank_grad, index[:, rows], chunk, chunk.far.keys, mixed_grad, logit_grad)
         if bias_grad is not None and bank is not None and not _dense(bank.shape[1], bias_grad.shape[2], bias):
-            bias_grad[:, start:stop] = _bias_grad(chunk, logit_grad)[:, : stop - start]
-    grads = (query_grad, window_grad, sink_grad, bank_grad, bias_grad)
-    return tuple(None if x is None or g is None else g.to(x.dtype) for g, x in zip(grads, inputs[:5], strict=True))
+            bias_grad[:, rows] = _bias_grad(chunk, logit_grad)[:, :length]
+    return inputs.gradients(query_grad, window_grad, sink_grad, bank_grad, bias_grad)
 
 
-def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
+def _row_chunks(inputs: Inputs) -> list[slice]:
     batch, rows, heads, channels = inputs.query_BRHC.shape
-    whole = cut(rows, inputs.window_BEC.shape[1], width)
+    whole = cut(rows, inputs.window_BEC.shape[1], inputs.width)
     far = gathered = 0
     if inputs.bank_BFC is not None and inputs.index_BRK is not None:
         slots, picks = inputs.bank_BFC.shape[1], inputs.index_BRK.shape[2]
@@ -142,34 +105,39 @@ def _row_chunks(inputs: _Inputs, width: int) -> list[tuple[int, int]]:
     return chunks(whole, batch * heads, far, gathered, scratch_elements(inputs.query_BRHC.device))
 
 
-def _stream(inputs: _Inputs, width: int, start: int, stop: int) -> tuple[int, int]:
-    """The range of the stream that rows start..stop can see."""
+def stream(inputs: Inputs, rows: slice) -> slice:
+    """The entries that these rows can see."""
     offset = inputs.window_BEC.shape[1] - inputs.query_BRHC.shape[1]
-    return max(0, offset + start - (width - 1)), offset + stop
+    return slice(max(0, offset + rows.start - (inputs.width - 1)), offset + rows.stop)
 
 
-def _chunk(inputs: _Inputs, width: int, start: int, stop: int, softmax: Tensor | None = None) -> _Chunk:
-    first, last = _stream(inputs, width, start, stop)
-    rows = cut(stop - start, last - first, width)
-    query = at_least_float32(inputs.query_BRHC[:, start:stop])
-    rotated = turn(query, inputs.cos_BRP[:, start:stop], inputs.sin_BRP[:, start:stop])
-    query_BRHC = pad_rows(rotated.mul_(query.shape[-1] ** -0.5), rows)
-    window = window_blocks(inputs.window_BEC[:, first:last].to(query.dtype), rows)
-    far = None
+def near(inputs: Inputs, rows: slice) -> tuple[Cut, Tensor, Tensor]:
+    """How these rows are cut into blocks, their queries, rotated, scaled and padded, and their blocks' entries."""
+    seen = stream(inputs, rows)
+    blocks = cut(rows.stop - rows.start, seen.stop - seen.start, inputs.width)
+    query = at_least_float32(inputs.query_BRHC[:, rows])
+    rotated = turn(query, inputs.cos_BRP[:, rows], inputs.sin_BRP[:, rows])
+    query_BRHC = pad_rows(rotated.mul_(query.shape[-1] ** -0.5), blocks)
+    return blocks, query_BRHC, window_blocks(inputs.window_BEC[:, seen].to(query.dtype), blocks)
+
+
+def _chunk(inputs: Inputs, rows: slice, softmax: Tensor | None = None) -> _Chunk:
+    blocks, query_BRHC, window = near(inputs, rows)
+    far, bias_BRK, dtype = None, None, query_BRHC.dtype
     if inputs.bank_BFC is not None and inputs.index_BRK is not None:
-        index_BRK = pad_rows(inputs.index_BRK[:, start:stop], rows, -1)
-        bias = inputs.bias_BRK
-        bias_BRK = None if bias is None else pad_rows(bias[:, start:stop].to(query.dtype), rows)
-        far = _far(inputs.bank_BFC, index_BRK, bias_BRK, query.dtype)
+        index_BRK = pad_rows(inputs.index_BRK[:, rows], blocks, -1)
+        if inputs.bias_BRK is not None:
+            bias_BRK = pad_rows(inputs.bias_BRK[:, rows].to(dtype), blocks)
+        far = _far(inputs.bank_BFC, index_BRK, bias_BRK, dtype)
     if softmax is None:
-        visible = window_visible(inputs.position_BR[:, start:stop], rows)
-        softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(query.dtype), far)
-    return _Chunk(rows, query_BRHC, window, far, softmax)
+        visible = window_visible(inputs.position_BR[:, rows], blocks)
+        softmax = probabilities(query_BRHC, window, visible, inputs.sink_H.to(dtype), far)
+    return _Chunk(blocks, query_BRHC, window, far, softmax)
 
 
 def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
     """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size. A
-    bias belongs to a pick, not to a slot, so it asks for the gather, unless there is nothing to gather."""
+    bias belongs to a pick, not to a slot, so it needs the gather, unless there is nothing to gather."""
     return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
 

@@ -1,7 +1,7 @@
 """Attention over a window and a selection from a bank as Triton kernels: when they run, their sizes, and autograd.
 
-Forward is one kernel; a few rows without gradients, as in decoding, take two others (`few_rows.py`). A program takes a
-few neighbouring queries with all their heads: they share the window's entries, every one of which is loaded once as key
+Forward is one kernel; a few rows without gradients, as in decoding, take two others (`few_rows`). A program takes a few
+neighbouring queries with all their heads: they share the window's entries, every one of which is loaded once as key
 and value of all heads; the online softmax (Dao et al. 2022, "FlashAttention") then goes on over the selection of one
 query after the other. Rotation, scale, sink and the rotation back happen on the tile in registers. Backward recomputes
 the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
@@ -33,12 +33,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..inputs import contiguous, keep, kept, schema
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, launch, power_of_two, unfit
-from .few_rows import few_rows, splits
-from .inputs import INPUTS, LOG2_E, Inputs
+from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..rows import slices
+from .inputs import Inputs
 
+LOG2_E = 1.4426950408889634
 PAIR_BYTES = 1 << 29  # the picks' contributions that exist at a time
+PROCESSORS = 132  # of an H100
+SHARE = 32  # columns that are worth a program of `few_rows`
 
 
 class Tile(NamedTuple):
@@ -73,80 +77,130 @@ def tile(kernel: str, inputs: Inputs) -> Tile:
     return Tile(max(rows // padded, 1), padded, block, warps, min(stages, 2) if wide else stages)
 
 
-def refuses(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor | None = None,
-    index_BRK: Tensor | None = None,
-    bias_BRK: Tensor | None = None,
-) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    heads, channels = query_BRHC.shape[2:]
+    heads, channels = inputs.query_BRHC.shape[2:]
     if channels not in (16, 32, 64, 128, 256):
         return f"made for 16, 32, 64, 128 or 256 channels, got {channels}"
-    if channels == 256 and query_BRHC.dtype == torch.float32:
+    if channels == 256 and inputs.query_BRHC.dtype == torch.float32:
         return "made for at most 128 channels in float32, got 256"
     if not 1 <= heads <= 64:
         return f"made for 1 to 64 heads, got {heads}"
-    floats = (query_BRHC, window_BEC, sink_H, cos_BRP, sin_BRP, bank_BFC, bias_BRK)
-    return unfit(*(x for x in floats if x is not None))
+    query, window, sink, bank, bias = inputs.learned
+    return unfit(*(x for x in (query, window, sink, inputs.cos_BRP, inputs.sin_BRP, bank, bias) if x is not None))
 
 
-def attend(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor | None = None,
-    index_BRK: Tensor | None = None,
-    bias_BRK: Tensor | None = None,
-) -> Tensor:
-    """See `gsm_kernels.attend`; without a bank, `gsm_kernels.attend_band`."""
-    far = (bank_BFC, bias_BRK, index_BRK)
-    inputs = Inputs(query_BRHC, window_BEC, sink_H, *far, position_BR, cos_BRP, sin_BRP, width)
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5])
+def attend(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.learned)
     if not learns and (shares := splits(inputs)) > 1:
         return few_rows(*inputs, shares)
     if learns:
-        inputs = inputs.in_one_dtype()
-    if query_BRHC.numel() and learns:
-        by_16 = query_BRHC.shape[1] % 16 == 0
-        key = ("attend", query_BRHC.device, query_BRHC.dtype, by_16, *inputs.constants().values())
-        # Divided by 16 or not, as the rows themselves: kernels are built for that, too.
-        few = inputs.first_rows(64 if by_16 else 63)
-        lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
-        build_once(key, lambda: _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few))
+        inputs = _in_one_dtype(inputs)
+        if inputs.query_BRHC.numel():
+            _build_backward(inputs)
     return _forward(*inputs)[0]
+
+
+def _in_one_dtype(inputs: Inputs) -> Inputs:
+    """Window and bank in the dtype of the queries, as backward needs them; forward converts what it loads."""
+    dtype = inputs.query_BRHC.dtype
+    bank = None if inputs.bank_BFC is None else inputs.bank_BFC.to(dtype)
+    return inputs._replace(window_BEC=inputs.window_BEC.to(dtype), bank_BFC=bank)
+
+
+def _build_backward(inputs: Inputs) -> None:
+    by_16 = inputs.query_BRHC.shape[1] % 16 == 0
+    key = ("attend", inputs.query_BRHC.device, inputs.query_BRHC.dtype, by_16, *_constants(inputs).values())
+
+    def build() -> None:
+        # Divided by 16 or not, as the rows themselves: kernels are built for that, too.
+        few = _first_rows(inputs, 64 if by_16 else 63)
+        lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
+        _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few)
+
+    build_once(key, build)
+
+
+def _first_rows(inputs: Inputs, rows: int) -> Inputs:
+    """The call of these rows of the first sequence: what is compiled for it serves the whole, since its tensors begin
+    at the same addresses."""
+    by_row = ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK", "bias_BRK")
+    given = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "sink_H"}
+    return inputs._replace(**{name: x[:1, :rows] if name in by_row else x[:1] for name, x in given.items()})
+
+
+# What the kernels of rows are given, in their order: `_read`, what they write, `_sizes`, `_constants`.
+
+
+def _read(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    far = (inputs.bank_BFC, inputs.index_BRK, inputs.bias_BRK)
+    return inputs.query_BRHC, inputs.window_BEC, *far, inputs.position_BR, inputs.cos_BRP, inputs.sin_BRP
+
+
+def _sizes(inputs: Inputs) -> tuple[float | int, ...]:
+    """scale of a logit to base 2, width, R, E, F, K."""
+    rows, _, channels = inputs.query_BRHC.shape[1:]
+    return channels**-0.5 * LOG2_E, inputs.width, rows, inputs.window_BEC.shape[1], inputs.slots, inputs.picks
+
+
+def _constants(inputs: Inputs) -> dict[str, int | bool]:
+    heads, channels = inputs.query_BRHC.shape[2:]
+    sizes = {"H": heads, "C": channels, "PAIRS": inputs.cos_BRP.shape[2]}
+    return sizes | {"PICKS": inputs.slots > 0, "BIASED": inputs.slots > 0 and inputs.bias_BRK is not None}
+
+
+INPUTS = schema(Inputs)
 
 
 @torch.library.custom_op("gsm_kernels::attend", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
 def _forward(*arguments):
     """The output, and the logarithm to base 2 of each row's softmax denominator, float32 [B,R,H]."""
-    from .forward import forward
+    from .kernels import forward
 
-    inputs = Inputs(*arguments).contiguous()
+    inputs = contiguous(Inputs(*arguments))
     out_BRHC, lse_BRH = _outputs(*arguments)
-    cut = tile("forward", inputs)
-    launch(
-        forward,
-        (inputs.query_BRHC.shape[0] * -(-inputs.query_BRHC.shape[1] // cut.QUERIES),),
-        *inputs.read(),
-        inputs.sink_H,
-        out_BRHC,
-        lse_BRH,
-        *inputs.sizes(),
-        **inputs.constants(),
-        **cut._asdict(),
-    )
+    batch, rows, cut = *inputs.query_BRHC.shape[:2], tile("forward", inputs)
+    tensors = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH)
+    options = {**_constants(inputs), **cut._asdict()}
+    launch(forward, (batch * cdiv(rows, cut.QUERIES),), *tensors, *_sizes(inputs), **options)
     return out_BRHC, lse_BRH
+
+
+def splits(inputs: Inputs) -> int:
+    """How many programs share a row's columns: as many as a few rows leave idle; 1: the ordinary kernel is as good."""
+    batch, rows = inputs.query_BRHC.shape[:2]
+    columns = inputs.width + (inputs.picks if inputs.slots else 0)
+    return max(1, min(cdiv(columns, SHARE), PROCESSORS // max(batch * rows, 1)))
+
+
+@torch.library.custom_op("gsm_kernels::attend_few_rows", mutates_args=(), schema=f"({INPUTS}, int shares) -> Tensor")
+def few_rows(*arguments):
+    """The output for a few rows without gradients; takes the fields of `Inputs`, then into how many shares each row's
+    columns are split.
+
+    One token with 256 entries is work for one of 132 processors, which would take its tiles one after the other; in
+    shares of 32 they are read at the same time, and a second kernel joins them. Derived: two launches, and 2 (W + K) C
+    bytes of entries that are in the L2 cache. Sizes follow from shapes alone, so that a CUDA graph can hold both
+    kernels. Source: "Flash-Decoding" (Dao et al. 2023).
+    """
+    from .kernels import join, split
+
+    *given, shares = arguments
+    inputs = contiguous(Inputs(*given))
+    batch, rows, heads, channels = inputs.query_BRHC.shape
+    padded = power_of_two(heads, 16)  # what a matrix product takes
+    out_BRHC = torch.empty_like(inputs.query_BRHC)
+    high, total = inputs.query_BRHC.new_empty(2, batch * rows * shares, padded, dtype=torch.float32)
+    mixed = high.new_empty(*high.shape, channels)
+    cut = {"HEADS": padded, "SPLITS": shares, "num_warps": 4}
+    constants = _constants(inputs)
+    tensors = (*_read(inputs), high, total, mixed)
+    launch(split, (batch * rows * shares,), *tensors, *_sizes(inputs), **constants, **cut, BLOCK=SHARE, num_stages=2)
+    tensors = (high, total, mixed, inputs.sink_H, inputs.cos_BRP, inputs.sin_BRP, out_BRHC)
+    constants = {name: constants[name] for name in ("H", "C", "PAIRS")}
+    launch(join, (batch * rows,), *tensors, rows, **constants, **cut)
+    return out_BRHC
 
 
 @torch.library.custom_op(
@@ -155,8 +209,8 @@ def _forward(*arguments):
     schema=f"(Tensor grad, Tensor out, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
-    """The gradients of the first five inputs; without elements where there is no bank or bias."""
-    inputs = Inputs(*arguments).contiguous()
+    """The gradients of `Inputs.learned`; without elements where there is no bank or bias."""
+    inputs = contiguous(Inputs(*arguments))
     grads = _empty_gradients(grad_BRHC, out_BRHC, lse_BRH, *arguments)
     query_grad, window_grad, sink_grad, bank_grad, bias_grad = grads
     bank_sum = torch.zeros_like(bank_grad, dtype=torch.float32)
@@ -164,8 +218,8 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     turned_query, turned_grad, delta_BRH = (torch.empty_like(x) for x in (query_grad, query_grad, lse_BRH))
     saved = (grad_BRHC.to(query_grad.dtype).contiguous(), out_BRHC, lse_BRH)
     written = (delta_BRH, turned_query, turned_grad, query_grad, bias_grad)
-    for start, stop in _row_chunks(inputs):
-        _add_pairs(inputs, _query_gradient(inputs, saved, written, start, stop), bank_sum, start, stop)
+    for rows in _row_chunks(inputs):
+        _add_pairs(inputs, _query_gradient(inputs, saved, written, rows), bank_sum, rows)
     _window_gradient(inputs, turned_query, turned_grad, lse_BRH, delta_BRH, window_grad)
     sink_share = torch.exp2(inputs.sink_H.to(torch.float32) * LOG2_E - lse_BRH)
     sink_grad.copy_(-(sink_share * delta_BRH).sum((0, 1)))
@@ -173,66 +227,42 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     return grads
 
 
-def _row_chunks(inputs: Inputs) -> list[tuple[int, int]]:
+def _row_chunks(inputs: Inputs) -> list[slice]:
     """Ranges of rows whose picks' contributions are at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
     queries = tile("query_gradient", inputs).QUERIES
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
     step = max(PAIR_BYTES // bytes_a_row // queries * queries, queries) if bytes_a_row else max(rows, 1)
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return slices(rows, step)
 
 
-def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, start: int, stop: int) -> Tensor:
+def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -> Tensor:
     """Fill in the gradients of these rows; return what their picks add to the bank's, [B, rows, K, C]."""
-    from .backward import query_gradient
+    from .kernels import query_gradient
 
     batch, _, _, channels = inputs.query_BRHC.shape
-    cut = tile("query_gradient", inputs)
-    picks = inputs.picks if inputs.slots else 0
-    pair_grads = inputs.query_BRHC.new_empty(batch, stop - start, picks, channels)
-    launch(
-        query_gradient,
-        (batch * -(-(stop - start) // cut.QUERIES),),
-        *inputs.read(),
-        *saved,
-        *written,
-        pair_grads,
-        start,
-        stop,
-        *inputs.sizes(),
-        **inputs.constants(),
-        **cut._asdict(),
-    )
+    cut, length = tile("query_gradient", inputs), rows.stop - rows.start
+    pair_grads = inputs.query_BRHC.new_empty(batch, length, inputs.picks if inputs.slots else 0, channels)
+    tensors = (*_read(inputs), *saved, *written, pair_grads)
+    sizes, options = (rows.start, rows.stop, *_sizes(inputs)), {**_constants(inputs), **cut._asdict()}
+    launch(query_gradient, (batch * cdiv(length, cut.QUERIES),), *tensors, *sizes, **options)
     return pair_grads
 
 
 def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, written: Tensor) -> None:
-    from .backward import window_gradient
+    from .kernels import window_gradient
 
-    batch, entries, channels = inputs.window_BEC.shape
-    cut = tile("window_gradient", inputs)
-    launch(
-        window_gradient,
-        (batch * -(-entries // cut.BLOCK),),
-        query,
-        grad,
-        inputs.window_BEC,
-        inputs.position_BR,
-        lse,
-        delta,
-        written,
-        *inputs.sizes()[:4],
-        H=query.shape[2],
-        C=channels,
-        **cut._asdict(),
-    )
+    (batch, entries, channels), cut = inputs.window_BEC.shape, tile("window_gradient", inputs)
+    tensors = (query, grad, inputs.window_BEC, inputs.position_BR, lse, delta, written)
+    options = {"H": query.shape[2], "C": channels, **cut._asdict()}
+    launch(window_gradient, (batch * cdiv(entries, cut.BLOCK),), *tensors, *_sizes(inputs)[:4], **options)
 
 
-def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, start: int, stop: int) -> None:
+def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:
     """Add the picks' contributions to the bank's gradient, each slot's in the order of the rows."""
     if inputs.index_BRK is not None and inputs.slots:
         channels = bank_sum.shape[2]
-        inverse = inverse_index(inputs.index_BRK[:, start:stop], inputs.slots)
+        inverse = inverse_index(inputs.index_BRK[:, rows], inputs.slots)
         add_segments(bank_sum.view(-1, channels), pair_grads.view(-1, channels), inverse)
 
 
@@ -245,21 +275,20 @@ def _outputs(*arguments):
 
 def _empty_gradients(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     """Uninitialised; what `_backward` returns of tensors without data."""
-    given = (grad_BRHC.new_empty(0) if x is None else x for x in arguments[:5])
+    given = (grad_BRHC.new_empty(0) if x is None else x for x in Inputs(*arguments).learned)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.width = inputs
-    ctx.save_for_backward(*output, *tensors)
+    keep(ctx, Inputs(*inputs), *output)
 
 
 def _gradients(ctx, grad_BRHC, _):
-    saved = ctx.saved_tensors  # once: where activations are recomputed, a second look is an error
-    grads, given = _backward(grad_BRHC, *saved, ctx.width), saved[2:7]
-    return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), *(None,) * 5
+    inputs, *results = kept(ctx, Inputs)
+    return inputs.gradients(*_backward(grad_BRHC, *results, *inputs))
 
 
+few_rows.register_fake(lambda *arguments: torch.empty_like(arguments[0], memory_format=torch.contiguous_format))
 _forward.register_fake(_outputs)
 _backward.register_fake(_empty_gradients)
 _forward.register_autograd(_gradients, setup_context=_keep)

@@ -28,38 +28,9 @@ Source: scaled dot-product attention of Vaswani et al. 2017; shared key and valu
 al. 2023; sliding windows as in Beltagy et al. 2020.
 """
 
-from torch import Tensor
-
 from ..dispatch import Impl, Op
-from ..shapes import agree, require
 from . import reference, sdpa, xformers
-
-
-def check(
-    query_BRHC: Tensor,
-    key_BFGC: Tensor,
-    value_BFGC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    width: int | None = None,
-    whole: bool = False,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
-    1, or rows that stand at the last slots are more than these."""
-    sizes = agree(
-        "attend_range",
-        query_BRHC=query_BRHC,
-        key_BFGC=key_BFGC,
-        value_BFGC=value_BFGC,
-        first_BR=first_BR,
-        last_BR=last_BR,
-    )
-    heads, groups = sizes["H"], sizes["G"]
-    require("attend_range", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
-    require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")
-    standing = width is None and not whole or sizes["F"] >= sizes["R"]
-    require("attend_range", standing, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")
-
+from .inputs import Inputs, check
 
 attend_range = Op(
     "attend_range",
@@ -68,6 +39,7 @@ attend_range = Op(
         Impl("xformers", xformers.attend_range, xformers.refuses, xformers.missing),
         Impl("sdpa", sdpa.attend_range, sdpa.refuses),
     ),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

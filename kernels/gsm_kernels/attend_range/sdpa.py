@@ -1,7 +1,7 @@
 """PyTorch's own attention under masks made from the ranges: all slots for some rows at a time, or blocks of a window.
 
-Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated, and nobody
-asks for PyTorch's grouped attention, which on a GPU leaves its fused kernels where there is a mask.
+Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated.
+PyTorch's grouped attention is not used: with a mask, it has no fused kernel on a GPU.
 
 Rows that see nothing are let see one slot, lest a softmax of nothing spread NaN through backward, and set to 0 after.
 """
@@ -16,52 +16,40 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..device import at_least_float32, scratch_elements
 from ..joint import Cut, cut, pad_rows, window_blocks
 from ..slots import visible
+from .inputs import Inputs
 
 
-def refuses(
-    query_BRHC: Tensor,
-    key_BFGC: Tensor,
-    value_BFGC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    width: int | None = None,
-    whole: bool = False,
-) -> str | None:
-    """Nothing but a call without slots or rows, of which PyTorch makes NaN."""
-    return None if key_BFGC.shape[1] and query_BRHC.shape[1] else "needs at least one row and one slot"
+def refuses(inputs: Inputs) -> str | None:
+    """Why this call is not for it: without slots or rows, PyTorch's result is NaN."""
+    return None if inputs.key_BFGC.shape[1] and inputs.query_BRHC.shape[1] else "needs at least one row and one slot"
 
 
-def attend_range(
-    query_BRHC: Tensor,
-    key_BFGC: Tensor,
-    value_BFGC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    width: int | None = None,
-    whole: bool = False,
-) -> Tensor:
+def attend_range(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_range`."""
-    dtype = query_BRHC.dtype
+    inputs, dtype = _in_one_dtype(inputs), inputs.query_BRHC.dtype
+    rows, slots, device = inputs.query_BRHC.shape[1], inputs.key_BFGC.shape[1], inputs.query_BRHC.device.type
+    narrow = inputs.width is not None and inputs.width < slots
+    if inputs.whole and not narrow:
+        if rows in (1, slots) or device == "cuda":
+            return _attend_whole(*inputs[:3]).to(dtype)
+        if device == "cpu" and not torch.is_grad_enabled():
+            return _attend_chunk(*inputs[:3]).to(dtype)
+    out_BRHC = _by_blocks(inputs) if narrow else _by_rows(inputs)
+    return out_BRHC.masked_fill((inputs.first_BR >= inputs.last_BR)[..., None, None], 0).to(dtype)
+
+
+def _in_one_dtype(inputs: Inputs) -> Inputs:
+    query_BRHC = inputs.query_BRHC
     if query_BRHC.device.type != "cuda":  # whose kernels sum in float32; a CPU's round the weights to a half type
         query_BRHC = at_least_float32(query_BRHC)
     # Under autocast new queries may be of a half type, and keys from a memory not.
-    key_BFGC, value_BFGC = key_BFGC.to(query_BRHC.dtype), value_BFGC.to(query_BRHC.dtype)
-    rows, slots = query_BRHC.shape[1], key_BFGC.shape[1]
-    width = None if width is None or width >= slots else width
-    if whole and width is None:
-        if rows in (1, slots) or query_BRHC.device.type == "cuda":
-            return _attend_whole(query_BRHC, key_BFGC, value_BFGC).to(dtype)
-        if query_BRHC.device.type == "cpu" and not torch.is_grad_enabled():
-            return _attend_chunk(query_BRHC, key_BFGC, value_BFGC).to(dtype)
-    if width is None:
-        out_BRHC = _by_rows(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR)
-    else:
-        out_BRHC = _by_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width)
-    return out_BRHC.masked_fill((first_BR >= last_BR)[..., None, None], 0).to(dtype)
+    key_BFGC, value_BFGC = inputs.key_BFGC.to(query_BRHC.dtype), inputs.value_BFGC.to(query_BRHC.dtype)
+    return inputs._replace(query_BRHC=query_BRHC, key_BFGC=key_BFGC, value_BFGC=value_BFGC)
 
 
-def _by_rows(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR: Tensor, last_BR: Tensor) -> Tensor:
-    """All slots for so many rows at a time as their mask has room."""
+def _by_rows(inputs: Inputs) -> Tensor:
+    """All slots, for as many rows at a time as a mask may have."""
+    query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR = inputs[:5]
     (batch, slots), heads = key_BFGC.shape[:2], query_BRHC.shape[2]
     size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
     parts = []
@@ -72,10 +60,10 @@ def _by_rows(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _by_blocks(
-    query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, first_BR: Tensor, last_BR: Tensor, width: int
-) -> Tensor:
+def _by_blocks(inputs: Inputs) -> Tensor:
     """Blocks of about `width` rows, each with the run of slots that its rows can see, as in `gsm_kernels.joint`."""
+    query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width, _ = inputs
+    assert width is not None
     (batch, rows), (slots, groups) = query_BRHC.shape[:2], key_BFGC.shape[1:3]
     blocks = cut(rows, slots, width)
     query = pad_rows(query_BRHC, blocks).unflatten(1, (blocks.count, -1)).flatten(0, 1)

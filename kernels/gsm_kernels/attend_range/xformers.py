@@ -1,4 +1,4 @@
-"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when somebody asks.
+"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when needed.
 
 Its masks live on the host. The promise `whole` names one without looking; packed documents have to be read from the
 ranges, which waits for the device: only where the rows are all there is, so never while a memory is being read.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..device import absent, needs_one_half_type
+from .inputs import Inputs
 
 
 def missing() -> str | None:
@@ -36,63 +37,48 @@ def _absent() -> str | None:
     return "xformers' CUDA extension cannot be loaded by this PyTorch"
 
 
-def refuses(
-    query_BRHC: Tensor,
-    key_BFGC: Tensor,
-    value_BFGC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    width: int | None = None,
-    whole: bool = False,
-) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why it cannot take this call, or None; the values of the ranges come last, for reading them takes time."""
-    if query_BRHC.device.type != "cuda":
+    if inputs.query_BRHC.device.type != "cuda":
         return "xformers runs on CUDA devices alone"
-    refusal = needs_one_half_type(query_BRHC, key_BFGC, value_BFGC)
+    refusal = needs_one_half_type(*inputs[:3])
     if refusal is not None:
         return refusal
-    channels = query_BRHC.shape[-1]
+    channels = inputs.query_BRHC.shape[-1]
     if channels % 8 or channels > 256:
         return f"needs a multiple of 8 channels, at most 256, got {channels}"
-    if mask_of(key_BFGC.shape[1], first_BR, last_BR, width, whole) is None:
+    if mask_of(inputs) is None:
         return "xformers has no mask for these ranges: they are neither one causal sequence nor packed documents"
     return None
 
 
-def attend_range(
-    query_BRHC: Tensor,
-    key_BFGC: Tensor,
-    value_BFGC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    width: int | None = None,
-    whole: bool = False,
-) -> Tensor:
+def attend_range(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_range`."""
-    mask = mask_of(key_BFGC.shape[1], first_BR, last_BR, width, whole)
-    shape, groups = query_BRHC.shape, key_BFGC.shape[2]
-    query = query_BRHC.unflatten(2, (groups, -1))
+    mask, shape, groups = mask_of(inputs), inputs.query_BRHC.shape, inputs.key_BFGC.shape[2]
+    query = inputs.query_BRHC.unflatten(2, (groups, -1))
     # Heads of a group share keys and values without a copy: their stride is 0.
-    key, value = (x[:, :, :, None].expand(-1, -1, -1, shape[2] // groups, -1) for x in (key_BFGC, value_BFGC))
-    if not whole:  # packed documents: all sequences of the batch lie in one row
+    shared = (inputs.key_BFGC, inputs.value_BFGC)
+    key, value = (x[:, :, :, None].expand(-1, -1, -1, shape[2] // groups, -1) for x in shared)
+    if not inputs.whole:  # packed documents: all sequences of the batch lie in one row
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
     attention = importlib.import_module("xformers.ops.fmha").memory_efficient_attention
     return attention(query, key, value, attn_bias=mask).reshape(shape)
 
 
-def mask_of(slots: int, first_BR: Tensor, last_BR: Tensor, width: int | None, whole: bool) -> Any:
+def mask_of(inputs: Inputs) -> Any:
     """The mask of xformers that these ranges are, or None if there is none."""
     with _quiet():
         masks = importlib.import_module("xformers.ops.fmha.attn_bias")
-    if whole:
+    width = inputs.width
+    if inputs.whole:
         return (
             masks.LowerTriangularFromBottomRightMask()
             if width is None
             else masks.LocalAttentionFromBottomRightMask(window_left=width - 1, window_right=0)
         )
-    if first_BR.shape[1] != slots:
+    if inputs.first_BR.shape[1] != inputs.key_BFGC.shape[1]:
         return None
-    lengths = document_lengths(first_BR, last_BR, width)
+    lengths = document_lengths(inputs.first_BR, inputs.last_BR, width)
     if lengths is None:
         return None
     mask = masks.BlockDiagonalCausalMask.from_seqlens(lengths)

@@ -29,43 +29,15 @@ Source: the recurrences of Katharopoulos et al. 2020 (linear attention), Schlag 
 2024b, "Gated Delta Networks", equation 10 (with decay; they write the transpose of S).
 """
 
-from torch import Tensor
-
 from ..dispatch import Impl, Op
-from ..shapes import agree, require
 from . import chunked, fla, reference
-
-
-def check(
-    query_BTHC: Tensor,
-    key_BTHC: Tensor,
-    value_BTHC: Tensor,
-    beta_BTH: Tensor | None,
-    log_decay_BTH: Tensor | None,
-    start_BT: Tensor,
-    live_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float = 1.0,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, or T is 0."""
-    optional = {"beta_BTH": beta_BTH, "log_decay_BTH": log_decay_BTH}
-    sizes = agree(
-        "delta_rule",
-        query_BTHC=query_BTHC,
-        key_BTHC=key_BTHC,
-        value_BTHC=value_BTHC,
-        **{name: x for name, x in optional.items() if x is not None},
-        start_BT=start_BT,
-        live_BT=live_BT,
-        state_BHCC=state_BHCC,
-    )
-    require("delta_rule", sizes["T"] >= 1, "there must be at least one token, got T = 0")
-
+from .inputs import Inputs, check
 
 delta_rule = Op(
     "delta_rule",
     reference.delta_rule,
     (Impl("fla", fla.delta_rule, fla.refuses, fla.missing), Impl("chunked", chunked.delta_rule, chunked.refuses)),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

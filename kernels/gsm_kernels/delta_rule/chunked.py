@@ -20,55 +20,45 @@ Transformers with the Delta Rule over Sequence Length", with the documents as ze
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision
+from .inputs import Inputs
 
 CHUNK = 32
 
 
-def refuses(query_BTHC: Tensor, *others: Any, **named: Any) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this form is not for a call: a token at a time the equations themselves are faster."""
-    return "a single token makes no chunk" if query_BTHC.shape[1] == 1 else None
+    return "a single token makes no chunk" if inputs.query_BTHC.shape[1] == 1 else None
 
 
-def delta_rule(
-    query_BTHC: Tensor,
-    key_BTHC: Tensor,
-    value_BTHC: Tensor,
-    beta_BTH: Tensor | None,
-    log_decay_BTH: Tensor | None,
-    start_BT: Tensor,
-    live_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
-    size = min(query_BTHC.shape[1], CHUNK)
+    tokens = inputs.query_BTHC.shape[1]
+    size = min(tokens, CHUNK)
     # A token that is not live reads and writes nothing; the last chunk is filled up with such tokens.
-    idle_BT11 = ~live_BT[..., None, None]
-    query, key, value = (
-        _chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in (query_BTHC, key_BTHC, value_BTHC)
-    )
+    idle_BT11 = ~inputs.live_BT[..., None, None]
+    query, key, value = (_chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:3])
     log_decay = None
-    if log_decay_BTH is not None:
-        log_decay = _chunks(at_least_float32(log_decay_BTH).masked_fill(idle_BT11[..., 0], 0), size)
-    left, entering = _what_is_left(_chunks((start_BT & live_BT).long()[..., None], size), log_decay, value.dtype)
+    if inputs.log_decay_BTH is not None:
+        log_decay = _chunks(at_least_float32(inputs.log_decay_BTH).masked_fill(idle_BT11[..., 0], 0), size)
+    left, entering = _what_is_left(
+        _chunks((inputs.start_BT & inputs.live_BT).long()[..., None], size), log_decay, value.dtype
+    )
     read = left * _product(query, key.mT)
     leaving = (left[..., -1, :, None] * key).mT
     seen, kept = entering[..., None] * query, entering[..., -1, None, None]
-    if beta_BTH is not None:
-        value, undone = _writes(key, value, _chunks(at_least_float32(beta_BTH), size), left, entering)
+    if inputs.beta_BTH is not None:
+        value, undone = _writes(key, value, _chunks(at_least_float32(inputs.beta_BTH), size), left, entering)
         seen = seen - _product(read, undone)
         kept = kept * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) - _product(leaving, undone)
-    before, state_BHCC = _scan(kept, _product(leaving, value), at_least_float32(state_BHCC))
-    out_BHNLC = scale * (_product(seen, before) + _product(read, value))
-    out_BTHC = out_BHNLC.movedim(1, 3).flatten(1, 2)[:, : query_BTHC.shape[1]]
-    return out_BTHC.to(query_BTHC.dtype), state_BHCC
+    before, state_BHCC = _scan(kept, _product(leaving, value), at_least_float32(inputs.state_BHCC))
+    out_BHNLC = inputs.scale * (_product(seen, before) + _product(read, value))
+    out_BTHC = out_BHNLC.movedim(1, 3).flatten(1, 2)[:, :tokens]
+    return out_BTHC.to(inputs.query_BTHC.dtype), state_BHCC
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
+from .inputs import Inputs
 
 FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule")  # no delta rule, with it, and with decay besides
 WIDEST = 256  # channels of a head
@@ -27,32 +27,23 @@ def missing() -> str | None:
     return absent("fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 
-def refuses(query_BTHC: Tensor, key_BTHC: Tensor, value_BTHC: Tensor, *others: Any, **named: Any) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why these kernels cannot take this call."""
-    if query_BTHC.device.type != "cuda":
-        return f"needs tensors on a GPU, got {query_BTHC.device.type}"
-    refusal = needs_one_half_type(query_BTHC, key_BTHC, value_BTHC)
+    if inputs.query_BTHC.device.type != "cuda":
+        return f"needs tensors on a GPU, got {inputs.query_BTHC.device.type}"
+    refusal = needs_one_half_type(*inputs[:3])
     if refusal is not None:
         return refusal
-    if query_BTHC.shape[-1] > WIDEST:
-        return f"takes heads of at most {WIDEST} channels, got {query_BTHC.shape[-1]}"
-    if query_BTHC.shape[1] > 1 and for_a_graph():
+    if inputs.query_BTHC.shape[-1] > WIDEST:
+        return f"takes heads of at most {WIDEST} channels, got {inputs.query_BTHC.shape[-1]}"
+    if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
         return "waits for the device, which a CUDA graph cannot"
     return None
 
 
-def delta_rule(
-    query_BTHC: Tensor,
-    key_BTHC: Tensor,
-    value_BTHC: Tensor,
-    beta_BTH: Tensor | None,
-    log_decay_BTH: Tensor | None,
-    start_BT: Tensor,
-    live_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
+    query_BTHC, key_BTHC, value_BTHC, beta_BTH, log_decay_BTH, start_BT, live_BT, state_BHCC, scale = inputs
     idle_BT1, start_BT, state_BHCC = ~live_BT[..., None], start_BT & live_BT, at_least_float32(state_BHCC)
     call = {"q": query_BTHC, "k": key_BTHC.masked_fill(idle_BT1[..., None], 0), "v": value_BTHC}
     if beta_BTH is not None:

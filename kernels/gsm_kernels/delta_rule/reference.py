@@ -6,33 +6,24 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32
+from .inputs import Inputs
 
 
-def delta_rule(
-    query_BTHC: Tensor,
-    key_BTHC: Tensor,
-    value_BTHC: Tensor,
-    beta_BTH: Tensor | None,
-    log_decay_BTH: Tensor | None,
-    start_BT: Tensor,
-    live_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
-    query, key, value = (at_least_float32(x) for x in (query_BTHC, key_BTHC, value_BTHC))
-    state, outs = at_least_float32(state_BHCC), []
+    query, key, value = (at_least_float32(x) for x in inputs[:3])
+    state, outs = at_least_float32(inputs.state_BHCC), []
     for t in range(query.shape[1]):
-        before, live_B111 = state, live_BT[:, t, None, None, None]
-        state = state.masked_fill(start_BT[:, t, None, None, None], 0)
-        if log_decay_BTH is not None:
-            state = state * at_least_float32(log_decay_BTH[:, t, :, None, None]).exp()
+        before, live_B111 = state, inputs.live_BT[:, t, None, None, None]
+        state = state.masked_fill(inputs.start_BT[:, t, None, None, None], 0)
+        if inputs.log_decay_BTH is not None:
+            state = state * at_least_float32(inputs.log_decay_BTH[:, t, :, None, None]).exp()
         write_BHC = value[:, t]
-        if beta_BTH is not None:
-            write_BHC = at_least_float32(beta_BTH[:, t, :, None]) * (write_BHC - _read(state, key[:, t]))
+        if inputs.beta_BTH is not None:
+            write_BHC = at_least_float32(inputs.beta_BTH[:, t, :, None]) * (write_BHC - _read(state, key[:, t]))
         state = torch.where(live_B111, state + key[:, t, :, :, None] * write_BHC[:, :, None], before)
-        outs.append(torch.where(live_B111[..., 0], scale * _read(state, query[:, t]), 0))
-    return torch.stack(outs, dim=1).to(query_BTHC.dtype), state
+        outs.append(torch.where(live_B111[..., 0], inputs.scale * _read(state, query[:, t]), 0))
+    return torch.stack(outs, dim=1).to(inputs.query_BTHC.dtype), state
 
 
 def _read(state_BHCC: Tensor, x_BHC: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """PyTorch's grouped matrix product: one launch for all groups, whose ends stay on the device.
 
-On compute capability 9.0 it is a CUTLASS kernel that asks the host for nothing. Its loads want rows of a multiple of 16
-bytes. Group sizes are free: with weights stored [out, in] no product runs along a row's place in memory, forward or
+On compute capability 9.0 it is a CUTLASS kernel that needs nothing from the host. Its loads need rows of a multiple of
+16 bytes. Group sizes are free: with weights stored [out, in] no product runs along a row's place in memory, forward or
 backward. (For newer chips wrong gradients of empty groups have been reported, pytorch/pytorch issue 172439; older ones
 have a loop that waits for the ends.)
 """

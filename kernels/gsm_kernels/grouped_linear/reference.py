@@ -1,8 +1,8 @@
 """One product after the other, in the dtype that comes in.
 
 Group sizes have to be known for that, so on a GPU the host waits for them; only in a CUDA graph, where it cannot, does
-every matrix meet all rows. Two custom ops hide the loop from whoever traces shapes: outside of them, no shape depends
-on a size.
+every matrix meet all rows. Two custom operators hide the loop from tracing: outside of them, no shape depends on a
+size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _outer_products(y_MN: Tensor, x_MD: Tensor, end_E: Tensor) -> Tensor:
 
 
 def _each_by_all(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
-    """The same where nobody may wait for the ends: every matrix meets all rows, of which its own are kept."""
+    """The same without waiting for the ends: every matrix meets all rows, of which its own are kept."""
     row_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None]
     y_MN, start = x_MD.new_zeros(len(x_MD), weight_END.shape[1]), end_E.new_zeros(())
     for weight, end in zip(weight_END, end_E, strict=True):

@@ -27,57 +27,26 @@ Raises:
 Source: DeepSeek-V3.2's lightning indexer; the pool is V4.1's hierarchical selection.
 """
 
-from torch import Tensor
+from functools import partial
 
 from ..dispatch import Impl, Op
 from ..launch import missing
-from ..shapes import agree, require
 from . import reference, triton
-
-
-def check_top_k(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    k: int,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, or k or block is below 1."""
-    pool = {} if pool_BRN is None else {"pool_BRN": pool_BRN}
-    scored = {"query_BRJI": query_BRJI, "weight_BRJ": weight_BRJ, "key_BFI": key_BFI}
-    agree("index_top_k", **scored, first_BR=first_BR, last_BR=last_BR, **pool)
-    require("index_top_k", k >= 1 and block >= 1, f"k = {k} and block = {block} must be at least 1")
-
-
-def check_pool(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    blocks: int,
-    block: int = 8,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, or blocks or block is below 1."""
-    scored = {"query_BRJI": query_BRJI, "weight_BRJ": weight_BRJ, "key_BFI": key_BFI}
-    agree("candidate_pool", **scored, first_BR=first_BR, last_BR=last_BR)
-    require("candidate_pool", blocks >= 1 and block >= 1, f"blocks = {blocks} and block = {block} must be at least 1")
-
+from .inputs import Inputs, check, pool
 
 index_top_k = Op(
     "index_top_k",
     reference.index_top_k,
     (Impl("triton", triton.index_top_k, triton.refuses, missing),),
-    check=check_top_k,
+    inputs=Inputs,
+    check=partial(check, "index_top_k", "k"),
     doc=__doc__,
 )
 candidate_pool = Op(
     "candidate_pool",
     reference.candidate_pool,
     (Impl("triton", triton.candidate_pool, triton.refuses_pool, missing),),
-    check=check_pool,
+    inputs=pool,
+    check=partial(check, "candidate_pool", "blocks"),
     doc=__doc__,
 )

@@ -13,31 +13,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "groups", "ordinals", "row_tiles", "slot_tiles"])
 def best_of_groups(
-    query_ptr,
-    weight_ptr,
-    key_ptr,
-    first_ptr,
-    last_ptr,
-    member_ptr,
-    best_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    F,
-    groups,
-    ordinals,
-    row_tiles,
-    slot_tiles,
-    block,
-    J: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    GROUP: tl.constexpr,
-    POOLED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    query_ptr, weight_ptr, key_ptr, first_ptr, last_ptr, member_ptr, best_ptr,
+    batch0, row0, rows, R, F, groups, ordinals, row_tiles, slot_tiles, block,
+    J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """The highest visible score among every GROUP neighbouring slots, -inf where none is visible.
 
     A program makes a tile of ROWS x SLOTS scores in registers, head after head. Tiles that none of their rows see are
@@ -85,20 +65,10 @@ def best_of_groups(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns"])
 def choose(
-    score_ptr,
-    first_ptr,
-    last_ptr,
-    out_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    columns,
-    k,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    K: tl.constexpr,
-):
+    score_ptr, first_ptr, last_ptr, out_ptr,
+    batch0, row0, rows, R, columns, k,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """The k best of the groups (GROUP = 1: of the slots) that a row sees. A program holds one row in registers."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     group = first // GROUP + tl.arange(0, SIZE)
@@ -109,25 +79,10 @@ def choose(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns", "ordinals"])
 def choose_listed(
-    score_ptr,
-    group_ptr,
-    first_ptr,
-    last_ptr,
-    member_ptr,
-    out_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    columns,
-    ordinals,
-    block,
-    k,
-    GROUP: tl.constexpr,
-    POOLED: tl.constexpr,
-    SIZE: tl.constexpr,
-    K: tl.constexpr,
-):
+    score_ptr, group_ptr, first_ptr, last_ptr, member_ptr, out_ptr,
+    batch0, row0, rows, R, columns, ordinals, block, k,
+    GROUP: tl.constexpr, POOLED: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """The k best slots of the k groups that are listed for a row, given the scores of all their slots."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     column = tl.arange(0, SIZE)
@@ -142,20 +97,10 @@ def choose_listed(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns"])
 def choose_blocks(
-    score_ptr,
-    first_ptr,
-    last_ptr,
-    out_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    columns,
-    block,
-    k,
-    SIZE: tl.constexpr,
-    K: tl.constexpr,
-):
+    score_ptr, first_ptr, last_ptr, out_ptr,
+    batch0, row0, rows, R, columns, block, k,
+    SIZE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """The k blocks of `block` slots, counted from the first that a row sees, with the highest maxima; the newest is
     among them whatever its score."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)

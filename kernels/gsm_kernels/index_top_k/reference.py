@@ -6,83 +6,49 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, scratch_elements
-from ..slots import visible
+from ..indexer import Indexer, weigh
+from ..rows import slices
+from ..slots import slots_visible
+from .inputs import Inputs
 
 
 @torch.no_grad()
-def index_top_k(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    k: int,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> Tensor:
+def index_top_k(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    chosen = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, k))]
-    for rows in row_slices(query_BRJI, key_BFI):
+    first_BR, last_BR, pool_BRN = inputs.first_BR, inputs.last_BR, inputs.pool_BRN
+    chosen = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
+    for rows in _row_slices(inputs):
         pool = None if pool_BRN is None else pool_BRN[:, rows]
-        seen = slots_visible(key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, block)
-        score = index_scores(query_BRJI[:, rows], weight_BRJ[:, rows], key_BFI)
-        chosen.append(highest(score.masked_fill_(~seen, -torch.inf), k))
+        seen = slots_visible(inputs.key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, inputs.block)
+        score = _index_scores(inputs.indexer, rows)
+        chosen.append(highest(score.masked_fill_(~seen, -torch.inf), inputs.k))
     return torch.cat(chosen, 1)
 
 
 @torch.no_grad()
-def candidate_pool(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    blocks: int,
-    block: int = 8,
-) -> Tensor:
+def candidate_pool(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    pools = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, blocks))]
-    for rows in row_slices(query_BRJI, key_BFI):
-        score = index_scores(query_BRJI[:, rows], weight_BRJ[:, rows], key_BFI)
-        pools.append(highest(_block_scores(score, first_BR[:, rows], last_BR[:, rows], block), blocks))
+    first_BR, last_BR = inputs.first_BR, inputs.last_BR
+    pools = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
+    for rows in _row_slices(inputs):
+        score = _index_scores(inputs.indexer, rows)
+        pools.append(highest(_block_scores(score, first_BR[:, rows], last_BR[:, rows], inputs.block), inputs.k))
     return torch.cat(pools, 1)
 
 
-def row_slices(query_BRJI: Tensor, key_BFI: Tensor) -> list[slice]:
+def _row_slices(inputs: Inputs) -> list[slice]:
     """Ranges of rows whose scores of all index heads fit the scratch memory."""
-    batch, rows, heads, _ = query_BRJI.shape
-    step = max(1, scratch_elements(query_BRJI.device) // max(1, batch * heads * key_BFI.shape[1]))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    batch, rows, heads, _ = inputs.query_BRJI.shape
+    per_row = batch * heads * inputs.key_BFI.shape[1]
+    return slices(rows, max(1, scratch_elements(inputs.query_BRJI.device) // max(1, per_row)))
 
 
-def index_scores(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor) -> Tensor:
-    """sum_j weight relu(query . key) for every slot, [B,R,F], in float32 or wider."""
-    query, weight = at_least_float32(query_BRJI), at_least_float32(weight_BRJ)
-    batch, rows, heads, width = query.shape
-    fired = torch.bmm(query.reshape(batch, rows * heads, width), at_least_float32(key_BFI).mT).relu_()
-    return weigh(fired.view(batch, rows, heads, -1), weight)
-
-
-def weigh(fired_BRJF: Tensor, weight_BRJ: Tensor) -> Tensor:
-    """sum_j weight_j fired_j, head by head: there are few, and the BLAS is slow at products of so few numbers."""
-    weight_BRJ1 = weight_BRJ[..., None]
-    score_BRF = fired_BRJF[:, :, 0] * weight_BRJ1[:, :, 0]
-    for head in range(1, fired_BRJF.shape[2]):
-        score_BRF.addcmul_(fired_BRJF[:, :, head], weight_BRJ1[:, :, head])
-    return score_BRF
-
-
-def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
-    """Which slots a row may choose, bool [B,R,F]: those in [first, last), and in its pool if it has one."""
-    seen = visible(first_BR, last_BR, slice(0, slots))
-    if pool_BRN is None:
-        return seen
-    ordinals = slots // block + 1
-    member = torch.zeros(*first_BR.shape, ordinals + 1, dtype=torch.bool, device=first_BR.device)
-    member.scatter_(2, torch.where(pool_BRN < 0, ordinals, pool_BRN.clamp(max=ordinals)), True)
-    slot_F = torch.arange(slots, device=first_BR.device)
-    ordinal = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, ordinals - 1)
-    return seen & member.gather(2, ordinal)
+def _index_scores(indexer: Indexer, rows: slice) -> Tensor:
+    """sum_j weight_j relu(query_j . key) of these rows for every slot, [B,R,F], in float32 or wider."""
+    query, weight = (at_least_float32(x[:, rows]) for x in indexer[:2])
+    batch, length, heads, width = query.shape
+    fired = torch.bmm(query.reshape(batch, length * heads, width), at_least_float32(indexer.key_BFI).mT).relu_()
+    return weigh(fired.view(batch, length, heads, -1), weight)
 
 
 def highest(score: Tensor, k: int) -> Tensor:

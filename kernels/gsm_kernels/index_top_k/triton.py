@@ -26,165 +26,97 @@ digits of one bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..launch import launch, power_of_two, unfit
+from ..indexer import Indexer
+from ..inputs import schema
+from ..launch import cdiv, launch, power_of_two
+from ..rows import Rows, lines_of, row_chunks
+from ..score_slots.triton import score_listed
+from .inputs import Inputs
 
-SCRATCH = 12 << 20  # numbers of four bytes in a chunk's buffers, about the second-level cache of a Hopper GPU
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
 MOST = 16384  # slots or blocks among which it can choose
 
 
-class Rows(NamedTuple):
-    """A chunk: rows [row0, row0 + rows) of the sequences [batch0, batch0 + batches)."""
-
-    batch0: int
-    batches: int
-    row0: int
-    rows: int
-
-    @property
-    def lines(self) -> int:
-        """How many rows that are, of all sequences."""
-        return self.batches * self.rows
-
-
-def refuses(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    k: int,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    slots = key_BFI.shape[1]
+    slots = inputs.key_BFI.shape[1]
     group = group_size(slots)
-    if max(k * group, slots // group) > MOST or group > 64:
-        return f"chooses among {MOST} slots at a time: too few for k = {k} of {slots}"
-    return unfit_indexer(query_BRJI, weight_BRJ, key_BFI)
+    if max(inputs.k * group, slots // group) > MOST or group > 64:
+        return f"chooses among {MOST} slots at a time: too few for k = {inputs.k} of {slots}"
+    return inputs.indexer.unfit()
 
 
-def refuses_pool(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    blocks: int,
-    block: int = 8,
-) -> str | None:
+def refuses_pool(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    slots = key_BFI.shape[1]
-    if max(blocks, -(-slots // block)) > MOST:
+    slots, blocks, block = inputs.key_BFI.shape[1], inputs.k, inputs.block
+    if max(blocks, cdiv(slots, block)) > MOST:
         return f"chooses among {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"
-    return unfit_indexer(query_BRJI, weight_BRJ, key_BFI)
-
-
-def unfit_indexer(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor) -> str | None:
-    """Why an indexer's queries and keys are not for kernels that hold a row's heads in one tile."""
-    heads, width = query_BRJI.shape[2:]
-    if not 1 <= heads <= 64 or not 1 <= width <= 128:
-        return f"made for 1 to 64 index heads of width 1 to 128, got {heads} of width {width}"
-    return unfit(query_BRJI, weight_BRJ, key_BFI)
+    return inputs.indexer.unfit()
 
 
 @torch.no_grad()
-def index_top_k(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    k: int,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> Tensor:
+def index_top_k(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    return _index_top_k(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, k, pool_BRN, block)
+    return _index_top_k(*inputs)
 
 
 @torch.no_grad()
-def candidate_pool(
-    query_BRJI: Tensor,
-    weight_BRJ: Tensor,
-    key_BFI: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    blocks: int,
-    block: int = 8,
-) -> Tensor:
+def candidate_pool(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    return _candidate_pool(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, blocks, block)
+    return _candidate_pool(*inputs)
 
 
-@torch.library.custom_op("gsm_kernels::index_top_k", mutates_args=())
-def _index_top_k(
-    query: Tensor,
-    weight: Tensor,
-    key: Tensor,
-    first: Tensor,
-    last: Tensor,
-    k: int,
-    pool: Tensor | None,
-    block: int,
-) -> Tensor:
-    search = Search.of(query, weight, key, first, last)
-    slots = key.shape[1]
+@torch.library.custom_op("gsm_kernels::index_top_k", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
+def _index_top_k(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    search, index = Search.of(inputs), _chosen(*arguments)
+    slots, k, pool, block = inputs.key_BFI.shape[1], inputs.k, inputs.pool_BRN, inputs.block
     group = group_size(slots)
-    index = first.new_empty(*first.shape, k)
-    per_row = -(-slots // group) + (k * (group + 1) if group > 1 else 0) + (0 if pool is None else slots // block // 4)
-    for part in row_chunks(first.shape, per_row):
+    per_row = cdiv(slots, group) + (k * (group + 1) if group > 1 else 0) + (0 if pool is None else slots // block // 4)
+    for part in row_chunks(index.shape, per_row):
         search.top_k(part, group, pool, block, lines_of(index, part))
     return index
 
 
-@torch.library.custom_op("gsm_kernels::candidate_pool", mutates_args=())
-def _candidate_pool(
-    query: Tensor, weight: Tensor, key: Tensor, first: Tensor, last: Tensor, blocks: int, block: int
-) -> Tensor:
-    search = Search.of(query, weight, key, first, last)
-    pool = first.new_empty(*first.shape, blocks)
-    for part in row_chunks(first.shape, key.shape[1]):
+@torch.library.custom_op("gsm_kernels::candidate_pool", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
+def _candidate_pool(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    search, pool, block = Search.of(inputs), _chosen(*arguments), inputs.block
+    for part in row_chunks(pool.shape, inputs.key_BFI.shape[1]):
         search.choose_blocks(search.best_of_groups(part, 1, None, block), part, block, lines_of(pool, part))
     return pool
 
 
-@_index_top_k.register_fake
-def _(query, weight, key, first, last, k, pool, block):
-    return first.new_empty(*first.shape, k)
+def _chosen(*arguments: Any) -> Tensor:
+    """Uninitialised; what either operator returns of tensors without data."""
+    inputs = Inputs(*arguments)
+    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
 
 
-@_candidate_pool.register_fake
-def _(query, weight, key, first, last, blocks, block):
-    return first.new_empty(*first.shape, blocks)
+_index_top_k.register_fake(_chosen)
+_candidate_pool.register_fake(_chosen)
 
 
 class Search(NamedTuple):
-    """The arguments of a search, contiguous, with the launches of its kernels."""
+    """What is searched, contiguous, with the launches of the kernels for a chunk of rows."""
 
-    query: Tensor
-    weight: Tensor
-    key: Tensor
+    indexer: Indexer
     first: Tensor
     last: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, weight: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Search:
-        """Queries and keys in the wider of their two types."""
-        common = torch.promote_types(query.dtype, key.dtype)
-        tensors = (query.to(common), weight, key.to(common), first, last)
-        return cls(*(x.contiguous() for x in tensors))
+    def of(cls, inputs: Inputs) -> Search:
+        """The search of a call."""
+        return cls(inputs.indexer.readable(), inputs.first_BR.contiguous(), inputs.last_BR.contiguous())
 
     def top_k(self, part: Rows, group: int, pool: Tensor | None, block: int, out: Tensor) -> None:
         """Write the best slots of a chunk. Its buffers are gone before the next chunk's are made."""
-        member = None if pool is None else members_of(pool, part, self.key.shape[1], block)
+        member = None if pool is None else members_of(pool, part, self.indexer.key_BFI.shape[1], block)
         best = self.best_of_groups(part, group, member, block)
         if group == 1:
             self.choose(best, part, 1, out)
@@ -198,67 +130,69 @@ class Search(NamedTuple):
         """[lines, groups] float32; not written where no row of a tile sees a slot."""
         from .kernels import best_of_groups
 
-        slots, (heads, width) = self.key.shape[1], self.query.shape[2:]
-        best = self.key.new_empty((part.lines, -(-slots // group)), dtype=torch.float32)
-        tile = score_tile(part.rows, self.key.dtype)
-        row_tiles, slot_tiles = -(-part.rows // tile.ROWS), -(-slots // tile.SLOTS)
+        key = self.indexer.key_BFI
+        slots, (heads, width) = key.shape[1], self.indexer.query_BRJI.shape[2:]
+        best = key.new_empty((part.lines, cdiv(slots, group)), dtype=torch.float32)
+        tile = score_tile(part.rows, key.dtype)
+        row_tiles, slot_tiles = cdiv(part.rows, tile.ROWS), cdiv(slots, tile.SLOTS)
         pooled = best if member is None else member
         launch(
             best_of_groups,
             (part.batches * row_tiles * slot_tiles,),
-            *(self.query, self.weight, self.key, self.first, self.last, pooled, best),
-            *(part.batch0, part.row0, part.rows, self.first.shape[1], slots, best.shape[1]),
-            *(pooled.shape[1], row_tiles, slot_tiles, block),
+            *(*self.indexer, self.first, self.last, pooled, best),
+            *part.place(self.first.shape[1]),
+            *(slots, best.shape[1], pooled.shape[1], row_tiles, slot_tiles, block),
             J=heads,
             I=width,
             GROUP=group,
             POOLED=member is not None,
             WIDTH=power_of_two(width, 16),
-            ROWS=tile.ROWS,
-            SLOTS=tile.SLOTS,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile._asdict(),
         )
         return best
 
     def choose(self, best: Tensor, part: Rows, group: int, out: Tensor) -> None:
+        """Write each row's best groups."""
         from .kernels import choose
 
-        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], best.shape[1], out.shape[-1])
-        sizes = {**choice(best.shape[1], out.shape[-1]), "GROUP": group}
-        launch(choose, (part.lines,), best, self.first, self.last, out, *rows, **sizes)
+        sizes = (*part.place(self.first.shape[1]), best.shape[1], out.shape[-1])
+        options = {**choice(best.shape[1], out.shape[-1]), "GROUP": group}
+        launch(choose, (part.lines,), best, self.first, self.last, out, *sizes, **options)
 
     def choose_listed(
         self, groups: Tensor, part: Rows, group: int, member: Tensor | None, block: int, out: Tensor
     ) -> None:
-        from ..score_slots.triton import score_listed
+        """Write the best slots of each row's groups."""
         from .kernels import choose_listed
 
         k = groups.shape[1]
-        score = score_listed(self.query, self.weight, self.key, groups, part, group)
+        score = score_listed(self.indexer, groups, part, group)
         pooled = groups if member is None else member
-        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], k * group, pooled.shape[1], block, k)
-        sizes = {**choice(k * group, k), "GROUP": group, "POOLED": member is not None}
-        launch(choose_listed, (part.lines,), score, groups, self.first, self.last, pooled, out, *rows, **sizes)
+        sizes = (*part.place(self.first.shape[1]), k * group, pooled.shape[1], block, k)
+        options = {**choice(k * group, k), "GROUP": group, "POOLED": member is not None}
+        launch(choose_listed, (part.lines,), score, groups, self.first, self.last, pooled, out, *sizes, **options)
 
     def choose_blocks(self, score: Tensor, part: Rows, block: int, out: Tensor) -> None:
+        """Write each row's best blocks."""
         from .kernels import choose_blocks
 
-        rows = (part.batch0, part.row0, part.rows, self.first.shape[1], score.shape[1], block, out.shape[-1])
-        sizes = choice(-(-score.shape[1] // block), out.shape[-1])
-        launch(choose_blocks, (part.lines,), score, self.first, self.last, out, *rows, **sizes)
+        sizes = (*part.place(self.first.shape[1]), score.shape[1], block, out.shape[-1])
+        options = choice(cdiv(score.shape[1], block), out.shape[-1])
+        launch(choose_blocks, (part.lines,), score, self.first, self.last, out, *sizes, **options)
 
 
 class Tile(NamedTuple):
+    """How scores are cut: ROWS x SLOTS of them a program."""
+
     ROWS: int
     SLOTS: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
 def score_tile(rows: int, dtype: torch.dtype) -> Tile:
     """64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two
-    programs share a multiprocessor: one multiplies matrices while the other adds up. Few rows want small programs, of
+    programs share a multiprocessor: one multiplies matrices while the other adds up. Few rows need small programs, of
     which there are then enough; float32 has no matrix units to feed."""
     if rows <= 16:
         return Tile(16, 128, 4, 2)
@@ -273,25 +207,7 @@ def choice(size: int, k: int) -> dict[str, int]:
 
 def group_size(slots: int) -> int:
     """Neighbouring slots that count as one at first: as few as leave GROUPS groups or less."""
-    return power_of_two(-(-slots // GROUPS), 1)
-
-
-def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
-    """Whole sequences of a [B,R,...], or rows of one, whose buffers of `per_row` numbers a row fit the scratch."""
-    batch, rows = shape[:2]
-    fit = max(SCRATCH // max(per_row, 1), 1)
-    if rows <= fit:
-        step = fit // max(rows, 1)
-        yield from (Rows(start, min(step, batch - start), 0, rows) for start in range(0, batch, step))
-        return
-    fit = max(fit // 64, 1) * 64 if fit >= 64 else fit  # whole tiles of rows
-    for sequence in range(batch):
-        yield from (Rows(sequence, 1, start, min(fit, rows - start)) for start in range(0, rows, fit))
-
-
-def lines_of(x: Tensor, part: Rows) -> Tensor:
-    """The lines of a chunk in a contiguous [B,R,...], where they lie side by side."""
-    return x.flatten(0, 1)[part.batch0 * x.shape[1] + part.row0 :][: part.lines]
+    return power_of_two(cdiv(slots, GROUPS), 1)
 
 
 def members_of(pool_BRN: Tensor, part: Rows, slots: int, block: int) -> Tensor:

@@ -30,64 +30,18 @@ Raises:
 Source: DeepSeek-V3.2's indexer warm-up loss, with the teacher's denominator over window, bank and sink.
 """
 
-from torch import Tensor
-
-from ..attend import require_window
 from ..dispatch import Impl, Op
 from ..launch import missing
-from ..shapes import agree, require
 from . import reference, triton
-from .reference import IndexerLoss
+from .inputs import IndexerLoss, Inputs, check
 
 __all__ = ["IndexerLoss", "indexer_kl"]
-
-
-def check(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    index_BRK: Tensor,
-    index_query_BRJI: Tensor,
-    index_weight_BRJ: Tensor,
-    index_key_BFI: Tensor,
-    dense: bool = True,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the
-    rows, channels are odd or fewer than are rotated, or block is below 1."""
-    sizes = agree(
-        "indexer_kl",
-        query_BRHC=query_BRHC,
-        window_BEC=window_BEC,
-        position_BR=position_BR,
-        sink_H=sink_H,
-        cos_BRP=cos_BRP,
-        sin_BRP=sin_BRP,
-        bank_BFC=bank_BFC,
-        first_BR=first_BR,
-        last_BR=last_BR,
-        index_BRK=index_BRK,
-        index_query_BRJI=index_query_BRJI,
-        index_weight_BRJ=index_weight_BRJ,
-        index_key_BFI=index_key_BFI,
-        **({} if pool_BRN is None else {"pool_BRN": pool_BRN}),
-    )
-    require_window("indexer_kl", sizes, width)
-    require("indexer_kl", block >= 1, f"block = {block} must be at least 1")
-
 
 indexer_kl = Op(
     "indexer_kl",
     reference.indexer_kl,
     (Impl("triton", triton.indexer_kl, triton.refuses, missing),),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

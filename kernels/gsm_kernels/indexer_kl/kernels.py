@@ -19,18 +19,10 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 @triton.jit(do_not_specialize=["row0", "rows"])
 def rotate(
-    query_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    row0,
-    rows,
-    scale,
-    P,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    query_ptr, cos_ptr, sin_ptr, out_ptr,
+    row0, rows, scale, P,
+    H: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Queries [rows,H,C] from flat row `row0` on, turned by their angles and multiplied by `scale`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows.to(tl.int64) * (H * C)
@@ -47,32 +39,11 @@ def rotate(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "E", "F", "W", "row_tiles", "ordinals"])
 def normaliser(
-    query_ptr,
-    window_ptr,
-    bank_ptr,
-    sink_ptr,
-    position_ptr,
-    first_ptr,
-    last_ptr,
-    member_ptr,
-    out_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    E,
-    F,
-    W,
-    row_tiles,
-    ordinals,
-    block,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    POOLED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    query_ptr, window_ptr, bank_ptr, sink_ptr, position_ptr, first_ptr, last_ptr, member_ptr, out_ptr,
+    batch0, row0, rows, R, E, F, W, row_tiles, ordinals, block,
+    H: tl.constexpr, C: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS:
+    tl.constexpr,
+):  # fmt: skip
     """log2 of what one head's softmax divides by: window, all slots that a row sees, and sink. [lines, H]."""
     head = tl.program_id(0) % H
     tile = tl.program_id(0) // H
@@ -107,30 +78,11 @@ def normaliser(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "row_tiles", "slot_tiles", "ordinals"])
 def mass_of_visible(
-    query_ptr,
-    bank_ptr,
-    normaliser_ptr,
-    position_ptr,
-    first_ptr,
-    last_ptr,
-    member_ptr,
-    mass_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    F,
-    row_tiles,
-    slot_tiles,
-    ordinals,
-    block,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    POOLED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    query_ptr, bank_ptr, normaliser_ptr, position_ptr, first_ptr, last_ptr, member_ptr, mass_ptr,
+    batch0, row0, rows, R, F, row_tiles, slot_tiles, ordinals, block,
+    H: tl.constexpr, C: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS:
+    tl.constexpr,
+):  # fmt: skip
     """A tile of the teacher's mass [lines, F], summed over heads; 0 outside a row's pool.
 
     Tiles that none of their rows see are left out, and what stands outside a row's range is undefined.
@@ -159,27 +111,10 @@ def mass_of_visible(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "E", "F", "W", "K"])
 def mass_of_selected(
-    query_ptr,
-    window_ptr,
-    bank_ptr,
-    sink_ptr,
-    position_ptr,
-    index_ptr,
-    mass_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    E,
-    F,
-    W,
-    K,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    query_ptr, window_ptr, bank_ptr, sink_ptr, position_ptr, index_ptr, mass_ptr,
+    batch0, row0, rows, R, E, F, W, K,
+    H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """The teacher's mass on the slots selected for a row, [lines, K]. A program has one row and all its heads."""
     line = tl.program_id(0).to(tl.int64)
     batch = batch0 + line // rows
@@ -211,24 +146,10 @@ def mass_of_selected(
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns", "K"])
 def divergence(
-    mass_ptr,
-    score_ptr,
-    position_ptr,
-    first_ptr,
-    last_ptr,
-    index_ptr,
-    loss_ptr,
-    held_ptr,
-    sees_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    columns,
-    K,
-    DENSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    mass_ptr, score_ptr, position_ptr, first_ptr, last_ptr, index_ptr, loss_ptr, held_ptr, sees_ptr,
+    batch0, row0, rows, R, columns, K,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A row's KL(mass / its sum || softmax of the scores), the scores' gradient in place of the scores, the share of
     the mass on its selected slots and whether it sees a slot at all. A teacher without any mass teaches nothing."""
     line = tl.program_id(0).to(tl.int64)
@@ -317,3 +238,75 @@ def _compared(mass_ptr, score_ptr, index_ptr, column, inside, DENSE: tl.constexp
         inside &= tl.load(index_ptr + column, mask=inside, other=-1) >= 0
     mass = tl.load(mass_ptr + column, mask=inside, other=0.0)
     return mass, tl.load(score_ptr + column, mask=inside, other=float("-inf"))
+
+
+# Gradients of the indexer over all slots that a tile of rows sees, given the gradient of the scores [lines, F]. The
+# scores are computed again.
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "row_tiles"])
+def query_gradients(
+    query_ptr, weight_ptr, key_ptr, grad_ptr, position_ptr, first_ptr, last_ptr, query_grad_ptr, weight_grad_ptr,
+    batch0, row0, rows, R, F, row_tiles,
+    J: tl.constexpr, I: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """Gradients of one index head's queries and weights for a tile of rows, over all slots that these see."""
+    head = tl.program_id(0) % J
+    tile = tl.program_id(0) // J
+    batch = (batch0 + tile // row_tiles).to(tl.int64)
+    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
+    inside = at < rows
+    line = (tile // row_tiles) * rows + at
+    row = batch * R + row0 + at
+    position, first, last = sight(position_ptr, first_ptr, last_ptr, row, inside, F)
+    query = entries(query_ptr, row * J + head, inside, I, WIDTH)
+    weight = tl.load(weight_ptr + row * J + head, mask=inside, other=0.0).to(tl.float32)
+    query_grad = tl.zeros((ROWS, WIDTH), tl.float32)
+    weight_grad = tl.zeros((ROWS,), tl.float32)
+    for start in range(tl.min(first, 0), tl.max(last, 0), SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        seen = (slot[None, :] >= first[:, None]) & (slot[None, :] < last[:, None])
+        key = entries(key_ptr, batch * F + slot, slot < F, I, WIDTH)
+        product = tl.dot(query, tl.trans(key), input_precision="ieee")
+        grad = tl.load(grad_ptr + (line[:, None] * F + slot[None, :]), mask=seen, other=0.0)
+        weight_grad += tl.sum(tl.maximum(product, 0.0) * grad, 1)
+        # Where a head fired, its gradient is its weight times the score's.
+        fired_grad = tl.where(product > 0, weight[:, None] * grad, 0.0).to(key.dtype)
+        query_grad += tl.dot(fired_grad, key, input_precision="ieee")
+    channel = tl.arange(0, WIDTH)
+    inside_2d = inside[:, None] & (channel < I)[None, :]
+    tl.store(query_grad_ptr + (row * J + head)[:, None] * I + channel[None, :], query_grad, mask=inside_2d)
+    tl.store(weight_grad_ptr + row * J + head, weight_grad, mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "slot_tiles", "splits", "batches"])
+def key_gradients(
+    query_ptr, weight_ptr, key_ptr, grad_ptr, position_ptr, first_ptr, last_ptr, part_ptr,
+    batch0, row0, rows, R, F, slot_tiles, splits, batches,
+    J: tl.constexpr, I: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """Gradients of a tile of keys, part by part of the rows: [splits, batches, F, I] in float32, to be summed."""
+    slot = (tl.program_id(0) % slot_tiles) * SLOTS + tl.arange(0, SLOTS)
+    sequence = (tl.program_id(0) // slot_tiles) % batches
+    split = tl.program_id(0) // slot_tiles // batches
+    batch = (batch0 + sequence).to(tl.int64)
+    key = entries(key_ptr, batch * F + slot, slot < F, I, WIDTH)
+    key_grad = tl.zeros((SLOTS, WIDTH), tl.float32)
+    for tile in range(split, tl.cdiv(rows, ROWS), splits):
+        at = tile * ROWS + tl.arange(0, ROWS)
+        inside = at < rows
+        row = batch * R + row0 + at
+        position, first, last = sight(position_ptr, first_ptr, last_ptr, row, inside, F)
+        if (tl.max(last, 0) > tl.min(slot, 0)) & (tl.min(first, 0) <= tl.max(slot, 0)):
+            seen = (slot[:, None] >= first[None, :]) & (slot[:, None] < last[None, :])
+            line = sequence * rows + at
+            grad = tl.load(grad_ptr + (line[None, :] * F + slot[:, None]), mask=seen, other=0.0)
+            for head in range(J):
+                query = entries(query_ptr, row * J + head, inside, I, WIDTH)
+                weight = tl.load(weight_ptr + row * J + head, mask=inside, other=0.0).to(tl.float32)
+                product = tl.dot(key, tl.trans(query), input_precision="ieee")
+                fired_grad = tl.where(product > 0, weight[None, :] * grad, 0.0).to(query.dtype)
+                key_grad += tl.dot(fired_grad, query, input_precision="ieee")
+    channel = tl.arange(0, WIDTH)
+    out = ((split * batches + sequence).to(tl.int64) * F + slot)[:, None] * I + channel[None, :]
+    tl.store(part_ptr + out, key_grad, mask=(slot < F)[:, None] & (channel < I)[None, :])

@@ -5,186 +5,116 @@ Letters: G slots compared (all F of the bank, or the K selected), the rest as in
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..attend.reference import near
 from ..device import at_least_float32, scratch_elements
-from ..index_top_k.reference import slots_visible, weigh
-from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
-from ..rope import turn
-from ..slots import flat_slots, gather_slots
+from ..indexer import Indexer, weigh
+from ..inputs import gradients
+from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_visible
+from ..slots import flat_slots, gather_slots, slots_visible
+from .inputs import IndexerLoss, Inputs
 
 
-class IndexerLoss(NamedTuple):
-    """What `indexer_kl` returns: the loss, and the share of the teacher's mass that the selection holds (no
-    gradient)."""
-
-    loss: Tensor
-    recall: Tensor | None
-
-
-class _Teacher(NamedTuple):
-    query_BRHC: Tensor
-    window_BEC: Tensor
-    position_BR: Tensor
-    sink_H: Tensor
-    cos_BRP: Tensor
-    sin_BRP: Tensor
-    bank_BFC: Tensor
-
-
-class _Choice(NamedTuple):
-    first_BR: Tensor
-    last_BR: Tensor
-    index_BRK: Tensor
-    pool_BRN: Tensor | None
-
-
-class _Student(NamedTuple):
-    query_BRJI: Tensor
-    weight_BRJ: Tensor
-    key_BFI: Tensor
-
-
-def indexer_kl(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    index_BRK: Tensor,
-    index_query_BRJI: Tensor,
-    index_weight_BRJ: Tensor,
-    index_key_BFI: Tensor,
-    dense: bool = True,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> IndexerLoss:
+def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
-    student = _Student(index_query_BRJI, index_weight_BRJ, index_key_BFI)
-    teacher = _Teacher(query_BRHC, window_BEC, position_BR, sink_H, cos_BRP, sin_BRP, bank_BFC)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in student)
-    fixed = (*(x.detach() for x in teacher), first_BR, last_BR, index_BRK, pool_BRN)
-    return IndexerLoss(*_IndexerKL.apply(*student, *fixed, width, dense, block, wants_grad))
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer)
+    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), wants_grad))
 
 
 class _IndexerKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        *tensors, width, dense, block, wants_grad = arguments
-        student, teacher, choice = _Student(*tensors[:3]), _Teacher(*tensors[3:10]), _Choice(*tensors[10:])
-        sums = _Sums(student, wants_grad)
-        for start, stop in _row_chunks(student, teacher, choice, width, dense):
-            _add_chunk(sums, student, teacher, choice, slice(start, stop), width, dense, block)
-        rows = (teacher.position_BR >= 0).sum().clamp(min=1)
-        ctx.save_for_backward(*(grad.div_(rows) for grad in sums.grads))
-        ctx.dtypes = [x.dtype for x in student]
-        recall = sums.held / sums.seen if dense else torch.full_like(sums.held, torch.nan)
+        *given, wants_grad = arguments
+        inputs = Inputs(*given)
+        sums = _Sums(inputs.indexer, wants_grad)
+        for rows in _row_chunks(inputs):
+            _add_chunk(sums, inputs, rows)
+        count = (inputs.position_BR >= 0).sum().clamp(min=1)
+        ctx.save_for_backward(*(grad.div_(count) for grad in sums.grads))
+        ctx.dtypes = [x.dtype for x in inputs.indexer]
+        recall = sums.held / sums.seen if inputs.dense else torch.full_like(sums.held, torch.nan)
         ctx.mark_non_differentiable(recall)
-        return sums.loss / rows, recall
+        return sums.loss / count, recall
 
     @staticmethod
     def backward(ctx, grad, _):
-        grads = [(grad * saved).to(dtype) for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=False)]
-        return *(grads or (None, None, None)), *(None,) * 15
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=False)  # none is saved where none was wanted
+        return *indexer_gradients(*((grad * saved).to(dtype) for saved, dtype in pairs)), None
+
+
+def indexer_gradients(query: Tensor | None = None, weight: Tensor | None = None, key: Tensor | None = None) -> tuple:
+    """What a backward returns for `Inputs`."""
+    return gradients(Inputs, index_query_BRJI=query, index_weight_BRJ=weight, index_key_BFI=key)
 
 
 class _Sums:
     """What the chunks add up to: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
 
-    def __init__(self, student: _Student, wants_grad: bool) -> None:
-        wide = torch.promote_types(student.query_BRJI.dtype, torch.float32)
-        self.loss, self.held, self.seen = torch.zeros(3, dtype=wide, device=student.query_BRJI.device).unbind()
-        self.grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in student] if wants_grad else []
+    def __init__(self, indexer: Indexer, wants_grad: bool) -> None:
+        wide, device = torch.promote_types(indexer.query_BRJI.dtype, torch.float32), indexer.query_BRJI.device
+        self.loss, self.held, self.seen = torch.zeros(3, dtype=wide, device=device).unbind()
+        self.grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in indexer] if wants_grad else []
 
 
-def _row_chunks(
-    student: _Student, teacher: _Teacher, choice: _Choice, width: int, dense: bool
-) -> list[tuple[int, int]]:
-    batch, rows, heads, channels = teacher.query_BRHC.shape
-    _, _, index_heads, index_width = student.query_BRJI.shape
-    whole = cut(rows, teacher.window_BEC.shape[1], width)
-    compared = teacher.bank_BFC.shape[1] if dense else choice.index_BRK.shape[2]
-    other = batch * compared * (index_heads if dense else max(index_heads, channels, index_width))
-    return chunks(whole, batch * heads, compared, other, scratch_elements(teacher.query_BRHC.device))
+def _row_chunks(inputs: Inputs) -> list[slice]:
+    batch, rows, heads, channels = inputs.query_BRHC.shape
+    _, _, index_heads, index_width = inputs.index_query_BRJI.shape
+    whole = cut(rows, inputs.window_BEC.shape[1], inputs.width)
+    other = batch * inputs.compared * (index_heads if inputs.dense else max(index_heads, channels, index_width))
+    return chunks(whole, batch * heads, inputs.compared, other, scratch_elements(inputs.query_BRHC.device))
 
 
-def _add_chunk(
-    sums: _Sums,
-    student: _Student,
-    teacher: _Teacher,
-    choice: _Choice,
-    rows: slice,
-    width: int,
-    dense: bool,
-    block: int,
-) -> None:
-    index_BRK = choice.index_BRK[:, rows]
-    visible = _compared(choice, rows, teacher.bank_BFC.shape[1], dense, block)
-    visible &= (teacher.position_BR[:, rows] >= 0)[..., None]
-    mass_BRG = _teacher_mass(teacher, rows, width, visible, None if dense else index_BRK)
+def _add_chunk(sums: _Sums, inputs: Inputs, rows: slice) -> None:
+    visible = _compared(inputs, rows)
+    visible &= (inputs.position_BR[:, rows] >= 0)[..., None]
+    mass_BRG = _teacher_mass(inputs, rows, visible)
     total = mass_BRG.sum(-1, keepdim=True)
     target_BRG = mass_BRG / total.clamp(min=torch.finfo(mass_BRG.dtype).tiny)
     # A teacher without any mass, because there is no slot or because all of it underflowed, teaches nothing.
     sees_BR = total[..., 0] > 0
-    sums.loss += _divergence(sums, student, rows, target_BRG, visible, sees_BR, None if dense else index_BRK)
-    if dense:
+    sums.loss += _divergence(sums, inputs, rows, target_BRG, visible, sees_BR)
+    if inputs.dense:
         # One column more, for -1 to find nothing in.
-        held = torch.nn.functional.pad(target_BRG, (0, 1)).gather(2, index_BRK.remainder(target_BRG.shape[2] + 1))
-        sums.held += held.sum()
+        place_BRK = inputs.index_BRK[:, rows].remainder(target_BRG.shape[2] + 1)
+        sums.held += F.pad(target_BRG, (0, 1)).gather(2, place_BRK).sum()
         sums.seen += visible.any(-1).sum()
 
 
-def _compared(choice: _Choice, rows: slice, slots: int, dense: bool, block: int) -> Tensor:
+def _compared(inputs: Inputs, rows: slice) -> Tensor:
     """Which slots, of the bank or of the selection, teacher and indexer are compared over, bool [B,R,G]."""
-    if not dense:
-        return choice.index_BRK[:, rows] >= 0
-    pool = None if choice.pool_BRN is None else choice.pool_BRN[:, rows]
-    return slots_visible(slots, choice.first_BR[:, rows], choice.last_BR[:, rows], pool, block)
+    if not inputs.dense:
+        return inputs.index_BRK[:, rows] >= 0
+    pool = None if inputs.pool_BRN is None else inputs.pool_BRN[:, rows]
+    return slots_visible(inputs.compared, inputs.first_BR[:, rows], inputs.last_BR[:, rows], pool, inputs.block)
 
 
-def _teacher_mass(teacher: _Teacher, rows: slice, width: int, visible: Tensor, index_BRK: Tensor | None) -> Tensor:
+def _teacher_mass(inputs: Inputs, rows: slice, visible: Tensor) -> Tensor:
     """Attention probability of each compared slot, summed over heads, [B,R,G]."""
-    offset = teacher.window_BEC.shape[1] - teacher.query_BRHC.shape[1]
-    first, last = max(0, offset + rows.start - (width - 1)), offset + rows.stop
-    blocks = cut(rows.stop - rows.start, last - first, width)
-    query = at_least_float32(teacher.query_BRHC[:, rows])
-    rotated = turn(query, teacher.cos_BRP[:, rows], teacher.sin_BRP[:, rows]).mul_(query.shape[-1] ** -0.5)
-    far = _far(teacher.bank_BFC.to(query.dtype), visible, index_BRK, blocks)
-    window = window_blocks(teacher.window_BEC[:, first:last].to(query.dtype), blocks)
-    seen = window_visible(teacher.position_BR[:, rows], blocks)
-    softmax = probabilities(pad_rows(rotated, blocks), window, seen, teacher.sink_H.to(query.dtype), far)
-    batch, _, heads, _ = query.shape
-    by_head = softmax.view(batch, blocks.padded, heads, -1)[:, : rows.stop - rows.start, :, blocks.span : -1]
+    blocks, query_BRHC, window = near(inputs.attention, rows)
+    far = _far(inputs, rows, visible, blocks, query_BRHC.dtype)
+    seen = window_visible(inputs.position_BR[:, rows], blocks)
+    softmax = probabilities(query_BRHC, window, seen, inputs.sink_H.to(query_BRHC.dtype), far)
+    by_head = softmax.view(*query_BRHC.shape[:3], -1)[:, : rows.stop - rows.start, :, blocks.span : -1]
     return by_head.sum(2)
 
 
-def _far(bank_BFC: Tensor, visible: Tensor, index_BRK: Tensor | None, blocks: Cut) -> Far:
-    bias = pad_rows(as_bias(visible, bank_BFC.dtype), blocks)
-    if index_BRK is None:
+def _far(inputs: Inputs, rows: slice, visible: Tensor, blocks: Cut, dtype: torch.dtype) -> Far:
+    bank_BFC, bias = inputs.bank_BFC.to(dtype), pad_rows(as_bias(visible, dtype), blocks)
+    if inputs.dense:
         return Far(bank_BFC, bias)
-    return Far(gather_slots(bank_BFC, pad_rows(index_BRK, blocks, -1)), bias)
+    return Far(gather_slots(bank_BFC, pad_rows(inputs.index_BRK[:, rows], blocks, -1)), bias)
 
 
 def _divergence(
-    sums: _Sums,
-    student: _Student,
-    rows: slice,
-    target_BRG: Tensor,
-    visible: Tensor,
-    sees_BR: Tensor,
-    index_BRK: Tensor | None,
+    sums: _Sums, inputs: Inputs, rows: slice, target_BRG: Tensor, visible: Tensor, sees_BR: Tensor
 ) -> Tensor:
     """KL(target || softmax of the scores) summed over rows; adds the gradients to the sums if they are wanted."""
-    query_BRJI, weight_BRJ = (at_least_float32(x[:, rows]) for x in student[:2])
-    keys = at_least_float32(student.key_BFI)
+    indexer, index_BRK = inputs.indexer, None if inputs.dense else inputs.index_BRK[:, rows]
+    query_BRJI, weight_BRJ = (at_least_float32(x[:, rows]) for x in indexer[:2])
+    keys = at_least_float32(indexer.key_BFI)
     if index_BRK is not None:
         keys = gather_slots(keys, index_BRK)
     batch, length, heads, _ = query_BRJI.shape

@@ -22,89 +22,35 @@ Source: the loss is DeepSeek-V3.2's indexer warm-up; the normaliser is summed up
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..index_top_k.triton import Rows, Search, lines_of, members_of, row_chunks, unfit_indexer
-from ..launch import launch, power_of_two, unfit
-from ..score_slots.triton import add_gradients, alike, score_listed, zeros_for
-from .reference import IndexerLoss
+from ..index_top_k.triton import Search, members_of
+from ..inputs import contiguous, schema
+from ..launch import cdiv, launch, power_of_two, unfit
+from ..rows import Rows, lines_of, row_chunks
+from ..score_slots.triton import add_gradients, score_listed, zeros_for
+from .inputs import IndexerLoss, Inputs
+from .reference import indexer_gradients
 
 LOG2E = 1.4426950408889634
 
 
-class _Teacher(NamedTuple):
-    query: Tensor
-    window: Tensor
-    bank: Tensor
-    sink: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
-class _Rows(NamedTuple):
-    """What is known of each row besides its vectors."""
-
-    position: Tensor
-    first: Tensor
-    last: Tensor
-    index: Tensor
-
-
-def refuses(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    index_BRK: Tensor,
-    index_query_BRJI: Tensor,
-    index_weight_BRJ: Tensor,
-    index_key_BFI: Tensor,
-    dense: bool = True,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    heads, channels = query_BRHC.shape[2:]
+    heads, channels = inputs.query_BRHC.shape[2:]
     if not 1 <= heads <= 128 or channels > 128 or channels % 2:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"
-    needs = unfit_indexer(index_query_BRJI, index_weight_BRJ, index_key_BFI)
-    return needs or unfit(query_BRHC, window_BEC, sink_H, cos_BRP, sin_BRP, bank_BFC)
+    floats = (inputs.query_BRHC, inputs.window_BEC, inputs.sink_H, inputs.cos_BRP, inputs.sin_BRP, inputs.bank_BFC)
+    return inputs.indexer.unfit() or unfit(*floats)
 
 
-def indexer_kl(
-    query_BRHC: Tensor,
-    window_BEC: Tensor,
-    position_BR: Tensor,
-    width: int,
-    sink_H: Tensor,
-    cos_BRP: Tensor,
-    sin_BRP: Tensor,
-    bank_BFC: Tensor,
-    first_BR: Tensor,
-    last_BR: Tensor,
-    index_BRK: Tensor,
-    index_query_BRJI: Tensor,
-    index_weight_BRJ: Tensor,
-    index_key_BFI: Tensor,
-    dense: bool = True,
-    pool_BRN: Tensor | None = None,
-    block: int = 8,
-) -> IndexerLoss:
+def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
-    student = (index_query_BRJI, index_weight_BRJ, index_key_BFI)
-    teacher = tuple(x.detach() for x in (query_BRHC, window_BEC, bank_BFC, sink_H, cos_BRP, sin_BRP))
-    rows = (position_BR, first_BR, last_BR, index_BRK)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in student)
-    return IndexerLoss(*_IndexerKL.apply(*student, *teacher, *rows, pool_BRN, width, dense, block, wants_grad))
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer)
+    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), wants_grad))
 
 
 class _IndexerKL(torch.autograd.Function):
@@ -112,190 +58,181 @@ class _IndexerKL(torch.autograd.Function):
     def forward(ctx, *arguments):
         loss, recall, *grads = _indexer_kl(*arguments)
         ctx.save_for_backward(*grads)
-        ctx.wants_grad, ctx.dtypes = arguments[-1], [x.dtype for x in arguments[:3]]
+        ctx.wants_grad, ctx.dtypes = arguments[-1], [x.dtype for x in Inputs(*arguments[:-1]).indexer]
         ctx.mark_non_differentiable(recall)
         return loss, recall
 
     @staticmethod
     def backward(ctx, grad, _):
         grads = [(grad * saved).to(dtype) for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return *(grads if ctx.wants_grad else (None, None, None)), *(None,) * 15
+        return *indexer_gradients(*(grads if ctx.wants_grad else ())), None
 
 
-@torch.library.custom_op("gsm_kernels::indexer_kl", mutates_args=())
-def _indexer_kl(
-    index_query: Tensor,
-    index_weight: Tensor,
-    index_key: Tensor,
-    query: Tensor,
-    window: Tensor,
-    bank: Tensor,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position: Tensor,
-    first: Tensor,
-    last: Tensor,
-    index: Tensor,
-    pool: Tensor | None,
-    width: int,
-    dense: bool,
-    block: int,
-    wants_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    student = alike(index_query, index_weight, index_key)
-    teacher = _teacher(query, window, bank, sink, cos, sin)
-    rows = _Rows(*(x.contiguous() for x in (position, first, last, index)))
-    run = _Run(student, teacher, rows, pool if dense else None, width, dense, block)
-    grads = tuple(zeros_for(x) if wants_grad else _none(x) for x in student)
-    loss, held, sees = torch.zeros((3, *position.shape), dtype=torch.float32, device=query.device).unbind()
-    for part in row_chunks(position.shape, run.per_row()):
-        run.chunk(part, loss, held, sees, grads if wants_grad else None)
+@torch.library.custom_op(
+    "gsm_kernels::indexer_kl",
+    mutates_args=(),
+    schema=f"({schema(Inputs)}, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _indexer_kl(*arguments):
+    *given, wants_grad = arguments
+    inputs = _readable(Inputs(*given))
+    position = inputs.position_BR
+    grads = [zeros_for(x) if wants_grad else x.new_empty((0,), dtype=torch.float32) for x in inputs.indexer]
+    loss, held, sees = torch.zeros((3, *position.shape), dtype=torch.float32, device=position.device).unbind()
+    for part in row_chunks(position.shape, _per_row(inputs)):
+        _add_chunk(inputs, part, loss, held, sees, grads if wants_grad else None)
     count = (position >= 0).sum().clamp(min=1)
-    recall = held.sum() / sees.sum() if dense else torch.full_like(loss.sum(), torch.nan)
+    recall = held.sum() / sees.sum() if inputs.dense else torch.full_like(loss.sum(), torch.nan)
     query_grad, weight_grad, key_grad = (grad.div_(count) for grad in grads)
     return loss.sum() / count, recall, query_grad, weight_grad, key_grad
 
 
 @_indexer_kl.register_fake
-def _(index_query, index_weight, index_key, query, *rest):
-    wants_grad = rest[-1]
-    loss, recall = (query.new_empty((), dtype=torch.float32) for _ in range(2))
-    student = (index_query, index_weight, index_key)
-    return loss, recall, *(x.new_empty(x.shape if wants_grad else (0,), dtype=torch.float32) for x in student)
+def _(*arguments):
+    *given, wants_grad = arguments
+    inputs = Inputs(*given)
+    loss, recall = (inputs.query_BRHC.new_empty((), dtype=torch.float32) for _ in range(2))
+    shapes = ((x, x.shape if wants_grad else (0,)) for x in inputs.indexer)
+    return loss, recall, *(x.new_empty(shape, dtype=torch.float32) for x, shape in shapes)
 
 
-def _none(x: Tensor) -> Tensor:
-    return x.new_empty((0,), dtype=torch.float32)
-
-
-def _teacher(query: Tensor, window: Tensor, bank: Tensor, sink: Tensor, cos: Tensor, sin: Tensor) -> _Teacher:
+def _readable(inputs: Inputs) -> Inputs:
+    """Contiguous, with window and bank in the widest of the teacher's dtypes, as matrix units need them; without a pool
+    where it is not used."""
+    query, window, bank = inputs.query_BRHC, inputs.window_BEC, inputs.bank_BFC
     common = torch.promote_types(torch.promote_types(query.dtype, window.dtype), bank.dtype)
-    wide = (query, window.to(common), bank.to(common), sink, cos, sin)
-    return _Teacher(*(x.contiguous() for x in wide))
+    index_query, index_weight, index_key = inputs.indexer.readable()
+    readable = inputs._replace(
+        window_BEC=window.to(common),
+        bank_BFC=bank.to(common),
+        index_query_BRJI=index_query,
+        index_weight_BRJ=index_weight,
+        index_key_BFI=index_key,
+        pool_BRN=inputs.pool_BRN if inputs.dense else None,
+    )
+    return contiguous(readable)
 
 
-class _Run(NamedTuple):
-    """One call's tensors, contiguous, with the launches of its kernels for a chunk of rows."""
+def _per_row(inputs: Inputs) -> int:
+    """Numbers of four bytes that a row needs: queries, mass, scores, and its pool or the gradients of its keys."""
+    heads, channels = inputs.query_BRHC.shape[2:]
+    queries, compared = heads * channels * inputs.bank_BFC.element_size() // 4 + heads, inputs.compared
+    more = compared // inputs.block // 4 if inputs.dense else compared * inputs.index_query_BRJI.shape[3]
+    return queries + 2 * compared + more
 
-    student: tuple[Tensor, Tensor, Tensor]
-    teacher: _Teacher
-    rows: _Rows
-    pool: Tensor | None
-    width: int
-    dense: bool
-    block: int
 
-    @property
-    def compared(self) -> int:
-        return self.teacher.bank.shape[1] if self.dense else self.rows.index.shape[2]
+def _add_chunk(
+    inputs: Inputs, part: Rows, loss: Tensor, held: Tensor, sees: Tensor, grads: list[Tensor] | None
+) -> None:
+    """Everything of a chunk of rows. Its buffers are gone before the next chunk's are made."""
+    mass, score = _compare(inputs, part)
+    _diverge(inputs, part, mass, score, loss, held, sees)
+    del mass
+    if grads is not None:
+        _add_gradients(inputs, part, score, grads)
 
-    def per_row(self) -> int:
-        """Numbers of four bytes that a row needs: queries, mass, scores, and its pool or the gradients of its keys."""
-        heads, channels = self.teacher.query.shape[2:]
-        queries = heads * channels * self.teacher.bank.element_size() // 4 + heads
-        more = self.compared // self.block // 4 if self.dense else self.compared * self.student[0].shape[3]
-        return queries + 2 * self.compared + more
 
-    def chunk(self, part: Rows, loss: Tensor, held: Tensor, sees: Tensor, grads: tuple[Tensor, ...] | None) -> None:
-        """Everything of a chunk of rows. Its buffers are gone before the next chunk's are made."""
-        mass, score = self.compare(part)
-        self.diverge(part, mass, score, loss, held, sees)
-        del mass
-        if grads is not None:
-            self.add_gradients(part, score, grads)
+def _compare(inputs: Inputs, part: Rows) -> tuple[Tensor, Tensor]:
+    """The teacher's mass and the indexer's scores, [lines, slots compared]."""
+    query = _rotated(inputs, part)
+    if inputs.dense:
+        pool = inputs.pool_BRN
+        member = None if pool is None else members_of(pool, part, inputs.compared, inputs.block)
+        mass = _mass_of_visible(inputs, part, query, member)
+        search = Search(inputs.indexer, inputs.first_BR, inputs.last_BR)
+        return mass, search.best_of_groups(part, 1, member, inputs.block)
+    index = lines_of(inputs.index_BRK, part)
+    return _mass_of_selected(inputs, part, query, index), score_listed(inputs.indexer, index, part)
 
-    def compare(self, part: Rows) -> tuple[Tensor, Tensor]:
-        """The teacher's mass and the indexer's scores, [lines, slots compared]."""
-        query = self._rotated(part)
-        if self.dense:
-            member = None if self.pool is None else members_of(self.pool, part, self.compared, self.block)
-            search = Search(*self.student, *self.rows[1:3])
-            mass = self._mass_of_visible(part, query, member)
-            return mass, search.best_of_groups(part, 1, member, self.block)
-        index = lines_of(self.rows.index, part)
-        return self._mass_of_selected(part, query, index), score_listed(*self.student, index, part)
 
-    def diverge(self, part: Rows, mass: Tensor, score: Tensor, loss: Tensor, held: Tensor, sees: Tensor) -> None:
-        """Write each row's loss, mass held and whether it sees a slot; put the scores' gradient in their place."""
-        from .kernels import divergence
+def _diverge(inputs: Inputs, part: Rows, mass: Tensor, score: Tensor, loss: Tensor, held: Tensor, sees: Tensor) -> None:
+    """Write each row's loss, mass held and whether it sees a slot; put the scores' gradient in their place."""
+    from .kernels import divergence
 
-        position, first, last, _ = self.rows
-        index = lines_of(self.rows.index, part)
-        sizes = (*self._place(part), self.compared, index.shape[1])
-        args = (mass, score, position, first, last, index, loss, held, sees, *sizes)
-        # 2,048 numbers at a time are 16 a thread, and the row of the usual length is read at once.
-        launch(divergence, (part.lines,), *args, DENSE=self.dense, BLOCK=min(power_of_two(self.compared, 16), 2048))
+    index = lines_of(inputs.index_BRK, part)
+    tensors = (mass, score, inputs.position_BR, inputs.first_BR, inputs.last_BR, index, loss, held, sees)
+    sizes = (*_place(inputs, part), inputs.compared, index.shape[1])
+    # 2,048 numbers at a time are 16 a thread, and the row of the usual length is read at once.
+    block = min(power_of_two(inputs.compared, 16), 2048)
+    launch(divergence, (part.lines,), *tensors, *sizes, DENSE=inputs.dense, BLOCK=block)
 
-    def add_gradients(self, part: Rows, score_grad: Tensor, grads: tuple[Tensor, ...]) -> None:
-        """Write the gradients of a chunk's queries and weights, and add that of the keys."""
-        query_grad, weight_grad, key_grad = grads
-        if not self.dense:
-            index = lines_of(self.rows.index, part)
-            add_gradients((query_grad, weight_grad, key_grad), score_grad, *self.student, index, part)
-            return
-        from .kernels_dense import key_gradients, query_gradients
 
-        heads, width = self.student[0].shape[2:]
-        tile = {"J": heads, "I": width, "WIDTH": power_of_two(width, 16), **_tile(self.student[0].dtype, 64)}
-        row_tiles, slot_tiles = -(-part.rows // tile["ROWS"]), -(-self.compared // tile["SLOTS"])
-        common = (*self.student, score_grad, *self.rows[:3])
-        place = (*self._place(part), self.compared)
-        grid = (part.batches * row_tiles * heads,)
-        launch(query_gradients, grid, *common, query_grad, weight_grad, *place, row_tiles, **tile)
-        splits = _splits(part.batches * slot_tiles, row_tiles)
-        parts = key_grad.new_empty((splits, part.batches, self.compared, width))
-        grid = (splits * part.batches * slot_tiles,)
-        tile["ROWS"] = 32  # keys and their gradient stay in registers
-        launch(key_gradients, grid, *common, parts, *place, slot_tiles, splits, part.batches, **tile)
-        key_grad[part.batch0 : part.batch0 + part.batches] += parts.sum(0)
+def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[Tensor]) -> None:
+    """Write the gradients of a chunk's queries and weights, and add that of the keys."""
+    from .kernels import key_gradients, query_gradients
 
-    def _rotated(self, part: Rows) -> Tensor:
-        from .kernels import rotate
+    query_grad, weight_grad, key_grad = grads
+    indexer, slots = inputs.indexer, inputs.compared
+    if not inputs.dense:
+        index = lines_of(inputs.index_BRK, part)
+        add_gradients((query_grad, weight_grad, key_grad), score_grad, indexer, index, part)
+        return
+    heads, width = indexer.query_BRJI.shape[2:]
+    tile = {"J": heads, "I": width, "WIDTH": power_of_two(width, 16), **_tile(indexer.query_BRJI.dtype, 64)}
+    row_tiles, slot_tiles = cdiv(part.rows, tile["ROWS"]), cdiv(slots, tile["SLOTS"])
+    common = (*indexer, score_grad, inputs.position_BR, inputs.first_BR, inputs.last_BR)
+    sizes = (*_place(inputs, part), slots)
+    grid = (part.batches * row_tiles * heads,)
+    launch(query_gradients, grid, *common, query_grad, weight_grad, *sizes, row_tiles, **tile)
+    splits = _splits(part.batches * slot_tiles, row_tiles)
+    parts = key_grad.new_empty((splits, part.batches, slots, width))
+    grid = (splits * part.batches * slot_tiles,)
+    tile["ROWS"] = 32  # keys and their gradient stay in registers
+    launch(key_gradients, grid, *common, parts, *sizes, slot_tiles, splits, part.batches, **tile)
+    key_grad[part.batch0 : part.batch0 + part.batches] += parts.sum(0)
 
-        query, _, bank, _, cos, sin = self.teacher
-        heads, channels = query.shape[2:]
-        out = torch.empty((part.lines, heads, channels), dtype=bank.dtype, device=bank.device)
-        row0, scale = part.batch0 * query.shape[1] + part.row0, channels**-0.5 * LOG2E
-        args = (query, cos, sin, out, row0, part.lines, scale, cos.shape[2])
-        launch(rotate, (-(-out.numel() // 1024),), *args, H=heads, C=channels, BLOCK=1024, num_warps=4)
-        return out
 
-    def _mass_of_visible(self, part: Rows, query: Tensor, member: Tensor | None) -> Tensor:
-        from .kernels import mass_of_visible, normaliser
+def _rotated(inputs: Inputs, part: Rows) -> Tensor:
+    """The queries of a chunk, rotated and scaled, in the dtype of the bank."""
+    from .kernels import rotate
 
-        (position, first, last, _), (_, window, bank, sink, _, _) = self.rows, self.teacher
-        slots, (heads, channels) = self.compared, query.shape[1:]
-        below = query.new_empty((part.lines, heads), dtype=torch.float32)
-        mass = query.new_empty((part.lines, slots), dtype=torch.float32)
-        pool = first if member is None else member
-        tile = {"H": heads, "C": channels, "POOLED": member is not None, "WIDTH": power_of_two(channels, 16)}
-        tile |= _tile(bank.dtype, 128)
-        row_tiles, slot_tiles = -(-part.rows // tile["ROWS"]), -(-slots // tile["SLOTS"])
-        args = (query, window, bank, sink, position, first, last, pool, below, *self._place(part))
-        sizes = (window.shape[1], slots, self.width, row_tiles, pool.shape[1], self.block)
-        launch(normaliser, (part.batches * row_tiles * heads,), *args, *sizes, **tile)
-        args = (query, bank, below, position, first, last, pool, mass, *self._place(part))
-        sizes = (slots, row_tiles, slot_tiles, pool.shape[1], self.block)
-        launch(mass_of_visible, (part.batches * row_tiles * slot_tiles,), *args, *sizes, **tile)
-        return mass
+    _, length, heads, channels = inputs.query_BRHC.shape
+    out = inputs.bank_BFC.new_empty((part.lines, heads, channels))
+    row0, scale = part.batch0 * length + part.row0, channels**-0.5 * LOG2E
+    tensors = (inputs.query_BRHC, inputs.cos_BRP, inputs.sin_BRP, out)
+    sizes = (row0, part.lines, scale, inputs.cos_BRP.shape[2])
+    launch(rotate, (cdiv(out.numel(), 1024),), *tensors, *sizes, H=heads, C=channels, BLOCK=1024, num_warps=4)
+    return out
 
-    def _mass_of_selected(self, part: Rows, query: Tensor, index: Tensor) -> Tensor:
-        from .kernels import mass_of_selected
 
-        _, window, bank, sink, _, _ = self.teacher
-        heads, channels = query.shape[1:]
-        mass = torch.empty(index.shape, dtype=torch.float32, device=index.device)
-        args = (query, window, bank, sink, self.rows.position, index, mass, *self._place(part))
-        sizes = (window.shape[1], bank.shape[1], self.width, index.shape[1])
-        tile: dict[str, Any] = {"HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(channels, 16)}
-        wide = bank.dtype == torch.float32
-        tile |= {"H": heads, "C": channels, "SLOTS": 16 if wide else 64, "num_warps": 8 if wide else 4}
-        launch(mass_of_selected, (part.lines,), *args, *sizes, **tile, num_stages=2)
-        return mass
+def _mass_of_visible(inputs: Inputs, part: Rows, query: Tensor, member: Tensor | None) -> Tensor:
+    from .kernels import mass_of_visible, normaliser
 
-    def _place(self, part: Rows) -> tuple[int, int, int, int]:
-        return part.batch0, part.row0, part.rows, self.rows.position.shape[1]
+    window, bank, first = inputs.window_BEC, inputs.bank_BFC, inputs.first_BR
+    slots, (heads, channels) = inputs.compared, query.shape[1:]
+    below = query.new_empty((part.lines, heads), dtype=torch.float32)
+    mass = query.new_empty((part.lines, slots), dtype=torch.float32)
+    pool = first if member is None else member
+    tile = {"H": heads, "C": channels, "POOLED": member is not None, "WIDTH": power_of_two(channels, 16)}
+    tile |= _tile(bank.dtype, 128)
+    row_tiles, slot_tiles = cdiv(part.rows, tile["ROWS"]), cdiv(slots, tile["SLOTS"])
+    seen = (inputs.position_BR, first, inputs.last_BR, pool)
+    sizes = (window.shape[1], slots, inputs.width, row_tiles, pool.shape[1], inputs.block)
+    args = (query, window, bank, inputs.sink_H, *seen, below, *_place(inputs, part), *sizes)
+    launch(normaliser, (part.batches * row_tiles * heads,), *args, **tile)
+    sizes = (slots, row_tiles, slot_tiles, pool.shape[1], inputs.block)
+    args = (query, bank, below, *seen, mass, *_place(inputs, part), *sizes)
+    launch(mass_of_visible, (part.batches * row_tiles * slot_tiles,), *args, **tile)
+    return mass
+
+
+def _mass_of_selected(inputs: Inputs, part: Rows, query: Tensor, index: Tensor) -> Tensor:
+    from .kernels import mass_of_selected
+
+    window, bank = inputs.window_BEC, inputs.bank_BFC
+    heads, channels = query.shape[1:]
+    mass = torch.empty(index.shape, dtype=torch.float32, device=index.device)
+    tensors = (query, window, bank, inputs.sink_H, inputs.position_BR, index, mass)
+    sizes = (*_place(inputs, part), window.shape[1], bank.shape[1], inputs.width, index.shape[1])
+    tile: dict[str, Any] = {"HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(channels, 16)}
+    wide = bank.dtype == torch.float32
+    tile |= {"H": heads, "C": channels, "SLOTS": 16 if wide else 64, "num_warps": 8 if wide else 4}
+    launch(mass_of_selected, (part.lines,), *tensors, *sizes, **tile, num_stages=2)
+    return mass
+
+
+def _place(inputs: Inputs, part: Rows) -> tuple[int, int, int, int]:
+    return part.place(inputs.position_BR.shape[1])
 
 
 def _tile(dtype: torch.dtype, slots: int) -> dict[str, int]:
@@ -308,4 +245,4 @@ def _tile(dtype: torch.dtype, slots: int) -> dict[str, int]:
 
 def _splits(tiles: int, row_tiles: int) -> int:
     """Parts of the rows that keys' gradients are summed in: enough to give each of 132 multiprocessors two programs."""
-    return max(min(-(-264 // max(tiles, 1)), row_tiles), 1)
+    return max(min(cdiv(264, max(tiles, 1)), row_tiles), 1)

@@ -14,18 +14,10 @@ def load(logit_ptr, column, stride, V: tl.constexpr):
 
 @triton.jit
 def loss_and_gradient(
-    logit_ptr,
-    grad_ptr,
-    target_ptr,
-    loss_ptr,
-    logit_stride,
-    grad_stride,
-    ignore_index,
-    lift,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr,
-):
+    logit_ptr, grad_ptr, target_ptr, loss_ptr,
+    logit_stride, grad_stride, ignore_index, lift,
+    V: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
     """The loss of one row, and lift * (softmax - one at the target); both are 0 where the target is ignored.
 
     The gradient's row begins where the logits' row does, in numbers that may be half as wide. What is stored at column

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, handed_out, scratch_elements
+from ..rows import slices
 
 # Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
 # arithmetic.
@@ -57,6 +58,5 @@ def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, ta
 
 
 def _row_slices(hidden: Tensor, weight: Tensor) -> list[slice]:
-    rows = hidden.shape[0]
     step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return slices(hidden.shape[0], step)

@@ -43,7 +43,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..launch import launch, unfit
+from ..launch import cdiv, launch, unfit
+from ..rows import slices
 
 # 1,024 threads with more than 32 registers each: one program on a processor, so that the second sweep over a row finds
 # it in the L2 cache.
@@ -109,11 +110,10 @@ def _chunks(
     (count, _), vocabulary = hidden_ND.shape, weight_VD.shape[0]
     loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
     step = min(chunk_rows(vocabulary), count)
-    logit_RV = loss_N.new_empty(step, -(-vocabulary // 64) * 64)  # rows begin at a multiple of 256 bytes
+    logit_RV = loss_N.new_empty(step, cdiv(vocabulary, 64) * 64)  # rows begin at a multiple of 256 bytes
     grad_RV = logit_RV.view(hidden_ND.dtype)  # over the same memory
     options = {"V": vocabulary, "BLOCK": BLOCK, "GRADIENT": wants_hidden or wants_weight, "num_warps": WARPS}
-    for start in range(0, count, max(step, 1)):
-        rows = slice(start, min(start + step, count))
+    for rows in slices(count, max(step, 1)):
         size = rows.stop - rows.start
         _multiply(hidden_ND[rows], weight_VD.T, logit_RV[:size, :vocabulary])
         tensors = (logit_RV, grad_RV, target_N[rows], loss_N[rows])
@@ -122,7 +122,7 @@ def _chunks(
         if wants_hidden:
             _multiply(grad_RV[:size, :vocabulary], weight_VD, hidden_grad[rows])
         if wants_weight:
-            _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows], first=start == 0)
+            _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows], first=rows.start == 0)
     return loss_N.sum(), hidden_grad, weight_grad if count else weight_grad.zero_()
 
 

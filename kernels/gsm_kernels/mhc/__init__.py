@@ -27,38 +27,16 @@ Raises:
 Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections"; the delayed read is DeepSeek-V4.1's.
 """
 
-from torch import Tensor
-
 from ..dispatch import Impl, Op
 from ..launch import missing
-from ..shapes import agree, require
 from . import reference, triton
-
-
-def check(
-    streams_BRXD: Tensor,
-    update_BRD: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    rounds: int = 20,
-    eps: float = 1e-6,
-    hc_eps: float = 1e-6,
-) -> None:
-    """Raises ValueError, in one sentence, if B, R or D has two sizes, phi, bias or scale is not made for X streams of D
-    channels, or rounds is below 1."""
-    sizes = agree("mhc_boundary", streams_BRXD=streams_BRXD, update_BRD=update_BRD)
-    streams, width = sizes["X"], sizes["D"]
-    numbers = 2 * streams + streams * streams
-    shapes, wanted = [tuple(x.shape) for x in (phi, bias, scale)], [(numbers, streams * width), (numbers,), (3,)]
-    require("mhc_boundary", shapes == wanted, f"phi, bias, scale have shapes {shapes}; {streams} streams need {wanted}")
-    require("mhc_boundary", rounds >= 1, f"rounds = {rounds} must be at least 1")
-
+from .inputs import Inputs, check
 
 mhc_boundary = Op(
     "mhc_boundary",
     reference.mhc_boundary,
     (Impl("triton", triton.mhc_boundary, triton.refuses, missing),),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

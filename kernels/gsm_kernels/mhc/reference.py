@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, handed_out
+from .inputs import Inputs
 from .sinkhorn import sinkhorn, sinkhorn_grad
 
 
-def mhc_boundary(
-    streams_BRXD: Tensor,
-    update_BRD: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    rounds: int = 20,
-    eps: float = 1e-6,
-    hc_eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.mhc`."""
-    return _Boundary.apply(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps)
+    return _Boundary.apply(*inputs)
 
 
 class _Boundary(torch.autograd.Function):

@@ -10,7 +10,7 @@ Backward moves 24, where 15 is the least. The gradient of a stream needs that of
 whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one
 through the coefficients, and one by columns (reads 9, writes 4), which holds its part of phi's gradient in registers
 while the tokens pass. In a single kernel, a tile of 16 tokens would be 86 MB on all processors, which no second sweep
-finds in L2, and phi's gradient would want the streams once more. The streams that left are not read: with g the
+finds in L2, and phi's gradient would need the streams once more. The streams that left are not read: with g the
 gradient of the next site's input, <g, X'_k> follows from the products of g with what entered.
 
 Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms (196 bytes). Sinkhorn's
@@ -24,12 +24,14 @@ float32.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, power_of_two, unfit
+from ..inputs import contiguous, keep, kept, schema
+from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from .inputs import Inputs
 
 STREAMS = (1, 2, 4, 8)
 MOST_ROUNDS = 32  # they are unrolled in backward
@@ -37,22 +39,13 @@ TILE = 16  # tokens: the rows of the smallest product of matrices
 SPLITS = 16  # of the tokens, for the gradient of phi: with 64 columns a program, two rounds of two on every processor
 
 
-def refuses(
-    streams_BRXD: Tensor,
-    update_BRD: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    rounds: int = 20,
-    eps: float = 1e-6,
-    hc_eps: float = 1e-6,
-) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    if streams_BRXD.shape[2] not in STREAMS:
-        return f"made for {', '.join(map(str, STREAMS))} streams, got {streams_BRXD.shape[2]}"
-    if rounds > MOST_ROUNDS:
-        return f"made for at most {MOST_ROUNDS} rounds, got {rounds}"
-    return unfit(streams_BRXD, update_BRD, phi, bias, scale)
+    if inputs.streams_BRXD.shape[2] not in STREAMS:
+        return f"made for {', '.join(map(str, STREAMS))} streams, got {inputs.streams_BRXD.shape[2]}"
+    if inputs.rounds > MOST_ROUNDS:
+        return f"made for at most {MOST_ROUNDS} rounds, got {inputs.rounds}"
+    return unfit(*inputs[:5])
 
 
 class Blocks(NamedTuple):
@@ -84,66 +77,47 @@ def blocks(streams_BRXD: Tensor) -> Blocks:
     return Blocks(tile, column, 8 if many else 4, padded, "tf32x3" if wide else "tf32")
 
 
-def mhc_boundary(
-    streams_BRXD: Tensor,
-    update_BRD: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    rounds: int = 20,
-    eps: float = 1e-6,
-    hc_eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.mhc`."""
-    inputs = (streams_BRXD, update_BRD, phi, bias, scale)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        key = ("mhc_boundary", streams_BRXD.device, streams_BRXD.shape[2:], rounds, *(x.dtype for x in inputs))
-        build_once(key, lambda: _build(inputs, rounds, hc_eps))
-    return _forward(*inputs, rounds, eps, hc_eps)[:2]
+    tensors = inputs[:5]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        streams = inputs.streams_BRXD
+        key = ("mhc_boundary", streams.device, streams.shape[2:], inputs.rounds, *(x.dtype for x in tensors))
+        # Tensors of the right types stand in for what forward leaves to backward.
+        build_once(key, lambda: _backward(*_results(*inputs), *inputs))
+    return _forward(*inputs)[:2]
 
 
-def _build(inputs: tuple[Tensor, ...], rounds: int, hc_eps: float) -> None:
-    """Backward, with tensors of the right types in place of what forward leaves to it."""
-    left, mixed, *kept = _results(*inputs[:2])
-    _backward(left, mixed, *inputs, *kept, rounds, hc_eps)  # pyright: ignore[reportCallIssue]
+INPUTS, RESULTS = schema(Inputs), "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op("gsm_kernels::mhc_boundary", mutates_args=())
-def _forward(
-    streams: Tensor, update: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, rounds: int, eps: float, hc_eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op("gsm_kernels::mhc_boundary", mutates_args=(), schema=f"({INPUTS}) -> {RESULTS}")
+def _forward(*arguments):
+    """Both results, and what backward needs of a token: numbers, inverse rms and coefficients."""
     from .kernels import forward
 
-    streams, update, bias, scale = (x.contiguous() for x in (streams, update, bias, scale))
-    left, mixed, number, inverse, coefficient = results = _results(streams, update)
-    count, width, tokens, tile = *streams.shape[2:], inverse.numel(), blocks(streams)
+    inputs = contiguous(Inputs(*arguments))
+    left, mixed, number, inverse, coefficient = results = _results(*arguments)
+    count, width, tokens, tile = *inputs.streams_BRXD.shape[2:], inverse.numel(), blocks(inputs.streams_BRXD)
+    streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
     sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.width, "PADDED": tile.padded, "PRECISION": tile.precision}
-    grid = (-(-tokens // TILE),)
+    grid = (cdiv(tokens, TILE),)
     launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8)
     return results
 
 
-@torch.library.custom_op("gsm_kernels::mhc_boundary_backward", mutates_args=())
-def _backward(
-    left_grad: Tensor,
-    mixed_grad: Tensor,
-    streams: Tensor,
-    update: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    number: Tensor,
-    inverse: Tensor,
-    coefficient: Tensor,
-    rounds: int,
-    hc_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    left_grad, mixed_grad, streams, update, bias, scale = (
-        x.contiguous() for x in (left_grad, mixed_grad, streams, update, bias, scale)
-    )
-    grads, entered = (left_grad, mixed_grad), (streams, update)
-    product, update_grad = _products(*entered, *grads, coefficient)
+@torch.library.custom_op(
+    "gsm_kernels::mhc_boundary_backward",
+    mutates_args=(),
+    schema=f"(Tensor left_grad, Tensor mixed_grad, Tensor number, Tensor inverse, Tensor coefficient, {INPUTS})"
+    f" -> {RESULTS}",
+)
+def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
+    """The gradients of the five tensors among the inputs."""
+    streams, update, phi, bias, scale, rounds, _, hc_eps = contiguous(Inputs(*arguments))
+    grads = (left_grad.contiguous(), mixed_grad.contiguous())
+    product, update_grad = _products(streams, update, *grads, coefficient)
     kept = (number, inverse, bias, scale, coefficient)
     pull, along, bias_grad, scale_grad = _coefficient_gradients(product, *kept, streams.shape[3], rounds, hc_eps)
     streams_grad, phi_grad = _stream_gradients(streams, *grads, _operand(phi, streams), coefficient, pull, along)
@@ -161,7 +135,7 @@ def _products(
     product, update_grad = coefficient.new_empty((count + 1) ** 2, tokens), torch.empty_like(update)
     tensors = (streams, update, left_grad, mixed_grad, coefficient, product, update_grad)
     sizes = {"X": count, "TOKENS": TILE // 2, "WIDTH": tile.width, "LANES": min(32, tile.width)}
-    launch(products, (-(-tokens // (TILE // 2)),), *tensors, tokens, width, **sizes, num_warps=8)
+    launch(products, (cdiv(tokens, TILE // 2),), *tensors, tokens, width, **sizes, num_warps=8)
     return product, update_grad
 
 
@@ -181,7 +155,7 @@ def _coefficient_gradients(
 
     (tokens, numbers), count = number.shape, math.isqrt(product.shape[0]) - 1
     tile = 512 // count**2  # tokens: four numbers of the mixing matrices a thread
-    programs = -(-tokens // tile)
+    programs = cdiv(tokens, tile)
     pull, along, partial = torch.empty_like(number), torch.empty_like(inverse), number.new_empty(programs, 2, numbers)
     tensors = (product, number, inverse, bias, scale, coefficient, pull, along, partial)
     sizes = {"X": count, "ROUNDS": rounds, "TOKENS": tile}
@@ -204,8 +178,8 @@ def _stream_gradients(
     from .kernels import stream_gradients
 
     count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
-    rows = max(64, -(-tokens // (SPLITS * TILE)) * TILE)
-    grid = (-(-width // tile.column), -(-tokens // rows))
+    rows = max(64, cdiv(tokens, SPLITS * TILE) * TILE)
+    grid = (cdiv(width, tile.column), cdiv(tokens, rows))
     streams_grad, partial = torch.empty_like(streams), coefficient.new_empty(grid[1], *phi.shape)
     tensors = (streams, left_grad, mixed_grad, phi, coefficient, pull, along, streams_grad, partial)
     sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.column, "PADDED": tile.padded, "PRECISION": tile.precision}
@@ -218,8 +192,9 @@ def _operand(phi: Tensor, streams: Tensor) -> Tensor:
     return phi.to(torch.bfloat16 if streams.dtype == torch.bfloat16 else torch.float32).contiguous()
 
 
-def _results(streams: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Room for both results, and for a token's numbers, inverse rms and coefficients."""
+def _results(*arguments):
+    """Uninitialised; what `_forward` returns of tensors without data."""
+    streams, update = arguments[:2]
     whole, (tokens, count) = torch.contiguous_format, (streams.shape[:2].numel(), streams.shape[2])
     number = streams.new_empty(tokens, 2 * count + count * count, dtype=torch.float32)
     mixed = torch.empty_like(update, dtype=streams.dtype, memory_format=whole)
@@ -227,30 +202,22 @@ def _results(streams: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return left, mixed, number, number.new_empty(tokens), number.new_empty(number.shape[::-1])
 
 
-@_forward.register_fake
-def _(
-    streams: Tensor, update: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, rounds: int, eps: float, hc_eps: float
-):
-    return _results(streams, update)
-
-
 @_backward.register_fake
-def _(left_grad: Tensor, mixed_grad: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in kept[:5])
+def _(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:5])
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.rounds, _, ctx.hc_eps = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.set_materialize_grads(False)  # nobody uses the last three outputs, so there is no need of zeros for them
+    keep(ctx, inputs, *output[2:])
+    ctx.set_materialize_grads(False)  # the last three outputs have no gradient, and need no zeros for one
 
 
 def _gradients(ctx, left_grad: Tensor | None, mixed_grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    streams, update, phi, bias, scale, number, inverse, coefficient = ctx.saved_tensors
-    left_grad = torch.zeros_like(streams) if left_grad is None else left_grad
-    mixed_grad = torch.zeros_like(update) if mixed_grad is None else mixed_grad
-    kept = (streams, update, phi, bias, scale, number, inverse, coefficient, ctx.rounds, ctx.hc_eps)
-    return *_backward(left_grad, mixed_grad, *kept), None, None, None
+    inputs, *results = kept(ctx, Inputs)
+    left_grad = torch.zeros_like(inputs.streams_BRXD) if left_grad is None else left_grad
+    mixed_grad = torch.zeros_like(inputs.update_BRD) if mixed_grad is None else mixed_grad
+    return *_backward(left_grad, mixed_grad, *results, *inputs), None, None, None
 
 
+_forward.register_fake(_results)
 _forward.register_autograd(_gradients, setup_context=_keep)

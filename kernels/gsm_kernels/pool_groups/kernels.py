@@ -40,21 +40,10 @@ def pool(value_from_NC, gate_from_NC, end_N, value_stride, gate_stride, live_NC,
 
 @triton.jit
 def forward(
-    value_ptr,
-    gate_ptr,
-    end_ptr,
-    out_ptr,
-    value_batch,
-    value_stride,
-    gate_batch,
-    gate_stride,
-    F,
-    N,
-    C: tl.constexpr,
-    RATIO: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    value_ptr, gate_ptr, end_ptr, out_ptr,
+    value_batch, value_stride, gate_batch, gate_stride, F, N,
+    C: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The pooled groups; zeros where there is none."""
     group_N = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,24 +58,10 @@ def forward(
 
 @triton.jit
 def backward(
-    grad_ptr,
-    value_ptr,
-    gate_ptr,
-    end_ptr,
-    value_grad_ptr,
-    gate_grad_ptr,
-    value_batch,
-    value_stride,
-    gate_batch,
-    gate_stride,
-    F,
-    N,
-    S,
-    C: tl.constexpr,
-    RATIO: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_ptr, value_ptr, gate_ptr, end_ptr, value_grad_ptr, gate_grad_ptr,
+    value_batch, value_stride, gate_batch, gate_stride, F, N, S,
+    C: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Both gradients at the tokens of these groups, which are in no other group; the softmax is computed again."""
     group_N = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, power_of_two, unfit
+from ..launch import build_once, cdiv, launch, power_of_two, unfit
 
 LONGEST = 16  # tokens of a group: read one after the other by one program
 
@@ -79,7 +79,7 @@ def _readable(value: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor, tuple
 def _grid(end: Tensor, channels: int, ratio: int) -> tuple[tuple[int, int], dict[str, int]]:
     groups, block = tile(channels)
     options = {"C": channels, "RATIO": ratio, "ROWS": groups, "BLOCK": block, "num_warps": 4}
-    return (-(-end.numel() // groups), -(-channels // block)), options
+    return (cdiv(end.numel(), groups), cdiv(channels, block)), options
 
 
 @_forward.register_fake

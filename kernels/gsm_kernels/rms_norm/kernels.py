@@ -26,17 +26,10 @@ def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def backward(
-    grad_ptr,
-    x_ptr,
-    weight_ptr,
-    x_grad_ptr,
-    partial_ptr,
-    eps,
-    N,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_ptr, x_ptr, weight_ptr, x_grad_ptr, partial_ptr,
+    eps, N,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient of x, and this program's part of the weight's: the sum over every P-th tile of rows."""
     column = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)

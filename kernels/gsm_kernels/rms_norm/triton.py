@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, power_of_two, unfit
+from ..launch import build_once, cdiv, launch, power_of_two, unfit
 
 WIDEST = 8192  # 16 numbers a thread in 16 warps: backward takes 118 of the 128 registers that each of them may have
 PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide the sums of others
@@ -53,7 +53,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     (rows, columns, warps), width = tile(x.shape[-1]), x.shape[-1]
     count = x.numel() // width
     sizes = {"D": width, "ROWS": rows, "BLOCK": columns, "num_warps": warps}
-    launch(forward, (-(-count // rows),), x, weight, out, eps, count, **sizes)
+    launch(forward, (cdiv(count, rows),), x, weight, out, eps, count, **sizes)
     return out
 
 
@@ -64,7 +64,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns, warps), width = tile(x.shape[-1]), x.shape[-1]
     count = x.numel() // width
-    programs = min(PROGRAMS, -(-count // rows))
+    programs = min(PROGRAMS, cdiv(count, rows))
     x_grad = torch.empty_like(x)
     partial_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     sizes = {"D": width, "ROWS": rows, "BLOCK": columns, "num_warps": warps}

@@ -18,23 +18,16 @@ Raises:
 Source: the score of DeepSeek-V3.2's lightning indexer.
 """
 
-from torch import Tensor
-
 from ..dispatch import Impl, Op
 from ..launch import missing
-from ..shapes import agree
 from . import reference, triton
-
-
-def check(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes."""
-    agree("score_slots", query_BRJI=query_BRJI, weight_BRJ=weight_BRJ, key_BFI=key_BFI, index_BRK=index_BRK)
-
+from .inputs import Inputs, check
 
 score_slots = Op(
     "score_slots",
     reference.score_slots,
     (Impl("triton", triton.score_slots, triton.refuses, missing),),
+    inputs=Inputs,
     check=check,
     doc=__doc__,
 )

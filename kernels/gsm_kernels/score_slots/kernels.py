@@ -13,25 +13,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "places", "tiles"])
 def forward(
-    query_ptr,
-    weight_ptr,
-    key_ptr,
-    index_ptr,
-    score_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    F,
-    places,
-    tiles,
-    J: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KS: tl.constexpr,
-):
+    query_ptr, weight_ptr, key_ptr, index_ptr, score_ptr,
+    batch0, row0, rows, R, F, places, tiles,
+    J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS:  # noqa: E741
+    tl.constexpr,
+):  # fmt: skip
     """score = sum_j weight_j relu(query_j . key), 0 where there is no slot.
 
     With GROUP > 1 the index lists groups of neighbouring slots, and a row's places are all slots of its groups.
@@ -69,26 +55,10 @@ def _keys(key_ptr, entry, there, I: tl.constexpr, WIDTH: tl.constexpr):  # noqa:
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "places"])
 def backward(
-    query_ptr,
-    weight_ptr,
-    key_ptr,
-    index_ptr,
-    grad_ptr,
-    query_grad_ptr,
-    weight_grad_ptr,
-    pair_ptr,
-    batch0,
-    row0,
-    rows,
-    R,
-    F,
-    places,
-    J: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KS: tl.constexpr,
-):
+    query_ptr, weight_ptr, key_ptr, index_ptr, grad_ptr, query_grad_ptr, weight_grad_ptr, pair_ptr,
+    batch0, row0, rows, R, F, places,
+    J: tl.constexpr, I: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,  # noqa: E741
+):  # fmt: skip
     """The gradients of a row's queries and weights, and what each of its places adds to its key's."""
     line = tl.program_id(0).to(tl.int64)
     batch = batch0 + line // rows

@@ -9,20 +9,15 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, scratch_elements
-from ..index_top_k.reference import weigh
+from ..indexer import weigh
+from ..rows import slices
 from ..slots import flat_slots, gather_slots
+from .inputs import Inputs
 
 
-def score_slots(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> Tensor:
+def score_slots(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.score_slots`."""
-    return _Scores.apply(query_BRJI, weight_BRJ, key_BFI, index_BRK)
-
-
-class _Inputs(NamedTuple):
-    query_BRJI: Tensor
-    weight_BRJ: Tensor
-    key_BFI: Tensor
-    index_BRK: Tensor
+    return _Scores.apply(*inputs)
 
 
 class _Chunk(NamedTuple):
@@ -39,7 +34,7 @@ class _Chunk(NamedTuple):
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors):
-        inputs = _Inputs(*tensors)
+        inputs = Inputs(*tensors)
         ctx.save_for_backward(*tensors)
         score_BRK = inputs.query_BRJI.new_empty(inputs.index_BRK.shape)
         for chunk in _chunks(inputs):
@@ -49,18 +44,17 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BRK):
-        inputs = _Inputs(*ctx.saved_tensors)
+        inputs = Inputs(*ctx.saved_tensors)
         with full_precision(grad_BRK):
             return *_gradients(inputs, at_least_float32(grad_BRK)), None
 
 
-def _chunks(inputs: _Inputs) -> Iterator[_Chunk]:
+def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
     batch, length, heads, width = inputs.query_BRJI.shape
     key_BFI = at_least_float32(inputs.key_BFI)
     per_row = batch * inputs.index_BRK.shape[2] * max(width, heads)
     step = max(1, scratch_elements(key_BFI.device) // max(1, per_row))
-    for start in range(0, length, step):
-        rows = slice(start, min(start + step, length))
+    for rows in slices(length, step):
         query_BRJI, weight_BRJ = (at_least_float32(x[:, rows]) for x in inputs[:2])
         index_BRK = inputs.index_BRK[:, rows]
         queries, keys = query_BRJI.flatten(0, 1), gather_slots(key_BFI, index_BRK)
@@ -68,7 +62,7 @@ def _chunks(inputs: _Inputs) -> Iterator[_Chunk]:
         yield _Chunk(rows, queries, weight_BRJ, keys, index_BRK, fired_BRJK)
 
 
-def _gradients(inputs: _Inputs, grad_BRK: Tensor) -> Iterator[Tensor]:
+def _gradients(inputs: Inputs, grad_BRK: Tensor) -> Iterator[Tensor]:
     query_grad, weight_grad, key_grad = (grad_BRK.new_zeros(x.shape) for x in inputs[:3])
     for chunk in _chunks(inputs):
         score_grad = grad_BRK[:, chunk.rows].masked_fill(chunk.index_BRK < 0, 0)[:, :, None]

@@ -12,49 +12,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..index_top_k.triton import Rows, lines_of, row_chunks, unfit_indexer
+from ..indexer import Indexer
+from ..inputs import schema
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, launch, power_of_two
+from ..launch import build_once, cdiv, launch, power_of_two
+from ..rows import Rows, lines_of, row_chunks
+from .inputs import Inputs
 
 
-def refuses(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> str | None:
+def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    return unfit_indexer(query_BRJI, weight_BRJ, key_BFI)
+    return inputs.indexer.unfit()
 
 
-def score_slots(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> Tensor:
+def score_slots(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.score_slots`."""
-    inputs = (query_BRJI, weight_BRJ, key_BFI)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        grad = query_BRJI.new_empty(index_BRK.shape)
-        shape = (query_BRJI.device, *(x.dtype for x in inputs), *query_BRJI.shape[2:])
-        build_once(("score_slots", *shape), lambda: _backward(grad, *inputs, index_BRK))
-    return _forward(*inputs, index_BRK)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer):
+        query_BRJI = inputs.query_BRJI
+        grad = query_BRJI.new_empty(inputs.index_BRK.shape)
+        key = ("score_slots", query_BRJI.device, *(x.dtype for x in inputs.indexer), *query_BRJI.shape[2:])
+        build_once(key, lambda: _backward(grad, *inputs))
+    return _forward(*inputs)
 
 
-@torch.library.custom_op("gsm_kernels::score_slots", mutates_args=())
-def _forward(query: Tensor, weight: Tensor, key: Tensor, index: Tensor) -> Tensor:
-    whole = Rows(0, index.shape[0], 0, index.shape[1])
-    score = score_listed(*alike(query, weight, key), index.contiguous().flatten(0, 1), whole)
-    return score.view(index.shape).to(query.dtype)
+@torch.library.custom_op("gsm_kernels::score_slots", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
+def _forward(*arguments):
+    inputs = Inputs(*arguments)
+    batch, rows = inputs.index_BRK.shape[:2]
+    index = inputs.index_BRK.contiguous().flatten(0, 1)
+    score = score_listed(inputs.indexer.readable(), index, Rows(0, batch, 0, rows))
+    return score.view(inputs.index_BRK.shape).to(inputs.query_BRJI.dtype)
 
 
-@torch.library.custom_op("gsm_kernels::score_slots_backward", mutates_args=())
-def _backward(grad: Tensor, query: Tensor, weight: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, index, grad = alike(query, weight, key), index.contiguous(), grad.contiguous()
-    grads = (torch.empty_like(inputs[0]), torch.empty_like(inputs[1]), zeros_for(key))
-    for part in row_chunks(index.shape, index.shape[2] * query.shape[3]):
-        add_gradients(grads, lines_of(grad, part), *inputs, lines_of(index, part), part)
-    return grads[0].to(query.dtype), grads[1], grads[2].to(key.dtype)
+@torch.library.custom_op(
+    "gsm_kernels::score_slots_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {schema(Inputs)}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(grad, *arguments):
+    inputs = Inputs(*arguments)
+    indexer, index, grad = inputs.indexer.readable(), inputs.index_BRK.contiguous(), grad.contiguous()
+    grads = (torch.empty_like(indexer.query_BRJI), torch.empty_like(indexer.weight_BRJ), zeros_for(indexer.key_BFI))
+    for part in row_chunks(index.shape, index.shape[2] * indexer.query_BRJI.shape[3]):
+        add_gradients(grads, lines_of(grad, part), indexer, lines_of(index, part), part)
+    return grads[0].to(inputs.query_BRJI.dtype), grads[1], grads[2].to(inputs.key_BFI.dtype)
 
 
 @_forward.register_fake
-def _(query: Tensor, weight: Tensor, key: Tensor, index: Tensor) -> Tensor:
+def _(query, weight, key, index):
     return query.new_empty(index.shape)
 
 
 @_backward.register_fake
-def _(grad: Tensor, query: Tensor, weight: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, query, weight, key, index):
     return query.new_empty(query.shape), weight.new_empty(weight.shape), key.new_empty(key.shape)
 
 
@@ -69,50 +79,38 @@ def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def alike(query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous, queries and keys in one dtype, as a matrix unit wants them."""
-    common = torch.promote_types(query.dtype, key.dtype)
-    return query.to(common).contiguous(), weight.contiguous(), key.to(common).contiguous()
-
-
 def zeros_for(x: Tensor) -> Tensor:
     """Contiguous zeros in float32, for sums."""
     return x.new_zeros(x.shape, dtype=torch.float32)
 
 
-def score_listed(query: Tensor, weight: Tensor, key: Tensor, index: Tensor, part: Rows, group: int = 1) -> Tensor:
+def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) -> Tensor:
     """Scores [lines, places * group] in float32 of the slots, or of all slots of the groups, that are listed for a
-    chunk of rows in `index` [lines, places]."""
+    chunk of rows in `index` [lines, places]. The indexer's tensors are `readable`."""
     from .kernels import forward
 
-    places = index.shape[1] * group
+    query, key, places = indexer.query_BRJI, indexer.key_BFI, index.shape[1] * group
     score = key.new_empty((part.lines, places), dtype=torch.float32)
     tile = _tile(query, 128)
-    tiles = -(-places // tile["KS"])
-    rows = (part.batch0, part.row0, part.rows, query.shape[1], key.shape[1], places, tiles)
-    launch(forward, (part.lines * tiles,), query, weight, key, index, score, *rows, GROUP=group, **tile)
+    tiles = cdiv(places, tile["KS"])
+    sizes = (*part.place(query.shape[1]), key.shape[1], places, tiles)
+    launch(forward, (part.lines * tiles,), *indexer, index, score, *sizes, GROUP=group, **tile)
     return score
 
 
 def add_gradients(
-    grads: tuple[Tensor, Tensor, Tensor],
-    grad: Tensor,
-    query: Tensor,
-    weight: Tensor,
-    key: Tensor,
-    index: Tensor,
-    part: Rows,
+    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, indexer: Indexer, index: Tensor, part: Rows
 ) -> None:
     """Given the scores' gradient `grad` [lines, places], write those of a chunk's queries and weights and add that of
     the keys, which is float32."""
     from .kernels import backward
 
     query_grad, weight_grad, key_grad = grads
-    places, slots, width = index.shape[1], key.shape[1], key.shape[2]
-    pairs = key.new_empty((part.lines * places, width), dtype=torch.float32)
-    rows = (part.batch0, part.row0, part.rows, query.shape[1], slots, places)
-    args = (query, weight, key, index, grad, query_grad, weight_grad, pairs, *rows)
-    launch(backward, (part.lines,), *args, **_tile(query, 64))
+    places, (_, slots, width) = index.shape[1], indexer.key_BFI.shape
+    pairs = indexer.key_BFI.new_empty((part.lines * places, width), dtype=torch.float32)
+    tensors = (*indexer, index, grad, query_grad, weight_grad, pairs)
+    sizes = (*part.place(indexer.query_BRJI.shape[1]), slots, places)
+    launch(backward, (part.lines,), *tensors, *sizes, **_tile(indexer.query_BRJI, 64))
     inverse = inverse_index(index.view(part.batches, part.rows, places), slots)
     add_segments(key_grad[part.batch0 : part.batch0 + part.batches].flatten(0, 1), pairs, inverse)
 

@@ -1,6 +1,6 @@
 """The clamped SwiGLU product, element by element. N is the number of elements; arithmetic is in float32.
 
-By default a GPU's minimum drops a NaN: a broken activation would become the limit, and nobody would see it."""
+By default a GPU's minimum drops a NaN: a broken activation would become the limit, unseen."""
 
 import triton
 import triton.language as tl

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import build_once, launch, unfit
+from ..launch import build_once, cdiv, launch, unfit
 
 BLOCK, WARPS = 2048, 4  # 16 bytes a thread and access, four accesses: enough of them under way to fill the bandwidth
 
@@ -32,7 +32,7 @@ def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    launch(forward, (-(-out.numel() // BLOCK),), gate, up, out, limit, out.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    launch(forward, (cdiv(out.numel(), BLOCK),), gate, up, out, limit, out.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 
@@ -43,7 +43,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
     args = (grad, gate, up, gate_grad, up_grad, limit, gate.numel())
-    launch(backward, (-(-gate.numel() // BLOCK),), *args, BLOCK=BLOCK, num_warps=WARPS)
+    launch(backward, (cdiv(gate.numel(), BLOCK),), *args, BLOCK=BLOCK, num_warps=WARPS)
     return gate_grad, up_grad
 
 

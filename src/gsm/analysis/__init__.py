@@ -5,7 +5,8 @@
     interventions    a model without some entries, bank slots or a stage's retrieval, inside a ``with`` block
     needles          where needles lie, how many are answered by depth and length, and what breaks an answer
     probes           what a linear map can still read of a token so many positions back, with a shuffled control
-    retrieval        how far back stages reach, what they share with the encoder, what goes to sinks
+    attention        where attention goes: over a text, over the state, how far back, and to sinks
+    state            what the shared state is like: its entries, their lengths, its effective rank
     figures          small functions that draw all of this on given axes
     drawing          the architecture as an SVG
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gsm.analysis.attention import by_distance, names_of, sinks
 from gsm.analysis.attribution import Agreement
 from gsm.analysis.interventions import Answers
 from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
-from gsm.analysis.retrieval import by_distance, names_of, sinks
 from gsm.analysis.rollout import Routes
 from gsm.evaluation import plots
 from gsm.models.gsm import GSM

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.data.packing import IGNORED
+from gsm.layers.attended import SharedState
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -50,11 +51,15 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
             rows read, and the row keeps its z.
     """
 
-    def edit(out: tuple[Tensor, Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
-        z_BRD, state_BEC, state = out
-        entry_BE = last(gone_BT, state_BEC.shape[1] // model.writer.slots).repeat_interleave(model.writer.slots, dim=1)
+    def gone(entry_BEC: Tensor) -> Tensor:
+        slots = model.writer.slots
+        gone_BE = last(gone_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
+        return entry_BEC.masked_fill(gone_BE[..., None], 0)
+
+    def edit(out: tuple[Tensor, SharedState, Any]) -> tuple[Tensor, SharedState, Any]:
+        z_BRD, state, caches = out
         z_BRD = z_BRD.masked_fill(last(gone_BT, z_BRD.shape[1])[..., None], 0) if start else z_BRD
-        return z_BRD, state_BEC.masked_fill(entry_BE[..., None], 0), state
+        return z_BRD, state.map(gone), caches
 
     with edited(model.writer, edit):
         yield
@@ -63,7 +68,7 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
 @contextmanager
 def without_state(model: GSM) -> Iterator[None]:
     """The state without all that was written, at whatever positions: rows keep their own z, and read nothing else."""
-    with edited(model.writer, lambda out: (out[0], torch.zeros_like(out[1]), out[2])):
+    with edited(model.writer, lambda out: (out[0], out[1].map(torch.zeros_like), out[2])):
         yield
 
 

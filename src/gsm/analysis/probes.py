@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gsm.analysis.needles import Asked
-from gsm.evaluation.state import unrotated
+from gsm.analysis.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.shapes import promoted
 
-TAPS = ("state/entries", "state/z", "decoder/*/state")
+TAPS = ("state/*", "decoder/*/state")
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:
             raise ValueError(f"{type(model).__name__} keeps no state of a fixed size that could be probed")
         return {"state": torch.cat(layers, dim=1)}
     each, count = model.writer.slots, min(row + 1, model.writer.positions)
-    entry_BEC = seen["state/entries"][:, -count * each :]
-    position_T = torch.arange(row + 1 - count, row + 1, device=entry_BEC.device)
-    latent_BEC = unrotated(model, entry_BEC, position_T.expand(len(entry_BEC), -1))
+    z_BRD = seen["state/z"]
+    position_T = torch.arange(row + 1 - count, row + 1, device=z_BRD.device)
+    latent_BEC = unrotated(model, seen, position_T.expand(len(z_BRD), -1))
     missing = model.writer.positions * each - latent_BEC.shape[1]
     state_BMC = torch.nn.functional.pad(latent_BEC, (0, 0, missing, 0))
-    return {"z": seen["state/z"][:, -1], "entry": latent_BEC[:, -each:].flatten(1), "state": state_BMC.flatten(1)}
+    return {"z": z_BRD[:, -1], "entry": latent_BEC[:, -each:].flatten(1), "state": state_BMC.flatten(1)}
 
 
 def _one_hot(label_N: Tensor, classes: int, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.evaluation.attention import attention_map, attention_parts
+from gsm.analysis.attention import attention_map, attention_parts
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
 

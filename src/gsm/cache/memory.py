@@ -56,10 +56,6 @@ class LayerCache:
     bank: BankCache | None = None
 
 
-# What a layer is given in training: it writes to it as to any memory, and nothing is kept.
-NO_LAYER_CACHE = LayerCache(FORGET, BankCache(FORGET, FORGET, FORGET, None))
-
-
 @dataclass(frozen=True)
 class DenseCache:
     """One value for every token of the past: keys and values of dense attention.
@@ -86,18 +82,12 @@ class DenseCache:
         return value_BFC, slots, DenseCache(entry, None if self.count_B is None else slots.after_B)
 
 
-NO_DENSE_CACHE = DenseCache(FORGET, None)
-
-
 @dataclass(frozen=True)
 class RecurrentCache:
     """What a recurrent layer keeps: the last inputs of its convolution, and its state."""
 
     convolution: WindowStore
     state: StateStore
-
-
-NO_RECURRENT_CACHE = RecurrentCache(FORGET, FORGET)
 
 
 @dataclass(frozen=True)
@@ -263,6 +253,12 @@ def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
     """The fields of a memory that has seen nothing yet."""
     nothing_B = torch.full((batch,), -1, dtype=torch.int64, device=device)
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}
+
+
+def forgetful(node: Any) -> Any:
+    """What training is given in place of these caches: a layer writes to it as to any other, and nothing is kept."""
+    stores = (Window, Column, State)
+    return map_nodes(node, (*stores, Tensor), lambda one: FORGET if isinstance(one, stores) else None)
 
 
 def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:

@@ -23,37 +23,53 @@ from gsm.errors import ConfigError
 
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 NAMED_PARTS = {"callbacks", "logger"}  # groups whose mapping holds parts under names that anyone may add to
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+
+MOST_PROCESSES = 1024  # of one machine
+MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
+LONGEST_NAME = 200  # bytes of the name of a folder, with room for what is added to it
+PLACES = ("name", "arm", "logs", "folder")
+WHOLE = 2**63  # PyTorch's whole numbers are smaller
 
 # From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
 # refuses by itself is not here, nor what may be any number. None: no end.
 RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (0, 2**32 - 1),
     "jobs": (1, None),
+    "global_batch": (1, None),
     "data.seed": (0, 2**32 - 1),
     "data.examples": (1, None),
-    "data.num_workers": (0, None),
+    "data.validation_sequences": (1, 10**7),
+    "data.num_workers": (0, MOST_PROCESSES),
+    "data.prepare_workers": (1, MOST_PROCESSES),
     "data.task.power": (0, None),
     "model.indexer_weight": (0, None),
     "model.query_rank": (1, None),
     "model.indexer_training.dense_limit": (0, None),
-    "model.residual.sinkhorn_rounds": (1, None),
+    "model.residual.sinkhorn_rounds": (1, 1000),
+    "model.writer.slots": (1, 1024),
+    "model.mixers.gated_delta_net.convolution": (1, 1024),
+    "model.mixers.delta_product.convolution": (1, 1024),
+    "model.mixers.delta_product.steps": (1, 64),
     "model.retriever.seed": (0, 2**32 - 1),
     "model.feed_forward.balance_weight": (0, None),
     "model.feed_forward.bias_step": (0, None),
     "model.feed_forward.route_scale": (0, None),
+    "encoder_layers": (1, MOST_LAYERS),
+    "decoder_layers": (1, MOST_LAYERS),
     "rope_base": (1, None),
     "bank_rope_base": (1, None),
     "yarn_factor": (1, None),
     "yarn_mscale": (0, None),
     "optimizer.learning_rate": (0, 1e3),
     "trainer.max_steps": (1, None),
-    "trainer.devices": (1, None),
-    "trainer.num_nodes": (1, None),
-    "trainer.accumulate_grad_batches": (1, None),
+    "trainer.devices": (1, MOST_PROCESSES),
+    "trainer.num_nodes": (1, 100_000),
     "trainer.gradient_clip_val": (0, None),
     "trainer.log_every_n_steps": (1, None),
     "trainer.val_check_interval": (1, None),
+    "trainer.check_val_every_n_epoch": (1, None),
     "trainer.num_sanity_val_steps": (-1, None),
     "callbacks.latest.minutes": (0, None),
     "callbacks.latest.share": (0, None),
@@ -75,6 +91,11 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
     # What the others repeat comes first, so that an error names the place where it was made.
     ordered = sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model"))
     _check_numbers(flat(dict(ordered)))
+    for key, part in reference.items():
+        if isinstance(part, Mapping) and "_target_" in part and not isinstance(config.get(key), Mapping):
+            raise ConfigError(f"{key} is {config.get(key)!r:.40}, but a run needs one")
+    if not fits(config.get("global_batch"), int | None):
+        raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration", directories)
@@ -82,6 +103,38 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
         if isinstance(value, Mapping):
             _check_mapping(value, reference[key], key, directories)
+
+
+def check_readable(word: str) -> None:
+    """Raises ConfigError for a word of a command line that no file could hold: the name of a file that is not UTF-8."""
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{word!a:.200} is not UTF-8: give that file or folder another name") from error
+
+
+def check_place(key: str, value: Any) -> None:
+    """Checks where a run goes: ``name`` and ``arm`` are one folder each, ``logs`` and ``folder`` are somewhere.
+
+    Raises ConfigError.
+    """
+    is_path = key in ("logs", "folder")
+    if not (isinstance(value, str) or not is_path and type(value) in (int, float)):
+        raise ConfigError(f"{key} is {value!r:.60}, but has to be {'a path' if is_path else 'the name of a folder'}")
+    text = str(value)
+    parts = Path(text).parts if is_path else (text,)
+    if not (text.strip() and text.isprintable()) or any(len(part.encode()) > LONGEST_NAME for part in parts):
+        raise ConfigError(
+            f"{key} is {text!a:.60}, but has to be {'a path' if is_path else 'a name'} of letters that can be printed, "
+            f"of at most {LONGEST_NAME} bytes{' between two slashes' if is_path else ''}"
+        )
+    if not is_path and ("/" in text or text.startswith(".")):
+        raise ConfigError(
+            f"{key} is '{text:.60}', but has to be the name of one folder below logs: without slashes, and with no dot "
+            "at its beginning"
+        )
+    if is_path and Path(text).resolve() == Path(text).resolve().parent:
+        raise ConfigError(f"{key} is '{text:.60}', which is the root of all disks: choose a folder")
 
 
 def unknown(
@@ -169,6 +222,8 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             continue
         if not math.isfinite(value):
             raise ConfigError(f"{key} is {value}, but has to be a finite number")
+        if isinstance(value, int) and not -WHOLE <= value < WHOLE:
+            raise ConfigError(f"{key} is {value:.3g}, but has to be a whole number of at most 64 bits")
         low, high = RANGES.get(key.rpartition(".")[2] if key.startswith(SIZES) else key, (-math.inf, None))
         if value < low or (high is not None and value > high):
             limits = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
@@ -202,6 +257,11 @@ def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection
             raise unknown("key", f"{path}.{key}", taken, place, directories)
         elif taken is not None:
             _check_value(f"{path}.{key}", value, taken[key])
+    if node.get("_partial_") or "_args_" in node:  # who makes the part gives it the rest
+        return
+    for key, parameter in (taken or {}).items():
+        if parameter.default is inspect.Parameter.empty and parameter.kind in NAMED and key not in node:
+            raise ConfigError(f"{path}.{key} has no value, but {node['_target_']} needs one")
 
 
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:

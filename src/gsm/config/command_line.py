@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from gsm.config.check import ConfigError, unknown
+from gsm import paths
+from gsm.config.check import ConfigError, check_readable, unknown
 from gsm.config.compose import check_overrides, from_job, register_resolvers
 from gsm.experiments.launcher import check_available
 from gsm.training.distributed.ranks import rank
@@ -38,6 +39,7 @@ REMEDIES = {
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
+SEARCH = "hydra.searchpath="
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
@@ -54,8 +56,12 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
-    directories = _own_configs(parsed.config_dir)
+    _own_configs(parsed.config_dir)
     with errors_as_sentences():
+        directories = paths.config_folders()[1:]
+        if arguments is None and directories and not any(word.startswith(SEARCH) for word in sys.argv):
+            first = sys.argv.index(parsed.overrides[0]) if parsed.overrides else len(sys.argv)  # they stand together
+            sys.argv.insert(first, _search(directories))
         check_available(parsed.overrides)
         check_overrides(parsed.overrides, directories, script)
 
@@ -63,7 +69,19 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
     """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers."""
     with errors_as_sentences():
-        function(from_job(config))
+        plain = from_job(config)
+        if "folder" in plain and rank() == 0:
+            _note(config, plain)
+        function(plain)
+
+
+def _note(config: DictConfig, plain: Mapping[str, Any]) -> None:
+    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs."""
+    several = plain["arms"] is not None or plain["seeds"] is not None
+    folder = (Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
@@ -72,12 +90,12 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
     (``*folders``), what is no ``name=value`` is one of them.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    own, given = _config_dir(given)
-    _own_configs(own)
+    parsed, others = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    given = [*parsed.overrides, *others]
+    _own_configs(parsed.config_dir)
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
-    if not given or "--help" in given or "-h" in given:
+    if not given or parsed.help:
         usage = " ".join(["python", script, *(f"{name} ..." for name in several), "name=value ..."])
         print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
         return
@@ -86,26 +104,20 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
         function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
 
 
-def _config_dir(given: list[str]) -> tuple[str | None, list[str]]:
-    """The folder of the user's own yamls, as Hydra takes it, and the other words."""
-    flags = ("--config-dir", "-cd")
-    for place, word in enumerate(given):
-        if word in flags and place + 1 < len(given):
-            return given[place + 1], [*given[:place], *given[place + 2 :]]
-        if word.partition("=")[0] in flags and "=" in word:
-            return word.partition("=")[2], [*given[:place], *given[place + 1 :]]
-    return None, given
-
-
-def _own_configs(folder: str | None) -> list[Path]:
-    """The folder of the user's own yamls, noted for this process and for those that it starts (`paths`)."""
+def _own_configs(folder: str | None) -> None:
+    """Notes the folder of the user's own yamls, before others, for this process and for those that it starts."""
     if not folder:
-        return []
+        return
     path = Path(folder).resolve()
     if not path.is_dir():
         raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
-    os.environ["GSM_CONFIGS"] = str(path)
-    return [path]
+    others = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *others]))
+
+
+def _search(directories: Sequence[Path]) -> str:
+    """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
+    return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
 
 
 def read_arguments(
@@ -125,6 +137,7 @@ def read_arguments(
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
     values: dict[str, Any] = {}
     for argument in given:
+        check_readable(argument)
         name, equals, text = argument.partition("=")
         if not equals:
             raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
@@ -155,6 +168,7 @@ def again(saved: bool = False) -> str:
     interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
     interpreter = sys.executable if interpreter.startswith("..") else interpreter
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
+    words = [word for word in words if word != _search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
     return shlex.join([*_starter(interpreter), script, *words])
 
@@ -182,6 +196,13 @@ def errors_as_sentences() -> Iterator[None]:
         if error.errno not in REMEDIES:
             raise
         raise SystemExit(f"error: {refusal(error)}") from error
+    except (MemoryError, RuntimeError) as error:
+        from gsm.costs.room import out_of_memory  # with PyTorch, for which no misspelt word has to wait
+
+        if not out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()).partition(". ")[0]
+        raise SystemExit(f"error: out of memory ({said}): take a smaller data.batch_size, context or size=") from error
     except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from error

@@ -11,14 +11,19 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
-from gsm.config.check import ConfigError, check, parameters, unknown
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, parameters, unknown
+from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
+
+# What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
+# writer `delta`, whose state carries more, and by GSM and the baseline alike.
+REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
 
 
 def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
@@ -26,13 +31,13 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
 
     Args:
         overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
-        directories: folders of yaml files besides ``configs/``.
+        directories: folders of yaml files besides ``configs/`` and those that GSM_CONFIGS names.
         script: whose configuration; it is the name of its yaml in ``configs/``.
 
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
-    overrides = list(overrides)
+    overrides, directories = list(overrides), paths.config_folders(directories)[1:]
     groups = _groups(_folders(directories))
     parsed = _check_choices(overrides, groups)
     try:
@@ -66,24 +71,51 @@ def finish(
     """
     chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
+    _fill_in(plain)
     if reference is None:
         groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
         reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
-    check(plain, {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}, _folders(directories))
+    if script == "train":
+        plain = {**dict.fromkeys(NAMED_PARTS), **plain}
+        plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
+        for key in PLACES:
+            if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
+                check_place(key, plain[key])
+    known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}
+    check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, _folders(directories))
     return {**plain, "choices": chosen}
 
 
+def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) -> None:
+    """Raises ConfigError for a model or data that could be trained, but not loaded from the checkpoint again."""
+    for part in ("model", "data"):
+        if not isinstance(config.get(part), Mapping):
+            continue
+        try:
+            vetted(config[part], part, directories)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; what is trained could not be loaded again: write a yaml of what has no name in one yet"
+            ) from error
+
+
 def from_job(config: DictConfig) -> dict[str, Any]:
-    """The same for the configuration of the Hydra job that is running. Raises ConfigError."""
-    job = HydraConfig.get()
-    return finish(config, job.runtime.choices, job_directories(), job.job.config_name or "train")
+    """The same for the configuration of the Hydra job that is running, which can be loaded again from what it trains.
+
+    Raises ConfigError.
+    """
+    job, script = HydraConfig.get(), HydraConfig.get().job.config_name or "train"
+    finished = finish(config, job.runtime.choices, job_directories(), script)
+    if script == "train":
+        refuse_unnamed(finished, job_directories())
+    return finished
 
 
 def job_directories() -> list[Path]:
     """The folders of yaml files besides ``configs/`` of the Hydra job that is running."""
     sources = HydraConfig.get().runtime.config_sources
     folders = [Path(source.path) for source in sources if source.schema == "file"]
-    return [folder for folder in folders if folder != paths.configs()]
+    return [folder for folder in dict.fromkeys(folders) if folder != paths.configs()]
 
 
 def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
@@ -143,39 +175,41 @@ def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
-    * ``${local_reach:size,state_size}``: how far back anything is carried without a bank, in GSM and the baseline;
-      with a third argument, ``gsm``, in GSM alone, or ``delta``, in GSM with that writer, whose state carries more;
-    * ``${layers_with_bank:size}``: the encoder layers that read a bank, on which a stage may stand;
-    * ``${share:number,parts}``: the whole part of number / parts;
-    * ``${times:number,factor}``: their product;
-    * ``${pick:name,{nano:1,tiny:2},otherwise}``: what stands under a name, for numbers that a size does not hold;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
-      yaml is one more arm; the first one named leads, the others named are left out;
-    * ``${hydra_folder:arms,seeds,run,all}``: where ``.hydra`` goes: ``all`` if it is the parent of several runs.
+      yaml is one more arm; the first one named leads, the others named are left out.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
-    OmegaConf.register_new_resolver("local_reach", _local_reach, replace=True)
-    OmegaConf.register_new_resolver("layers_with_bank", _layers_with_bank, replace=True)
-    OmegaConf.register_new_resolver("share", lambda number, parts: number // parts, replace=True)
-    OmegaConf.register_new_resolver("pick", lambda name, known, otherwise: known.get(name, otherwise), replace=True)
-    OmegaConf.register_new_resolver("times", lambda number, factor: number * factor, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
-    OmegaConf.register_new_resolver("hydra_folder", _hydra_folder, replace=True)
 
 
-def _local_reach(size: DictConfig, state_size: int | None, only: str = "") -> int:
-    entries = state_size or size.window + size.top_k
+def _fill_in(config: dict[str, Any]) -> None:
+    """Puts numbers of the size and the model at hand in place of the words that stand for them.
+
+    * ``model.stages=all``: the encoder layers that read a bank, on which a stage may stand;
+    * ``data.task.gap``: ``beyond_gsm``, ``beyond_baseline`` or ``beyond_delta``, see `REACHES`.
+    """
+    size, model = config.get("size"), config.get("model")
+    if not (isinstance(size, dict) and isinstance(model, dict)):
+        return
+    if model.get("stages") == "all":
+        model["stages"] = list(range(min(size["bank_layers"]), size["encoder_layers"] + 1))
+    task = (config.get("data") or {}).get("task")
+    if isinstance(task, dict) and isinstance(task.get("gap"), str):
+        task["gap"] = _gap(task["gap"], size, model.get("state_size"))
+
+
+def _gap(word: str, size: Mapping[str, Any], state_size: int | None) -> int:
+    """Positions back that nothing but a bank reaches beyond. Raises ConfigError for a word that is not known."""
+    if word not in REACHES:
+        raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
+    entries = state_size or size["window"] + size["top_k"]
     return local_reach(
-        encoder_layers=size.encoder_layers,
-        decoder_layers=0 if only else size.decoder_layers,
-        window=size.window,
+        encoder_layers=size["encoder_layers"],
+        decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,
+        window=size["window"],
         state_size=entries,
-        reach=entries - 1 if only == "delta" else 0,
+        reach=entries - 1 if word == "beyond_delta" else 0,
     )
-
-
-def _layers_with_bank(size: DictConfig) -> list[int]:
-    return list(range(min(size.bank_layers), size.encoder_layers + 1))
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
@@ -184,10 +218,6 @@ def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")
     return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
-
-
-def _hydra_folder(arms: object, seeds: object, run: str, all_runs: str) -> str:
-    return run if arms is None and seeds is None else all_runs
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
@@ -207,6 +237,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed = []
     for line in overrides:
+        check_readable(line)
         try:
             parsed.append(parser.parse_override(line))
         except HydraException as error:
@@ -242,10 +273,35 @@ def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
             raise ConfigError(
                 f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
             )
+        if key in PLACES and not override.is_sweep_override() and "${" not in str(override.value()):
+            # Hydra makes the folder before the configuration is looked at as a whole.
+            if not (key == "arm" and isinstance(override.value(), list)):
+                check_place(key, _plain(override))
         return
+    if override.is_delete() or override.value() is None:
+        _check_left_out(override, groups[key])
     for choice in _choices(override, groups[key]):
         if choice not in groups[key]:
             raise unknown("variant", choice, groups[key], f"the group '{key}'")
+
+
+def _check_left_out(override: Override, known: Collection[str]) -> None:
+    """Raises ConfigError for a group that cannot be left out; below another one, who takes it says so."""
+    key = override.key_or_group
+    if override.is_delete() and (key in NAMED_PARTS or "/" in key):
+        return
+    said = f"{key} is left out" if override.is_delete() else f"{key} is null"
+    if key in NAMED_PARTS:
+        raise ConfigError(f"{said}: write ~{key} to do without")
+    if key == "experiment":
+        raise ConfigError(f"{said}: leave the word out to do without")
+    raise ConfigError(f"{said}, but a run needs one of {', '.join(sorted(known))}")
+
+
+def _plain(override: Override) -> Any:
+    """The value of an override, without its quotes."""
+    value = override.value()
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def _choices(override: Override, known: Collection[str]) -> list[str]:
@@ -297,12 +353,13 @@ def _unknown_key(
 
 
 def _paths(node: DictConfig, above: str = "") -> Iterator[str]:
-    """Every key of a configuration, with the path to it."""
+    """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
     for name in node:
+        if name in ("hydra", "recipe"):
+            continue
         below = node._get_node(name)
-        if name != "hydra":
-            yield f"{above}{name}"
-        if isinstance(below, DictConfig) and name != "hydra":
+        yield f"{above}{name}"
+        if isinstance(below, DictConfig):
             yield from _paths(below, f"{above}{name}.")
 
 

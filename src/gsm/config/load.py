@@ -68,6 +68,7 @@ def load_model(
     checkpoint = read_checkpoint(path)
     node = vetted_node(checkpoint, "model", path, directories)
     try:
+        check({"model": node}, {"model": node}, [])
         model = instantiate_model({"model": node})
     except ConfigError as error:
         raise CheckpointError(
@@ -188,7 +189,6 @@ def usable(device: str) -> str:
 
 def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
     """The model of a composed configuration. Raises ConfigError with the model's own words where it refuses."""
-    check({"model": config["model"]}, {"model": config["model"]}, [])
     if seed is None:
         return instantiate(config["model"], "model")
     with torch.random.fork_rng():

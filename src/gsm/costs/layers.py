@@ -14,7 +14,6 @@ from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.decoder_only import DecoderOnly
 from gsm.models.gsm import GSM
-from gsm.models.schedule import baseline_rows, comparator_rows, gsm_rows
 from gsm.models.stack import Stack
 from gsm.models.yoco import YOCO
 from gsm.slots.retriever.base import Retriever
@@ -54,23 +53,15 @@ def layers_of(model: LanguageModel) -> tuple[Layer, ...]:
     raise _unknown(model, "gsm.costs.layers knows GSM, Baseline, DecoderOnly and YOCO; extend it")
 
 
-def schedule(model: LanguageModel, tokens: int, rows: int) -> list[int]:
-    """Rows that each of these layers is asked for, when so many are asked of the model."""
-    if isinstance(model, DecoderOnly):
-        return comparator_rows(tokens, rows, model.reaches)
-    assert isinstance(model, GSM | Baseline | YOCO)
-    shape = model.geometry
-    depths = {"encoder_layers": shape.encoder_layers, "decoder_layers": shape.decoder_layers}
-    if isinstance(model, YOCO):
-        return [tokens] * shape.encoder_layers + [rows] * (1 + shape.decoder_layers)
-    if isinstance(model, Baseline):
-        plan = baseline_rows(tokens, rows, **depths, window=shape.window)
-        return [*plan.encoder, *plan.decoder]
-    plan = gsm_rows(
-        tokens, rows, **depths, last_bank=max(shape.bank_layers), window=shape.window,
-        state_size=model.writer.positions, reach=model.writer.reach,
-    )  # fmt: skip
-    return [*plan.encoder, *[plan.state] * len(model.aggregation.layers), *plan.decoder]
+def rows_of(model: LanguageModel, tokens: int, rows: int) -> list[tuple[int, int]]:
+    """For each of these layers the positions that enter it, and the rows that it is asked for, when so many are asked
+    of the model."""
+    plan = model.schedule(tokens, rows)
+    encoder = list(zip([tokens, *plan.encoder], plan.encoder, strict=False))
+    decoder = list(zip([plan.entering, *plan.decoder], plan.decoder, strict=False))
+    if isinstance(model, GSM):
+        return [*encoder, *[(plan.state, plan.state)] * len(model.aggregation.layers), *decoder]
+    return [*encoder, (tokens, rows), *decoder] if isinstance(model, YOCO) else [*encoder, *decoder]
 
 
 def _stack(stack: Stack, place: str) -> Iterator[Layer]:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gsm.costs.layers import Layer, layers_of, schedule
+from gsm.costs.layers import Layer, layers_of, rows_of
 from gsm.costs.primitives import POOL_BLOCK, ProductCost, limited, products
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
@@ -100,12 +100,13 @@ class Cost:
         call, parts = Call(tokens, tokens if rows is None else rows, before), Parts()
         for name, each, times in self._products(call):
             parts[name] += 2 * times * each.multiply_adds
-        for layer, asked in self._layers(call):
+        for layer, _, asked in self._layers(call):
             for look in layer.work.looks:
                 parts[f"{layer.place}/{look.part}"] += 2 * look.multiply_adds * look.seen(call.end - asked, call.end)
         if self._writer:
-            own = self._writer.multiply_adds(call.end - self._written(call), call.end)
-            parts.update({f"state/{part}": 2 * number for part, number in own.items()})
+            written = self.model.schedule(call.tokens, call.rows).written
+            own = self._writer.multiply_adds(call.end - written, call.end)
+            parts.update({f"state/{part}": 2 * number * self._parts for part, number in own.items()})
         return _present(parts)
 
     def decode_flops(self, position: int) -> Parts:
@@ -160,15 +161,16 @@ class Cost:
             place = name.partition("/")[0]
             parts[f"{place}/weights"] += each.read(batch * times)
             parts[f"{place}/activations"] += batch * times * each.moved
-        for layer, asked in self._layers(call):
+        for layer, _, asked in self._layers(call):
             looked = sum(look.width * look.read(call.end - asked, call.end) for look in layer.work.looks)
             parts[f"{layer.place}/cache read"] += batch * looked
         if self._writer:
-            held = self._writer.stored(self._state_rows(call))
-            parts["state/cache read"] = batch * self._writer.reads(call.end - self._written(call), call.end)
-            parts["state/cache written"] = batch * sum(held.values())
+            plan = self.model.schedule(call.tokens, call.rows)
+            read = self._writer.reads(call.end - plan.written, call.end)
+            parts["state/cache read"] = batch * self._parts * read
+            parts["state/cache written"] = batch * self._parts * self._writer.stored(plan.state)
         moved = Parts({part: dtype.itemsize * numbers for part, numbers in parts.items()})
-        for layer, entering in self._entering(call):
+        for layer, entering, _ in self._layers(call):
             for store in layer.work.stores:
                 each = batch * store.width * _itemsize(dtype, store.full)
                 moved[f"{layer.place}/cache read"] += each * (store.entries(before) if store.carried else 0)
@@ -221,39 +223,31 @@ class Cost:
             parts[store.kind] += each * store.entries(tokens, capacity)
         if self._writer:
             held = self._writer.stored(tokens if capacity is None else sys.maxsize)
-            parts.update({kind: batch * dtype.itemsize * numbers for kind, numbers in held.items()})
+            parts["shared_state"] = batch * dtype.itemsize * self._parts * held
         return _present(parts)
 
     @property
     def _writer(self) -> StateWriter | None:
         return self.model.writer if isinstance(self.model, GSM) else None
 
-    def _written(self, call: Call) -> int:
-        """Positions for which entries of the state are wanted."""
-        return min(call.tokens, self._writer.positions + call.rows - 1) if self._writer else 0
+    @property
+    def _parts(self) -> int:
+        """Parts of the state."""
+        return len(self._writer.parts) if self._writer else 0
 
-    def _state_rows(self, call: Call) -> int:
-        """Positions that enter the writer."""
-        return min(call.tokens, self._writer.positions + call.rows - 1 + self._writer.reach) if self._writer else 0
-
-    def _layers(self, call: Call) -> Iterator[tuple[Layer, int]]:
-        """Each layer with the rows that it is asked for."""
-        yield from zip(self.layers, schedule(self.model, call.tokens, call.rows), strict=True)
-
-    def _entering(self, call: Call) -> Iterator[tuple[Layer, int]]:
-        """Each layer with the positions that enter it. Only layers that keep something write for each of them; these
-        stand next to each other."""
-        asked = schedule(self.model, call.tokens, call.rows)
-        yield from zip(self.layers, [call.tokens, *asked[:-1]], strict=True)
+    def _layers(self, call: Call) -> Iterator[tuple[Layer, int, int]]:
+        """Each layer with the positions that enter it, and the rows that it is asked for."""
+        for layer, (entering, asked) in zip(self.layers, rows_of(self.model, call.tokens, call.rows), strict=True):
+            yield layer, entering, asked
 
     def _products(self, call: Call) -> Iterator[tuple[str, ProductCost, int]]:
         """All products by name, and how many rows each meets."""
-        for (layer, asked), (_, entering) in zip(self._layers(call), self._entering(call), strict=True):
+        for layer, entering, asked in self._layers(call):
             work = layer.work
             slots = call.end // work.ratio - call.before // work.ratio
             for times, parts in ((asked, work.per_row), (entering, work.per_token), (slots, work.per_slot)):
                 yield from ((f"{layer.place}/{part}", each, times) for part, each in parts.items())
-        yield "state/writer", self.writer, self._state_rows(call)
+        yield "state/writer", self.writer, self.model.schedule(call.tokens, call.rows).state
         yield "head", self.head, call.rows
 
     def _again(self, forward: Parts) -> Parts:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gsm.data.merges import learned
 from gsm.data.spelling import UNKNOWN, is_byte_level, prepared, read_description, spell
 
 if TYPE_CHECKING:
@@ -55,24 +56,16 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
         """A byte-level BPE of at most `vocabulary` ids (fewer when the text is too short to learn so many).
 
-        The pieces that merges may not cross are GPT-2's.
+        The pieces that merges may not cross are GPT-2's. Ctrl-C ends it (`gsm.data.merges`).
 
         Raises:
             ValueError: `vocabulary` is below 257.
+            ChildProcessError: the process that learns from much text ended before its time.
         """
         require_vocabulary("bpe", vocabulary)
         import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, trainers
 
-        bpe = tokenizers.Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-        )
-        bpe.train_from_iterator(texts, trainer)
-        return cls(bpe)
+        return cls(tokenizers.Tokenizer.from_str(learned(texts, vocabulary, END_OF_TEXT)))
 
     @classmethod
     def plain_bytes(cls) -> Tokenizer:

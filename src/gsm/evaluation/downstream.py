@@ -1,41 +1,181 @@
-"""Downstream tasks by the log-likelihoods of answers: one file of results for a task, with every sample's scores.
+"""Downstream tasks by the log-likelihoods of answers, and the paper's table with ours beside it.
 
-A file is begun with the first batch and goes on where it was: batches are planned from all samples and never change, so
+    python evaluate.py checkpoint=logs/default tasks=paper data=FOLDER
+
+A task has one file of results, with every sample's scores. Batches are planned from all samples and never change, so
 that an evaluation that was interrupted ends with the numbers of one that was not.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import statistics
-import time
+import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gsm.config.check import ConfigError
+from gsm.config.command_line import read_arguments
+from gsm.config.load import refusals
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import loglikelihood, task_files
-from gsm.evaluation.loglikelihood import Progress, Score
+from gsm.evaluation import ruler as needles
+from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
+from gsm.evaluation.loglikelihood import Score
+from gsm.evaluation.paper import Published, published
+from gsm.evaluation.results import (
+    ACCURACIES,
+    Grid,
+    Progress,
+    Results,
+    by_arm,
+    conclude,
+    difference,
+    means,
+    side_by_side,
+    silent,
+    write_samples,
+)
 from gsm.evaluation.task_files import Sample, Task
-from gsm.files import replacing
+from gsm.experiments.report import shown
+from gsm.experiments.table import WIDTH, grid_markdown, grid_text
+from gsm.files import replacing, write_json
+from gsm.training.callbacks.summary import versions
 
-SAVE_EVERY = 20.0  # seconds
-ACCURACIES = ("acc", "acc_norm")
+LONGEST = 4096  # tokens of context in the paper's evaluation
+ROWS = 32
+HUB = "hub"  # in the settings of results, where documents are not local files
+# Of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its
+# result or None.
+Result = Mapping[str, Any]
 
 
 def evaluate(
+    checkpoint: str,
+    tasks: str,
+    data: str = "",
+    limit: int = 0,
+    context: int = 0,
+    batch_size: int = ROWS,
+    harness: bool = False,
+    ruler: str = "",
+    device: str = "auto",
+    output: str = "",
+) -> list[dict[str, Any]]:
+    """Scores trained models on downstream tasks, and prints the paper's table with ours beside it.
+
+    Every task leaves a file with the scores of all samples in tasks/ below the folder of its run; the same command goes
+    on where it was interrupted. With several runs: mean and spread over the seeds of every arm, and how the arms differ
+    from the first on the same questions. Of tasks=ablation RULER is a part: what lies in the ruler.json of a run, if
+    that is of the same checkpoint.
+
+    Args:
+        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
+        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of them: tasks=piqa,sciq, also yaml files
+            of your own
+        data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each
+        limit: documents of a task at most, spread evenly over its file (with harness=true and no data: the first, of
+            each subtask); such results lie in tasks_limit<n>/; 0: all
+        context: tokens that a model reads at most, what is longer is cut on the left; 0: as in training, up to 4096
+        batch_size: answers scored at a time
+        harness: let lm-evaluation-harness do it (extra eval), without data with the documents of the hub
+        ruler: true: for tasks=ablation, ask RULER too, as ruler=true does alone, and of what is not there yet; its own
+            arguments as ruler.examples=20 ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
+        device: cpu, cuda, ...; auto: a GPU if there is one
+        output: the folder for the table (tasks.md, tasks.json); left out: the folder of the run, or above several
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+    """
+    for name, number, least in (("limit", limit, 0), ("context", context, 0), ("batch_size", batch_size, 1)):
+        if number < least:
+            raise ConfigError(f"{name} is {number}, but has to be {least} or more")
+    if not data and not harness:
+        raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
+    files = checkpoints(checkpoint)
+    with refusals("tasks"):
+        table = published(tasks)
+        chosen = [task_files.load(name) for name in (table.rows if table else tasks.strip("[]").split(","))]
+        if data:
+            task_files.require(chosen, Path(data))
+        texts = [(task, task_files.samples(task, Path(data), limit) if data else None) for task in chosen]
+    asked = ruler_words(ruler, table)
+    options = {"limit": limit, "context": context, "rows": batch_size, "harness": harness}
+    results = [measure_trained(one, texts, Path(data) if data else None, **options) for one in opened(files, device)]
+    if asked is not None:
+        needles.evaluate(checkpoint, device=device, **asked)
+    results = [{**result, "ruler": needles.known(file)} for result, file in zip(results, files, strict=True)]
+    place = Path(output) if output else (home(files[0]) if len(files) == 1 else Path(checkpoint))
+    _conclude(results, chosen, table, place)
+    return results
+
+
+def ruler_words(ruler: str, table: Published | None) -> dict[str, Any] | None:
+    """The arguments that RULER is asked with, checked; None: it is not asked. Raises ConfigError."""
+    if ruler in ("", "false"):
+        return None
+    if not (table and table.ruler):
+        raise ConfigError("ruler=true stands beside tasks, but only tasks=ablation has it in its table: leave it out")
+    words = [] if ruler == "true" else ruler.split()
+    return read_arguments(words, needles.evaluate, "evaluate.py ruler=true", {"checkpoint", "device", "output"})
+
+
+def measure_trained(
+    trained: Trained,
+    texts: Sequence[tuple[Task, list[Sample] | None]],
+    data: Path | None = None,
+    *,
+    limit: int = 0,
+    context: int = 0,
+    rows: int = ROWS,
+    harness: bool = False,
+) -> dict[str, Any]:
+    """The results of one checkpoint, by task; arguments as in ``evaluate``, and tasks with their samples (None: those
+    of the hub). Raises ConfigError."""
+    by_harness = _harness() if harness else None
+    model, tokenizer = trained.model, trained.tokenizer
+    settings = {
+        **{"checkpoint": trained.digest, "context": context or min(LONGEST, trained.config["data"]["context"])},
+        **{"rows": rows, "limit": limit, "precision": trained.precision},
+        **{"device": trained.device_kind, "versions": versions()},
+        "scorer": by_harness.version() if by_harness else "built in",
+    }
+    folder = home(trained.file) / (f"tasks_limit{limit}" if limit else "tasks")
+    found = {}
+    with trained.computing():
+        for task, samples in texts:
+            own = {**settings, "documents": documents_digest(task, data) if data else HUB}
+            options = {"max_length": settings["context"], "rows": rows}
+            options["progress"] = trained.progress("batches", f"{task.name}: ")
+            if by_harness:
+                adapter, file = by_harness.Adapter(model, tokenizer, **options), folder / f"{task.name}_harness.json"
+                found[task.name] = by_harness.measure(adapter, task, samples, limit=limit, file=file, settings=own)
+            else:
+                assert samples is not None
+                options |= {"file": folder / f"{task.name}.json", "settings": own}
+                found[task.name] = measure(model, tokenizer, task, samples, **options)
+    report = model.parameter_report()
+    return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
+
+
+def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    """The score in percent of every task of one run's table, and their `average`."""
+    return written["runs"][0]["values"]
+
+
+def measure(
     model: Any,
     tokenizer: Tokenizer,
     task: Task,
     samples: Sequence[Sample],
     *,
     max_length: int,
-    rows: int = 32,
+    rows: int = ROWS,
     file: Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    progress: Progress = iter,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Scores the samples of a task.
 
@@ -45,7 +185,7 @@ def evaluate(
         task, samples: of ``task_files``.
         max_length: tokens that the model may read at most; what is longer is cut on the left.
         rows: continuations at a time.
-        file: where the results go, and where those of an earlier call with the same ``settings`` are taken from.
+        file: for the results, gone on from if its settings are the same (``Results``).
         settings: whatever the numbers depend on, as plain containers.
         progress: passes on the batches that are still to do.
 
@@ -59,50 +199,35 @@ def evaluate(
     texts = [pair for sample in samples for pair in sample.pairs]
     pairs = loglikelihood.encode_pairs(tokenizer.encode_batch, tokenizer.end_of_text, texts)
     batches = loglikelihood.plan(pairs, max_length=max_length, rows=rows)
-    head = {"task": task.name, "settings": dict(settings or {})}
-    scores = _known(file, head, samples) if file else {}
-    left = [batch for batch in batches if any(place not in scores for one in batch for place in one.places)]
-    saved = time.monotonic()
-    try:
-        for batch in progress(left):
-            scores |= loglikelihood.score(model, batch)
-            if file and time.monotonic() - saved > SAVE_EVERY:
-                write(file, head, _records(task, samples, scores))
-                saved = time.monotonic()
-    except BaseException:  # above all KeyboardInterrupt: it costs the batch that it came in
-        if file:
-            write(file, head, _records(task, samples, scores))
-        raise
-    records = _records(task, samples, scores)
-    head["scores"] = conclude(task.metrics, records)
-    if file:
-        write(file, head, records)
-    return {**head, "samples": records}
 
+    def pack(scores: Mapping[int, Score]) -> dict[str, Any]:
+        records, left = [], iter(range(len(pairs)))
+        for sample in samples:
+            records.append(record(task, sample, [scores.get(next(left)) for _ in sample.pairs]))
+        done = {"scores": conclude(task.metrics, records)} if len(scores) == len(pairs) else {}
+        return {"task": task.name, **done, "samples": records}
 
-def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of a task: means over all samples, which for a task with subtasks weighs these by their samples.
+    def unpack(content: Mapping[str, Any]) -> dict[int, Score]:
+        if content["task"] != task.name or len(content["samples"]) != len(samples):
+            raise ValueError("these are other samples")
+        each = [
+            Score(value, greedy, one["cut"])
+            for one in content["samples"]
+            for value, greedy in zip(one["loglikelihoods"], one["greedy"], strict=True)
+        ]
+        return {place: score for place, score in enumerate(each) if score.loglikelihood is not None}
 
-    Returns:
-        Each metric; ``samples``; ``cut``, how many of them were cut; and ``subtasks``, each with ``samples`` and its
-        accuracies.
-    """
-    subtasks: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        subtasks.setdefault(record["subtask"], []).append(record)
-    found: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
-    found |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
-    if set(subtasks) != {""}:
-        accuracies = [metric for metric in metrics if metric in ACCURACIES]
-        found["subtasks"] = {
-            name: {"samples": len(those), **{metric: _mean(metric, those) for metric in accuracies}}
-            for name, those in sorted(subtasks.items())
-        }
-    return found
+    results = Results(file, settings or {}, pack=pack, unpack=unpack, write=write_samples)
+    places = lambda batch: [place for question in batch for place in question.places]  # noqa: E731
+    results.fill(batches, places, partial(loglikelihood.score, model), progress)
+    return results.content()
 
 
 def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[str, Any]:
-    """What is kept of a sample; its metrics only once all of its pairs have a score."""
+    """What is kept of a sample; its metrics only once all of its pairs have a score.
+
+    The likeliest choice is taken, the first of equals; of a single pair, whether every token of it was the likeliest.
+    """
     done = [score for score in scores if score is not None]
     kept: dict[str, Any] = {
         **{"document": sample.document, "subtask": sample.subtask, "gold": sample.gold},
@@ -110,78 +235,145 @@ def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[s
         "greedy": [None if score is None else score.greedy for score in scores],
         "cut": max((score.cut for score in done), default=0),
     }
-    if len(done) == len(scores):
-        kept |= {metric: _metric(metric, sample, done) for metric in task.metrics if metric in ACCURACIES}
+    for metric in task.metrics if len(done) == len(scores) else ():
+        each = [score.loglikelihood for score in done]
+        if metric == "acc_norm" and sample.lengths:
+            each = [value / length for value, length in zip(each, sample.lengths, strict=True)]
+        right = done[0].greedy if len(done) == 1 else each.index(max(each)) == sample.gold
+        kept |= {metric: float(right)} if metric in ACCURACIES else {}
     return kept
 
 
-def finished(file: Path, head: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``write`` has put into a file with this head, once there are ``scores``; None otherwise."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return content if "scores" in content and all(content[key] == head[key] for key in head) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write(file: Path, head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-    """A sample a line, the file as a whole or not at all."""
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in records)
-    with replacing(file) as opened:
-        opened.write(f'{json.dumps(head, indent=2)[:-2]},\n  "samples": [\n{lines}\n  ]\n}}\n'.encode())
-
-
-def digest(*files: Path) -> str:
-    """SHA-256 of the content of files, in hexadecimal."""
+def documents_digest(task: Task, folder: Path) -> str:
+    """SHA-256 of a task's own file and of its documents, in hexadecimal."""
     found = hashlib.sha256()
-    for path in files:
+    for path in (task.file, *(task_files.find(folder, name) for name in task.files)):
         with path.open("rb") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()
 
 
-def documents_digest(task: Task, folder: Path) -> str:
-    """SHA-256 of a task's own file and of its documents."""
-    return digest(task.file, *(task_files.find(folder, name) for name in task.files))
-
-
-def _metric(metric: str, sample: Sample, scores: Sequence[Score]) -> float:
-    """Whether the likeliest choice is the right one, the first of equals counting; with a single pair, whether every
-    token of it was the likeliest."""
-    if len(scores) == 1:
-        return float(scores[0].greedy)
-    each = [score.loglikelihood for score in scores]
-    if metric == "acc_norm":
-        each = [value / length for value, length in zip(each, sample.lengths, strict=True)]
-    return float(each.index(max(each)) == sample.gold)
-
-
-def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
-    if metric == "perplexity":
-        return math.exp(min(700.0, -statistics.fmean(one["loglikelihoods"][one["gold"]] for one in records)))
-    return statistics.fmean(one[metric] for one in records)
-
-
-def _records(task: Task, samples: Sequence[Sample], scores: Mapping[int, Score]) -> list[dict[str, Any]]:
-    records, place = [], 0
-    for sample in samples:
-        records.append(record(task, sample, [scores.get(place + pair) for pair in range(len(sample.pairs))]))
-        place += len(sample.pairs)
-    return records
-
-
-def _known(file: Path, head: Mapping[str, Any], samples: Sequence[Sample]) -> dict[int, Score]:
-    """The scores in a file of the same settings and samples, by place among the pairs."""
+def _harness() -> Any:
+    """The adapter's module. Raises ConfigError where the extra is missing."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        same = all(content[key] == head[key] for key in head)
-        records = content["samples"] if same and len(content["samples"]) == len(samples) else []
-        each = [
-            (value, greedy, one["cut"])
-            for one in records
-            for value, greedy in zip(one["loglikelihoods"], one["greedy"], strict=True)
-        ]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing there yet, or nothing that can be gone on from
-        return {}
-    return {place: Score(*score) for place, score in enumerate(each) if score[0] is not None}
+        from gsm.evaluation import harness
+    except ImportError as error:
+        raise ConfigError(f"harness=true needs the extra eval: pip install -e '.[eval]' ({error})") from error
+    return harness
+
+
+def _conclude(results: Sequence[Result], tasks: Sequence[Task], table: Published | None, place: Path) -> None:
+    """Prints the table and writes it. Raises ConfigError."""
+    arms = by_arm(results)
+    grids, said = [grid(tasks, arms, table), *differences(arms, table)], notes(arms, tasks, table)
+    print("\n\n".join(["", *map(grid_text, grids), "\n".join(textwrap.fill(note, WIDTH) for note in said)]))
+    kept = [  # without their samples, which have a file of their own
+        {
+            **result,
+            "tasks": {name: {"settings": one["settings"], **one["scores"]} for name, one in result["tasks"].items()},
+            **{"ruler": needles.numbers(result["ruler"]), "values": values(result, table)},
+        }
+        for result in results
+    ]
+    with writing(place, "another folder"):
+        write_json(place / "tasks.json", {"runs": kept, "tables": grids, "notes": said})
+        with replacing(place / "tasks.md") as file:
+            file.write("\n\n".join([*map(grid_markdown, grids), *said, ""]).encode())
+    print(
+        f"\nWritten to {shown(place)}: tasks.md, tasks.json; the scores of all samples are in the folders of the runs"
+    )
+
+
+def values(result: Result, table: Published | None) -> dict[str, float]:
+    """The score of every task and their unweighted mean (``average``), in percent; where the table has RULER, and the
+    result too, also ``ruler_average`` and ``ruler_longest``."""
+    each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
+    further = needles.numbers(result.get("ruler")) if table and table.ruler else {}
+    ruler = {f"ruler_{name}": value for name, value in further.items()}
+    return {**each, "average": statistics.fmean(each.values()), **ruler}
+
+
+def metric(task: str, result: Result, table: Published | None) -> str:
+    """What a task is scored by: as the paper does for such a model; outside its tables acc_norm where there is one."""
+    if table:
+        return table.rows[task]["mixture" if result["mixture"] else "dense"]
+    return "acc_norm" if "acc_norm" in result["tasks"][task]["scores"] else "acc"
+
+
+def grid(tasks: Sequence[Task], arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> Grid:
+    """Tasks by models: ours, mean and standard deviation over seeds, then the paper's."""
+    title = _mean_title(table)
+    if table is None:
+        rows = {task.name: task.title for task in tasks} | {"average": title}
+        return side_by_side("task (%)", arms, rows, lambda result, name: values(result, None)[name])
+    rows = {task.name: task.title + "+" * _depends(table, task.name) for task in tasks}
+    rows |= {"average": title, **{f"ruler_{name}": needles.TITLES[name] for name in table.ruler}}
+    theirs = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average}
+    theirs |= {f"ruler_{name}": numbers for name, numbers in table.ruler.items()}
+    return side_by_side(
+        "task (%)", arms, rows, lambda result, name: values(result, table).get(name), table.columns, theirs
+    )
+
+
+def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> list[Grid]:
+    """A table of every other arm minus the first: each question's score is the mean over the seeds that both arms have,
+    the interval is the paired bootstrap's over questions. None for a single arm."""
+    (arm, first), *others = arms.items()
+    if not others:
+        return []
+    tasks = list(next(iter(first.values()))["tasks"])
+    rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in others)]]
+    for title, wanted in [*((task, [task]) for task in tasks), (_mean_title(table), tasks)]:
+        scores = lambda results, wanted=wanted: {task: _questions(results, task, table) for task in wanted}  # noqa: E731
+        rows.append([title, *(difference(first, other, scores) for _, other in others)])
+    asked = [{seed: one["ruler"] for seed, one in seeds.items() if one["ruler"]} for seeds in arms.values()]
+    last = next((str(needles.longest(one)) for one in asked[0].values()), "")
+    for name in table.ruler if table else ():
+        which = lambda task, length, name=name: name != "longest" or length == last  # noqa: E731
+        rows.append([needles.TITLES[name], *(needles.apart(asked[0], other, which) for other in asked[1:])])
+    return [rows]
+
+
+def _questions(results: Sequence[Result], task: str, table: Published | None) -> list[float]:
+    """The score of each question of a task, the mean over these results."""
+    each = []
+    for result in results:
+        samples = sorted(result["tasks"][task]["samples"], key=lambda one: (one["subtask"], one["document"]))
+        each.append([one[metric(task, result, table)] for one in samples])
+    return means(each)
+
+
+def notes(arms: Mapping[str, Mapping[Any, Result]], tasks: Sequence[Task], table: Published | None) -> list[str]:
+    """What has to be said about the numbers."""
+    results = [result for seeds in arms.values() for result in seeds.values()]
+    said = [f"The last columns are the paper's, {table.table}."] if table else []
+    if table and any(_depends(table, name) for name in table.rows):
+        said.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")
+    if len(results) > 1:
+        said.append("mean +- sample standard deviation over the seeds of an arm")
+    scored = results[0]["tasks"]
+    documents = {task.name: scored[task.name]["settings"]["documents"] for task in tasks}
+    said += [f"{task.title}: {task.note}." for task in tasks if task.note and documents[task.name] != HUB]
+    few = [task for task in tasks if scored[task.name]["settings"]["limit"]]
+    if few:
+        counts = ", ".join(f"{task.title} {scored[task.name]['scores']['samples']:,}" for task in few)
+        said.append(f"Limited: {counts} samples.")
+    for task in tasks:
+        most = max((result["tasks"][task.name]["scores"] for result in results), key=lambda one: one["cut"])
+        if most["cut"]:
+            cut = f"{most['cut']:,} of {most['samples']:,} contexts were cut on the left"
+            said.append(f"{task.title}: {cut} to what the model reads.")
+    if table and table.ruler:
+        names = [f"{arm}/seed{result['seed']}" for arm, seeds in arms.items() for result in seeds.values()]
+        said += needles.notes([result["ruler"] for result in results], names)
+    return said
+
+
+def _mean_title(table: Published | None) -> str:
+    """What the mean over tasks is called: beside RULER's, as the paper does."""
+    return "Standard Avg." if table and table.ruler else "Avg."
+
+
+def _depends(table: Published, task: str) -> bool:
+    """Whether a task is scored otherwise for models with a mixture of experts."""
+    return table.rows[task]["dense"] != table.rows[task]["mixture"]

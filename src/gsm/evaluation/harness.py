@@ -1,12 +1,14 @@
-"""Any model of ours in lm-evaluation-harness (extra ``eval``), and our tasks written as a folder of its task files.
+"""Any model of ours in lm-evaluation-harness (extra ``eval``), and our samples as a task of it.
 
 The adapter answers the harness's three kinds of requests with the same core as the built-in scorer. Imports lm_eval, so
 this module is imported where it is needed alone.
+
+The harness may run code that a task file holds: its templates have no sandbox, and its yaml files name functions. So it
+gets texts that ``task_files`` has rendered, or one of its own tasks; never a template or a path from a task file.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,15 +17,16 @@ from typing import Any
 import datasets
 import lm_eval
 import torch
-import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import downstream, task_files
-from gsm.evaluation.loglikelihood import Pair, Progress, Score, cut, encode_pairs, loglikelihoods
+from gsm.evaluation import task_files
+from gsm.evaluation.loglikelihood import Pair, Score, cut, encode_pairs, loglikelihoods
+from gsm.evaluation.results import ACCURACIES, Progress, Results, conclude, silent, write_samples
 from gsm.evaluation.task_files import Sample, Task
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample as draw
@@ -47,7 +50,7 @@ class Adapter(TemplateLM):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, *, max_length: int, rows: int = 32, progress: Progress = iter
+        self, model: Any, tokenizer: Tokenizer, *, max_length: int, rows: int = 32, progress: Progress = silent
     ) -> None:
         super().__init__()
         self.progress = progress
@@ -149,126 +152,116 @@ def version() -> str:
     return f"lm-eval {lm_eval.__version__}"
 
 
-def evaluate(adapter: Adapter, task: Task, *, limit: int = 0) -> dict[str, Any]:
-    """Scores the harness's own task of that name, with its documents from the hub.
+def measure(
+    adapter: Adapter,
+    task: Task,
+    samples: Sequence[Sample] | None = None,
+    *,
+    limit: int = 0,
+    file: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Scores samples, or the harness's own task of that name with its documents from the hub.
 
     Args:
         adapter: the model.
         task: of ``task_files``.
-        limit: documents of the task, or of each of its subtasks; 0: all of them.
+        samples: of the task; None: those of the hub.
+        limit: documents of the hub's task, or of each of its subtasks; 0: all of them.
+        file: for the results; taken from there once it is finished, if its settings are the same.
+        settings: whatever the numbers depend on, as plain containers.
 
     Returns:
-        As ``evaluate_local``.
+        ``task``, ``settings``, ``scores`` and ``samples`` as of ``downstream.measure``.
+
+    Raises:
+        ValueError: the harness has no such task.
     """
-    return _run(adapter, task, [task.harness or task.name], TaskManager(), limit=limit)
+    results = Results(
+        file,
+        settings or {},
+        pack=lambda cells: {"task": task.name, **cells},
+        unpack=lambda content: {name: content[name] for name in ("scores", "samples")},
+        write=write_samples,
+    )
+    if not results.cells:
+        records = _records_of_the_hub(adapter, task, limit) if samples is None else _records(adapter, task, samples)
+        records.sort(key=lambda one: one["document"])
+        results.cells |= {"scores": conclude(task.metrics, records), "samples": records}
+        results.save()
+    return results.content()
 
 
-def evaluate_local(adapter: Adapter, task: Task, samples: Sequence[Sample], data: Path, folder: Path) -> dict[str, Any]:
-    """Scores samples from local files.
-
-    Args:
-        adapter: the model.
-        task, samples: of ``task_files``.
-        data: the folder of documents.
-        folder: an empty folder, for the task files that the harness reads.
-
-    Returns:
-        ``task``, ``scores`` and ``samples`` as of ``downstream.evaluate``.
-    """
-    numbers = write_tasks(task, samples, data, folder)
-    return _run(adapter, task, list(numbers), TaskManager(include_path=str(folder), include_defaults=False), numbers)
-
-
-def write_tasks(task: Task, samples: Sequence[Sample], data: Path, folder: Path) -> dict[str, list[int]]:
-    """A task of ours as task files of the harness, one for each subtask, with these documents beside them.
-
-    Returns:
-        The number of each document in ours, by the harness's name of the task.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    shown = task_files.read(data, task.shot_documents) if task.shots else []
-    numbers: dict[str, list[int]] = {}
-    for subtask in sorted({sample.subtask for sample in samples}):
-        name = "_".join(filter(None, ["gsm", task.name, subtask]))
-        mine = [sample for sample in samples if sample.subtask == subtask]
-        numbers[name] = [sample.document for sample in mine]
-        splits = {"test": [sample.row for sample in mine]}
-        if task.shots:
-            splits["shots"] = [row for row in shown if not task.subtask or str(row[task.subtask]) == subtask]
-        for split, rows in splits.items():
-            text = "".join(f"{json.dumps(row)}\n" for row in rows)
-            (folder / f"{name}.{split}.jsonl").write_text(text, encoding="utf-8")
-        files = {split: str(folder / f"{name}.{split}.jsonl") for split in splits}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(_described(task, name, files, str(folder / "cache"))))
-    return numbers
+def _records(adapter: Adapter, task: Task, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """By a task of the harness whose documents are texts that stand already, so that it renders nothing."""
+    several = len({context for context, _ in samples[0].pairs}) > 1  # each choice is a context of its own
+    rows = [
+        {
+            "contexts": [context for context, _ in sample.pairs],
+            "context": sample.pairs[0][0],
+            "answers": [continuation[1:] for _, continuation in sample.pairs],  # the harness adds the blank
+            "answer": sample.pairs[0][1][several:],
+            "gold": sample.gold,
+        }
+        for sample in samples
+    ]
+    kind: dict[str, Any] = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "answer"}
+    if several:
+        kind = {"doc_to_text": "gold", "doc_to_choice": "contexts", "doc_to_target": "answer"}
+    elif task.choices:
+        kind = {"doc_to_text": "context", "doc_to_choice": "answers", "doc_to_target": "gold"}
+    metrics = [
+        {"metric": name, "aggregation": name if name == "perplexity" else "mean", "higher_is_better": True}
+        for name in task.metrics
+    ]
+    config = {"task": f"gsm_{task.name}", "test_split": "test", "metric_list": metrics}
+    config |= {"output_type": "multiple_choice", **kind}
+    config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
+    (logged,) = run(adapter, [ConfigurableTask(config=config)], TaskManager(include_defaults=False)).values()
+    mine = [samples[one["doc_id"]] for one in logged]
+    return [
+        record(adapter, task, one, sample.document, sample.subtask, sample.gold)
+        for one, sample in zip(logged, mine, strict=True)
+    ]
 
 
-def _described(task: Task, name: str, files: Mapping[str, str], cache: str) -> dict[str, Any]:
-    """A task file in the harness's own words."""
-    multiple = {"doc_to_choice": f"{{{{{task.choices}}}}}"}
-    if not task.choices:
-        kind = {"output_type": "loglikelihood", "doc_to_text": task.prompt}
-        kind["doc_to_target"] = f"{{{{' ' ~ ({task.continuation})}}}}"
-    elif task.continuation:
-        kind = {"output_type": "multiple_choice", "doc_to_text": f"{{{{{task.gold}}}}}", **multiple}
-        kind["doc_to_target"] = f"{{{{{task.continuation}}}}}"
-    else:
-        kind = {"output_type": "multiple_choice", "doc_to_text": task.prompt, **multiple}
-        kind["doc_to_target"] = f"{{{{{task.gold}}}}}"
-    metrics = [{"metric": m, "higher_is_better": m != "perplexity"} for m in task.metrics]
-    for metric in metrics:
-        metric["aggregation"] = "perplexity" if metric["metric"] == "perplexity" else "mean"
-    shots = {"fewshot_split": "shots", "fewshot_config": {"sampler": "first_n"}, "num_fewshot": task.shots}
-    return {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": dict(files), "cache_dir": cache},
-        "test_split": "test",
-        **kind,
-        "description": task.description,
-        "metric_list": metrics,
-        **(shots if task.shots else {}),
-    }
+def _records_of_the_hub(adapter: Adapter, task: Task, limit: int) -> list[dict[str, Any]]:
+    name, manager = task.harness or task.name, TaskManager()
+    if name not in manager.all_tasks:  # it would take a path too, and run what the file there names
+        raise ValueError(
+            f"lm-evaluation-harness has no task '{name}', but harness=true without data= takes it from there"
+        )
+    return [
+        record(adapter, task, one, one["doc_id"], part.removeprefix(name).removeprefix("_"))
+        for part, logged in run(adapter, [name], manager, shots=task.shots, limit=limit).items()
+        for one in logged
+    ]
 
 
-def _run(
-    adapter: Adapter,
-    task: Task,
-    names: list[str],
-    manager: TaskManager,
-    numbers: Mapping[str, list[int]] | None = None,
-    limit: int = 0,
-) -> dict[str, Any]:
+def run(
+    adapter: Adapter, tasks: list[Any], manager: TaskManager, *, shots: int = 0, limit: int = 0
+) -> dict[str, list[dict[str, Any]]]:
+    """What the harness logs of every document, by task."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
-    found: Any = lm_eval.simple_evaluate(
-        model=adapter,
-        tasks=names,  # pyright: ignore[reportArgumentType]
-        task_manager=manager,
-        num_fewshot=task.shots,
-        limit=limit or None,
-        bootstrap_iters=0,
-        **seeds,
-    )
-    records = []
-    for name, samples in found["samples"].items():
-        subtask = name.removeprefix(f"{names[0] if numbers is None else 'gsm_' + task.name}").removeprefix("_")
-        order = numbers[name] if numbers else range(len(samples))
-        records += [_record(adapter, task, subtask, order[one["doc_id"]], one) for one in samples]
-    records.sort(key=lambda one: one["document"])
-    return {"task": task.name, "scores": downstream.conclude(task.metrics, records), "samples": records}
+    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit or None, "bootstrap_iters": 0, **seeds}
+    found: Any = lm_eval.simple_evaluate(model=adapter, tasks=tasks, task_manager=manager, **options)
+    return found["samples"]
 
 
-def _record(adapter: Adapter, task: Task, subtask: str, number: int, logged: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as the harness logs it, in the form that ours have."""
+def record(
+    adapter: Adapter, task: Task, logged: Mapping[str, Any], document: int, subtask: str, gold: int | None = None
+) -> dict[str, Any]:
+    """What the harness logs of a document, in the form that ours have; ``gold``: None for what the task says of it."""
     scores = [answer[0] for answer in logged["resps"]]
     pairs = encode_pairs(adapter.coder.encode_batch, adapter.eot_token_id, logged["arguments"])
-    gold = task_files.gold(task, logged["doc"]) if len(scores) > 1 else 0
+    if gold is None:
+        gold = task_files.gold(task, logged["doc"]) if len(scores) > 1 else 0
     return {
-        **{"document": number, "subtask": subtask, "gold": gold},
+        **{"document": document, "subtask": subtask, "gold": gold},
         "loglikelihoods": [float(loglikelihood) for loglikelihood, _ in scores],
         "greedy": [bool(greedy) for _, greedy in scores],
         "cut": max(cut(*pair, adapter.max_length) for pair in pairs),
-        **{metric: float(logged[metric]) for metric in task.metrics if metric in downstream.ACCURACIES},
+        **{metric: float(logged[metric]) for metric in task.metrics if metric in ACCURACIES},
     }

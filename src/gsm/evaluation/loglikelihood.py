@@ -10,13 +10,14 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gsm.evaluation.results import Progress, silent
 from gsm.models.prompts import left_pad
 from gsm.shapes import promoted
 
@@ -62,16 +63,13 @@ class Question:
         return len(self.continuations), len(self.context), max(map(len, self.continuations))
 
 
-Progress = Callable[[list[list[Question]]], Iterable[list[Question]]]
-
-
 def loglikelihoods(
     model: Any,
     pairs: Sequence[Pair],
     *,
     max_length: int,
     rows: int = 32,
-    progress: Progress = iter,
+    progress: Progress = silent,
 ) -> list[Score]:
     """What a model says of continuations, in their order.
 
@@ -86,8 +84,8 @@ def loglikelihoods(
     Raises:
         ValueError: an empty context or continuation.
     """
-    scores: dict[int, Score] = {}
-    for batch in progress(plan(pairs, max_length=max_length, rows=rows)):
+    scores, batches = {}, plan(pairs, max_length=max_length, rows=rows)
+    for batch in progress(batches, len(batches), ""):
         scores |= score(model, batch)
     return [scores[place] for place in range(len(pairs))]
 

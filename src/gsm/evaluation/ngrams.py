@@ -22,7 +22,7 @@ import numpy as np
 FALLBACK = (0.5, 1.0, 1.5)  # discounts where counts of counts are too few to estimate them; KenLM uses the same
 
 
-def ngram_bits_per_byte(
+def measure(
     train_sequences: Iterable[Mapping[str, Any]],
     validation_sequences: Iterable[Mapping[str, Any]],
     *,
@@ -64,7 +64,7 @@ def examples(
         once: drop sequences that came before.
 
     Raises:
-        ValueError: as in `ngram_bits_per_byte`.
+        ValueError: as in `measure`.
     """
     if order < 1:
         raise ValueError(f"n-gram order {order} is too small; 1 is the unigram model")

@@ -1,11 +1,11 @@
-"""What the aggregation stages select, beside what the encoder selects: overlap, and distance (paper, section 4.5.1 and
-the appendix on the retrieval ablation).
+"""How much of what the aggregation stages select the encoder selects too (paper, section 4.5.1 and the appendix on the
+retrieval ablation).
 
 Overlap is the number of bank entries that a stage and its encoder layer have both selected, divided by K: a mean over
 the queries that see more than K entries, since the others have nothing to choose.
 
-B sequences, T positions, R rows, K slots that a layer selects, J those that a stage selects, N queries or entries of
-all rows.
+B sequences, T positions, R rows, K slots that a layer selects, J those that a stage selects, N queries of all
+rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.cache.slots import plan_slots
+from gsm.evaluation import paper
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
@@ -24,6 +24,7 @@ from gsm.shapes import last
 
 CHUNK = 4096  # tokens of a sequence read at a time
 AT_ONCE = 16384  # tokens of all sequences read at a time
+SEQUENCES = 16  # of each length, unless told
 TAPS = ("position", "encoder/*/top_k", "stage/*/top_k")
 
 
@@ -34,7 +35,7 @@ def selects_for_itself(model: LanguageModel) -> bool:
     return any(getattr(block.attention, "indexer", None) is not None for block in model.encoder)
 
 
-def by_length(
+def measure(
     model: LanguageModel,
     sequences: Callable[[int], Sequence[Mapping[str, Tensor]]],
     context: int,
@@ -84,14 +85,10 @@ def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) ->
     if not isinstance(model, GSM):
         return {}
     found: dict[int, list[Tensor]] = {}
-    was_training = model.training
-    model.eval()
-    try:
+    with model.evaluating():
         for seen in _recordings(model, sequences):
             for stage, one_N in overlaps_seen(model, seen).items():
                 found.setdefault(stage, []).append(one_N.cpu())
-    finally:
-        model.train(was_training)
     return {stage: torch.cat(parts) for stage, parts in sorted(found.items())}
 
 
@@ -118,20 +115,6 @@ def shared_slots(own_BRJ: Tensor, theirs_BRK: Tensor) -> Tensor:
     return ((sorted_BRK.gather(-1, place_BRJ) == own_BRJ) & (own_BRJ >= 0)).sum(dim=-1)
 
 
-def distances_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
-    """By stage, how many tokens before its row every selected entry begins, int64 [N]; of a call without a memory."""
-    ratio, found = model.geometry.encoder_ratio, {}
-    for stage in range(1, len(model.aggregation.layers) + 1):
-        chosen_BRK = seen.get(f"stage/{stage}/top_k")
-        if chosen_BRK is None:
-            continue
-        rows, position_BT = chosen_BRK.shape[1], seen["position"]
-        first_BR = last(plan_slots(position_BT, ratio, None).first_BT, rows)
-        entry_BRK = (chosen_BRK - first_BR[..., None]) * ratio
-        found[stage] = (last(position_BT, rows)[..., None] - entry_BRK)[chosen_BRK >= 0]
-    return found
-
-
 def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[Seen]:
     """What was selected in every chunk of all sequences."""
     if not sequences:
@@ -147,3 +130,18 @@ def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterat
             with record(*TAPS) as seen:  # not __call__: a compiled model would be compiled anew to listen
                 memory = model.forward(tokens, documents=documents, memory=memory).memory
             yield seen
+
+
+def table(facts: Mapping[str, Any] | None) -> list[str]:
+    """Lengths by stages, in percent of K, as lines; below each length that the paper has too, its own row."""
+    if facts is None:
+        return ["  overlap with the encoder: none, for the stages or the encoder select nothing"]
+    rows, published = facts["by_length"], paper.tables()["overlap"]["by_length"]
+    stages = range(1, max((len(row["stages"]) for row in rows), default=0) + 1)
+    lines = [f"  {'overlap with the encoder, %':<30}" + "".join(f"{f'stage {stage}':>9}" for stage in stages)]
+    for row in rows:
+        cells = ["-" if value is None else f"{100 * value:.1f}" for value in row["stages"]]
+        lines.append(f"  {row['length']:>10,} tokens" + " " * 13 + "".join(f"{cell:>9}" for cell in cells))
+        if theirs := published.get(row["length"]):
+            lines.append(f"  {'the paper, 0.5B GSM':>30}" + "".join(f"{cell:>9.1f}" for cell in theirs))
+    return lines

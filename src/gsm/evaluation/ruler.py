@@ -1,41 +1,159 @@
-"""RULER's needle tasks put to a model: its answers at every length, kept cell by cell, so that an evaluation which was
-interrupted goes on where it was. B prompts at a time, T tokens of each.
+"""RULER's needle tasks put to a model: its answers at every length, their scores, and the paper's tables beside ours.
+
+    python evaluate.py checkpoint=logs/default ruler=true
+
+An answer is right as far as it contains what was asked for. A chain of thought is judged by what follows its last
+`Final answer:` alone; one without is wrong, and how many there were is reported. All numbers are in percent.
+B prompts at a time, T tokens of each.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gsm.data.adaptation import RESPONSES
+from gsm.config.check import ConfigError
+from gsm.data.adaptation import BOTH, MARK, RESPONSES, trained_lengths
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS, Needles, Sample, read_samples
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation.ruler_score import accuracy, averages, final_answer, score
-from gsm.files import write_json
+from gsm.evaluation import paper, plots
+from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened
+from gsm.evaluation.results import Grid, Progress, Results, by_arm, difference, means, side_by_side, silent, transposed
+from gsm.experiments import weights
+from gsm.experiments.table import WIDTH, grid_markdown, grid_text
+from gsm.files import read_json, replacing, write_json
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
-Watch = Callable[[Iterable[Any], int, str], Iterable[Any]]
+ADAPTED = "gsm.data.adaptation.RulerData"
+CONTROL = re.compile(r"[\x00-\x1f]")
+# What the benchmark takes; what is otherwise is a deviation, and printed as one.
+STANDARD = {"template": "ruler", "sentences": "punkt", "keys": "wonderwords", "digits": 7, "increment": None}
+ESSAYS = "PaulGrahamEssays.json"
+# In the settings of a result, what is the model's and not the question's: all else has to be the same to compare.
+OF_THE_MODEL = {"run", "step", "checkpoint", "precision", "device", "answers"}
+TITLES = {"average": "RULER Avg.", "longest": "RULER longest"}
+Result = Mapping[str, Any]  # what `measure` returns
+Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
+
+
+def evaluate(
+    checkpoint: str,
+    lengths: str = "",
+    tasks: str = "",
+    examples: int = 20,
+    answers: str = "",
+    template: str = "",
+    haystack: str = "",
+    keys: str = "",
+    words: int = 0,
+    text_field: str = "",
+    digits: int = 0,
+    new_tokens: int = 0,
+    increment: int = 0,
+    files: str = "",
+    batch_size: int = 8,
+    chunk: int = 4096,
+    seed: int = SEED,
+    device: str = "auto",
+    output: str = "",
+) -> list[dict[str, Any]]:
+    """Asks trained models RULER's needle tasks and prints accuracies; the names below are given as ruler.examples=20.
+
+    A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless told
+    otherwise. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
+    tables, by arm, with the differences between arms on the same questions, and a picture: ruler.md and ruler.png.
+
+    Args:
+        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs; as checkpoint=...
+        lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
+        tasks: some of niah_single_1,niah_single_2,niah_multikey_1; left out: these three
+        examples: of every task at every length
+        answers: direct; or cot: what follows the last "Final answer:" is judged
+        template: ruler; or short, for small models
+        haystack: python, the language reference that comes with Python; or the path of essays
+        keys: builtin, wonderwords, or the path of word lists
+        words: so many adjectives and as many nouns
+        text_field: where the text of essays stands in JSON
+        digits: of a number
+        new_tokens: kept free for an answer, and at most so many are generated
+        increment: words (or lines) by which a text that is too long is cut
+        files: a folder with <length>/<task>.jsonl that the benchmark has prepared, instead of questions made here
+        batch_size: prompts at a time
+        chunk: tokens of a prompt that are read at a time
+        seed: of the questions
+        device: cpu, cuda, ...; auto: a GPU if there is one
+        output: the file to write; left out: ruler.json in the folder of the run, and in the folder above several
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+    """
+    found = checkpoints(checkpoint)
+    if output and len(found) > 1:
+        raise ConfigError(f"output is {output}, but {len(found)} runs write a file each; leave it out")
+    given = {"answers": answers, "template": template, "haystack": haystack, "keys": keys, "text_field": text_field}
+    given |= {"words": words, "digits": digits, "new_tokens": new_tokens, "increment": increment}
+    asked = {"examples": examples, "files": files or None, "batch_size": batch_size, "chunk": chunk, "seed": seed}
+    results = []
+    for trained in opened(found, device):
+        path = Path(output) if output else _place(trained.file)
+        # As the run was trained, where it was adapted to these tasks and nothing else is said.
+        own = trained.config["data"] if trained.config["data"].get("_target_") == ADAPTED else {}
+        chosen: dict[str, Any] = {name: own[name] for name in given if own.get(name) is not None}
+        chosen |= {name: value for name, value in given.items() if value}
+        kind = chosen.pop("answers", "direct")
+        if kind == BOTH:
+            raise ConfigError(
+                f"{trained.file} was trained with answers both; say ruler.answers=direct or ruler.answers=cot"
+            )
+        run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
+        identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
+        with trained.computing():
+            result = measure(
+                trained.model,
+                trained.tokenizer,
+                _list(tasks) or own.get("tasks") or list(TASKS),
+                _numbers(lengths) or _own_lengths(own, trained),
+                ingredients=Ingredients.choose(**chosen),
+                answers=kind,
+                path=path,
+                identity={**identity, "precision": trained.precision, "device": trained.device_kind},
+                progress=trained.progress("questions"),
+                say=lambda line: print(line, flush=True),
+                **asked,
+            )
+        print(f"{_name(result)}\n{table(result)}\nWritten to {path}\n", flush=True)
+        results.append(result)
+    if len(results) > 1:
+        print("\n".join(write_side_by_side(results, Path(checkpoint))))
+    return results
+
+
+def metrics(written: Result) -> dict[str, float]:
+    """Accuracies in percent of one run's file: the `average`, and the means of every length and of every task."""
+    found = written["averages"]
+    return {"average": found["average"], **found["by_length"], **found["by_task"]}
 
 
 class Writer(Protocol):
     """What is asked: any `LanguageModel` is one."""
 
     def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int) -> Iterator[Tensor]:
-        """Yields the likeliest next id of every sequence, int64 [B], after prompts: int64 [B,T], or, unless
-        `padded` is False in `evaluate`, also a list of B lists of ids that differ in length."""
+        """Yields the likeliest next id of every sequence, int64 [B], after prompts: int64 [B,T], or a list of
+        B lists of ids that differ in length."""
         ...
 
 
-def evaluate(
+def measure(
     model: Writer,
     tokenizer: Tokenizer,
     tasks: Sequence[str] = tuple(TASKS),
@@ -46,13 +164,11 @@ def evaluate(
     answers: str = "direct",
     files: str | os.PathLike[str] | None = None,
     batch_size: int = 8,
-    padded: bool = True,
     chunk: int = 4096,
     seed: int = SEED,
-    limit: int | None = None,
     path: str | os.PathLike[str] | None = None,
     identity: Mapping[str, Any] | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
     say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Asks a model every task at every length, and scores what it says.
@@ -70,14 +186,11 @@ def evaluate(
         answers: "direct", or "cot" for those that end with `Final answer:`.
         files: a folder with `<length>/<task>.jsonl` of the benchmark, instead of samples that are made here.
         batch_size: at most so many prompts at a time.
-        padded: whether prompts of different lengths may go together; else those of one length do.
         chunk: tokens of a prompt that are read at a time.
         seed: of the samples.
-        limit: tokens that the model can take; None: any number.
-        path: a JSON file for the result, written after every cell. Cells that it holds are not asked again if its
-            settings are the same; else it is moved to `<name>.previous`.
+        path: a JSON file for the result, gone on from if its settings are the same (`Results`).
         identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
-        watch: passes on an iterable of so many samples, and may say how far it is.
+        progress: passes on the samples of a cell, and may say how far it is.
         say: takes a line for every cell that is done.
 
     Returns:
@@ -86,34 +199,36 @@ def evaluate(
         `Final answer:` where it is wanted.
 
     Raises:
-        ValueError: a value is out of range, a length goes beyond `limit` or holds no sample.
+        ValueError: a value is out of range, a length holds no sample.
         OSError: the file cannot be written.
     """
-    _check(tasks, lengths, examples, answers, batch_size, limit)
+    _check(tasks, lengths, examples, answers, batch_size)
     made = ingredients or Ingredients()
-    assert made.new_tokens is not None  # its template has it
+    most = made.new_tokens
+    assert most is not None  # its template has it
     settings = {"answers": answers, "examples": examples, "seed": seed, "tokenizer": tokenizer.digest}
-    settings |= {"files": str(files), "new_tokens": made.new_tokens} if files else made.facts()
-    result = opened(path, json.loads(json.dumps({**settings, **(identity or {})})))
-    cells: dict[str, Any] = result["cells"]
+    settings |= {"files": str(files), "new_tokens": most} if files else made.facts()
+    results = Results(path, {**settings, **(identity or {})})
     asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
-    for name, (task, length) in asked.items():
-        if name in cells:
-            say(f"{name}: {cells[name]['accuracy']:.2f} %, from {path}")
-            continue
-        start = time.perf_counter()
+    for name in (name for name in asked if name in results.cells):
+        say(f"{name}: {results.cells[name]['accuracy']:.2f} %, from {path}")
+
+    def compute(name: str) -> dict[str, Any]:
+        (task, length), start = asked[name], time.perf_counter()
         samples = _samples(task, length, examples, seed, tokenizer, made, files)
-        batches = _batches(samples, tokenizer, batch_size, padded)
-        said = _answers(model, tokenizer, batches, made.new_tokens, answers == "direct", chunk)
-        told = watch(said, examples, f"{name}: ") if watch else said
-        scored = [_scored(sample, tokens, text, answers) for sample, tokens, text in told]
-        cells[name] = {"task": task, "length": length, "accuracy": accuracy(scored)}
-        cells[name] |= {"seconds": round(time.perf_counter() - start, 3)}
-        cells[name] |= {"samples": sorted(scored, key=lambda sample: sample["index"])}
-        if path:
-            write_json(path, result)
-        say(f"{name}: {cells[name]['accuracy']:.2f} % of {examples}, {cells[name]['seconds']:.1f} s")
-    return _concluded(settings, result, asked, path)
+        said = _answers(model, tokenizer, samples, batch_size, most, answers == "direct", chunk)
+        scored = [_scored(sample, n, text, answers) for sample, n, text in progress(said, examples, f"{name}: ")]
+        found = {"task": task, "length": length, "accuracy": accuracy(scored)}
+        found |= {"seconds": round(time.perf_counter() - start, 3)}
+        say(f"{name}: {found['accuracy']:.2f} % of {examples}, {found['seconds']:.1f} s")
+        return {name: {**found, "samples": sorted(scored, key=lambda sample: sample["index"])}}
+
+    results.fill(asked, lambda name: [name], compute)
+    cells = {name: results.cells[name] for name in asked}  # the file keeps the others too
+    marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
+    further = {"asked": list(cells), "averages": averages(cells.values()), "unmarked": 1 - sum(marked) / len(marked)}
+    results.save(**further)
+    return {**results.content(), "cells": cells, **further}
 
 
 def complete(
@@ -140,9 +255,39 @@ def complete(
     return [tokenizer.decode(ids) for ids in made]
 
 
-def _check(
-    tasks: Sequence[str], lengths: Sequence[int], examples: int, answers: str, batch_size: int, limit: int | None
-) -> None:
+def final_answer(text: str, answers: str) -> str | None:
+    """The part of an output that is judged; None where a chain of thought (answers "cot") does not come to an end."""
+    _, mark, answer = text.rpartition(MARK)
+    return text if answers != "cot" else answer if mark else None
+
+
+def score(text: str | None, outputs: Sequence[str]) -> float:
+    """The share of `outputs` that a text contains, in whatever case, control characters being line ends; 0 for None."""
+    if text is None:
+        return 0.0
+    text = CONTROL.sub("\n", text.strip()).strip().lower()
+    return sum(output.lower() in text for output in outputs) / len(outputs)
+
+
+def accuracy(samples: Iterable[Mapping[str, Any]]) -> float:
+    """Mean score in percent."""
+    return 100 * statistics.fmean(sample["score"] for sample in samples)
+
+
+def averages(cells: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The paper's means: of each length over tasks, of each task over lengths, and of all lengths, unweighted.
+
+    Args:
+        cells: each with `task`, `length` and `accuracy`; every task at every length.
+    """
+    cells = list(cells)
+    tasks, lengths = (dict.fromkeys(cell[name] for cell in cells) for name in ("task", "length"))
+    by_length = {str(n): statistics.fmean(c["accuracy"] for c in cells if c["length"] == n) for n in sorted(lengths)}
+    by_task = {task: statistics.fmean(c["accuracy"] for c in cells if c["task"] == task) for task in tasks}
+    return {"by_length": by_length, "by_task": by_task, "average": statistics.fmean(by_length.values())}
+
+
+def _check(tasks: Sequence[str], lengths: Sequence[int], examples: int, answers: str, batch_size: int) -> None:
     if not tasks or set(tasks) - set(TASKS):
         raise ValueError(f"tasks {list(tasks)} must be some of {', '.join(TASKS)}")
     if not lengths or min(lengths) < 1 or examples < 1 or batch_size < 1:
@@ -151,10 +296,6 @@ def _check(
         )
     if answers not in RESPONSES:
         raise ValueError(f"answers {answers!r} is unknown; the known ones are {', '.join(RESPONSES)}")
-    if limit is not None and max(lengths) > limit:
-        raise ValueError(
-            f"length {max(lengths)} goes beyond the {limit} tokens that the model takes; take shorter ones"
-        )
 
 
 def _samples(
@@ -177,26 +318,13 @@ def _samples(
     return samples[:examples]
 
 
-def _batches(
-    samples: Sequence[Sample], tokenizer: Tokenizer, size: int, padded: bool
-) -> Iterator[list[tuple[Sample, list[int]]]]:
-    """Samples and the ids of their prompts, those of similar length together, or only those of the same."""
-    prompts = sorted(((one, tokenizer.encode(one.prompt)) for one in samples), key=lambda pair: len(pair[1]))
-    for _, alike in groupby(prompts, key=lambda pair: 0 if padded else len(pair[1])):
-        group = list(alike)
-        yield from (group[first : first + size] for first in range(0, len(group), size))
-
-
 def _answers(
-    model: Writer,
-    tokenizer: Tokenizer,
-    batches: Iterable[list[tuple[Sample, list[int]]]],
-    most: int,
-    a_line: bool,
-    chunk: int,
+    model: Writer, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
 ) -> Iterator[tuple[Sample, int, str]]:
-    """Every sample with the tokens of its prompt and what the model says."""
-    for batch in batches:
+    """Every sample with the tokens of its prompt and what the model says; similar lengths are asked together."""
+    prompts = sorted(((one, tokenizer.encode(one.prompt)) for one in samples), key=lambda pair: len(pair[1]))
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
         said = complete(model, tokenizer, [ids for _, ids in batch], most, a_line, chunk)
         yield from ((sample, len(ids), text) for (sample, ids), text in zip(batch, said, strict=True))
 
@@ -207,28 +335,240 @@ def _scored(sample: Sample, tokens: int, said: str, answers: str) -> dict[str, A
     return {**facts, "marked": judged is not None, "score": score(judged, sample.outputs)}
 
 
-def opened(path: str | os.PathLike[str] | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a file holds already, if its settings are these; one with others is moved aside."""
-    fresh = {"settings": settings, "cells": {}}
-    if path is None or not Path(path).exists():
-        return fresh
+def known(file: Path) -> dict[str, Any] | None:
+    """What was found of a checkpoint before; None where there is nothing, or only of other weights."""
+    found = _read(_place(file))
+    if found is None or found["settings"]["checkpoint"] != weights.digest(file):
+        return None
+    return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
+
+
+def known_below(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The same of the checkpoints of these runs, those that have something."""
+    files = [file for folder in folders if any(folder.rglob("last.ckpt")) for file in checkpoints(str(folder))]
+    return [found for file in files if (found := known(file)) is not None]
+
+
+def _place(file: Path) -> Path:
+    """The ruler.json of a checkpoint: beside it, or of an evaluation after the same run."""
+    own = home(file) / "ruler.json"
+    others = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
+    if own.is_file() or not others:
+        return own
+    of_it = [p for p in others if (found := _read(p)) and found["settings"]["checkpoint"] == weights.digest(file)]
+    return of_it[0] if of_it else own
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A finished result; None for what is missing, damaged, not finished, or something else."""
+    found = read_json(path) or {}
+    finished = {"averages", "asked", "cells", "settings"} <= set(found) and "checkpoint" in found["settings"]
+    return found if finished else None
+
+
+def _own_lengths(own: Mapping[str, Any], trained: Trained) -> list[int]:
+    """The lengths of a run's adaptation and the one that it reserved; of any other run, those of the paper that fit."""
+    context = trained.config["data"]["context"]
+    if own:
+        return sorted({*trained_lengths(own.get("lengths"), context), context})
+    fitting = [length for length in LENGTHS if length <= context]
+    if not fitting:
+        raise ConfigError(
+            f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
+            "say ruler.lengths=, and ruler.template=short for small models"
+        )
+    return fitting
+
+
+def _name(result: Result) -> str:
+    run = result["settings"]["run"]
+    return f"{run['name']}/{run['arm']}/seed{run['seed']}"
+
+
+def _list(text: str) -> list[str]:
+    """`a,b` or `[a, b]` as a list."""
+    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
     try:
-        known = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        known = None
-    if isinstance(known, dict) and known.get("settings") == settings and isinstance(known.get("cells"), dict):
-        return {"settings": settings, "cells": known["cells"]}
-    os.replace(path, Path(path).with_suffix(".previous"))
-    return fresh
+        return [int(word) for word in _list(text)]
+    except ValueError as error:
+        raise ConfigError(f"lengths is '{text}', but takes whole numbers such as 4096,8192") from error
 
 
-def _concluded(
-    settings: Mapping[str, Any], result: dict[str, Any], asked: Iterable[str], path: str | os.PathLike[str] | None
-) -> dict[str, Any]:
-    """The result with its means over the cells that were asked; the file keeps the others too."""
-    cells = {name: result["cells"][name] for name in asked}
-    marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
-    means = {"asked": list(cells), "averages": averages(cells.values()), "unmarked": 1 - sum(marked) / len(marked)}
-    if path:
-        write_json(path, {**result, **means})
-    return {**result, "cells": cells, **means}
+def table(result: Result) -> str:
+    """Tasks by lengths of one model, with the means over both, and what is not as in the benchmark."""
+    found, lengths = result["averages"], list(result["averages"]["by_length"])
+    rows = [["task, %", *(shown(int(length)) for length in lengths), "Avg."]]
+    for task, mean in found["by_task"].items():
+        each = [result["cells"][f"{task}/{length}"]["accuracy"] for length in lengths]
+        rows.append([task, *(f"{value:.2f}" for value in (*each, mean))])
+    rows.append(["mean", *(f"{value:.2f}" for value in (*found["by_length"].values(), found["average"]))])
+    return "\n".join([grid_text(rows), "", *(textwrap.fill(note, WIDTH) for note in notes([result], [""]))])
+
+
+def write_side_by_side(results: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Several runs in the paper's tables, by arm: lines to print, and ruler.json, ruler.md, ruler.png in a folder.
+
+    Raises OSError where these cannot be written.
+    """
+    write_json(folder / "ruler.json", {"runs": results})
+    said = notes(results, [_name(result) for result in results])
+    if not alike(results):
+        return [*said, f"Written to {folder / 'ruler.json'}"]
+    runs = ({**result["settings"]["run"], "experiment": result["settings"]["run"]["name"]} for result in results)
+    of = {id(result): run for result, run in zip(results, runs, strict=True)}
+    arms = by_arm(results, lambda result: of[id(result)])
+    grids = tables(arms, paper.tables()["ruler"])
+    contents = {"ruler.md": "\n\n".join([*map(grid_markdown, grids), *said, ""]).encode()}
+    try:
+        contents["ruler.png"] = _picture(arms)
+        without = ""
+    except ImportError as error:  # matplotlib is an extra
+        without = f"; {error}"
+    for name, content in contents.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    written = f"Written to {folder}: ruler.json, {', '.join(contents)}{without}"
+    return [*"\n\n".join(map(grid_text, grids)).splitlines(), "", *said, written]
+
+
+def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
+    """The paper's tables of RULER: arms by lengths, tasks by arms, beside its own; then every task at every length, and
+    how the other arms differ from the first.
+
+    Args:
+        arms: by name and seed, results that are `alike`, in percent.
+        published: the paper's `columns`, `by_length`, `by_task` and `average`.
+    """
+    first, columns = next(iter(next(iter(arms.values())).values())), published["columns"]
+    lengths = {length: shown(int(length)) for length in first["averages"]["by_length"]}
+    tasks = {task: task for task in first["averages"]["by_task"]}
+    theirs = {str(length): values for length, values in published["by_length"].items()}
+    titles = {**{length: shown(int(length)) for length in theirs}, "average": "Avg."}
+    theirs["average"] = published["average"]
+
+    def mean(result: Result, name: str) -> float:
+        return metrics(result)[name]
+
+    def accuracy_of(cell: tuple[Result, str], length: str) -> float:
+        return cell[0]["cells"][f"{cell[1]}/{length}"]["accuracy"]
+
+    each = {f"{arm}, {task}": {n: (one, task) for n, one in of.items()} for arm, of in arms.items() for task in tasks}
+    grids = [
+        transposed(side_by_side("RULER, %", arms, {**lengths, "average": "Avg."}, mean)),
+        transposed(side_by_side("the paper, 1.5B GSM", {}, titles, mean, columns, theirs)),
+        side_by_side("task, %", arms, tasks, mean, [f"paper: {name}" for name in columns], published["by_task"]),
+        transposed(side_by_side("arm, task, %", each, lengths, accuracy_of)),
+    ]
+    return [*grids, *([_differences(arms, list(tasks), list(lengths)[-1])] if len(arms) > 1 else [])]
+
+
+def _differences(arms: Arms, tasks: Sequence[str], last: str) -> Grid:
+    first, *others = arms
+    wanted: dict[str, Callable[[str, str], bool]] = {
+        "Avg.": lambda task, length: True,
+        f"at {shown(int(last))}": lambda task, length: length == last,
+        **{name: (lambda task, length, name=name: task == name) for name in tasks},
+    }
+    rows = [[f"minus {first}, with 95 % interval", *others]]
+    return rows + [[name, *(apart(arms[first], arms[arm], which) for arm in others)] for name, which in wanted.items()]
+
+
+def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Callable[[str, str], bool]) -> str:
+    """Second arm minus first over the seeds that both have, with its interval; tasks and lengths count alike. `-` where
+    there is no such seed, or the questions are not the same.
+
+    Args:
+        first, second: results by seed.
+        wanted: whether a task counts at a length (both as strings).
+    """
+
+    def scores(results: list[Result]) -> dict[str, list[float]]:
+        cells = [name for name in results[0]["asked"] if wanted(*name.split("/"))]
+        each = [[[sample["score"] for sample in one["cells"][name]["samples"]] for one in results] for name in cells]
+        return dict(zip(cells, map(means, each), strict=True))
+
+    return difference(first, second, scores, alike)
+
+
+def alike(results: Sequence[Result | None]) -> bool:
+    """Whether all results there are answer the same questions, in whatever form, so that they can be compared."""
+    asked = [
+        ({name: value for name, value in one["settings"].items() if name not in OF_THE_MODEL}, one["asked"])
+        for one in results
+        if one is not None
+    ]
+    return all(one == asked[0] for one in asked)
+
+
+def numbers(result: Result | None) -> dict[str, float]:
+    """`average` over all lengths, and that of the `longest`, in percent; empty without a result."""
+    if result is None:
+        return {}
+    found = result["averages"]
+    return {"average": found["average"], "longest": found["by_length"][str(longest(result))]}
+
+
+def longest(result: Result) -> int:
+    """The longest length that was asked, in tokens."""
+    return max(map(int, result["averages"]["by_length"]))
+
+
+def notes(results: Sequence[Result | None], names: Sequence[str]) -> list[str]:
+    """What has to be said: what was asked, what is not as in the benchmark, and which models have no result."""
+    found = [one for one in results if one is not None]
+    said = []
+    for one in found[:1]:
+        lengths = ", ".join(shown(int(length)) for length in one["averages"]["by_length"])
+        answers = " or ".join(dict.fromkeys(each["settings"]["answers"] for each in found))
+        said.append(
+            f"RULER: {len(one['averages']['by_task'])} tasks at {lengths} tokens (the paper: 4K to 64K), "
+            f"{one['settings']['examples']} examples of each, answers {answers}."
+        )
+        otherwise = deviations(one["settings"])
+        said += [f"RULER, not as in the benchmark: {'; '.join(otherwise)}."] if otherwise else []
+    unmarked = [one["unmarked"] for one in found if one["settings"]["answers"] == "cot"]
+    said += [f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %."] if unmarked else []
+    if not alike(results):
+        said.append(
+            "RULER: these models were not asked the same and are not compared; ask them with ruler=true and one "
+            "ruler.lengths= (and ruler.examples=, ...) for all."
+        )
+    missing = [name for name, one in zip(names, results, strict=True) if one is None]
+    if missing:
+        said.append(f"RULER: nothing for {', '.join(missing)}; ruler=true asks, and goes on where it was interrupted.")
+    return said
+
+
+def deviations(settings: Mapping[str, Any]) -> list[str]:
+    """What was chosen otherwise than in the benchmark, as `name: value`."""
+    named = [
+        f"{name}: {settings[name]}" for name, value in STANDARD.items() if name in settings and settings[name] != value
+    ]
+    haystack = settings.get("haystack", ESSAYS)
+    return [*([f"haystack: {haystack}"] if haystack != ESSAYS else []), *named]
+
+
+def shown(length: int) -> str:
+    """4096 as 4K."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def _picture(arms: Arms) -> bytes:
+    """Accuracy by length, of the tasks together and of each. Raises ImportError where matplotlib is missing."""
+
+    def lengths(result: Result, task: str | None) -> dict[int, float]:
+        found = result["averages"]["by_length"]
+        cells = found if task is None else {n: result["cells"][f"{task}/{n}"]["accuracy"] for n in found}
+        return {int(length): value for length, value in cells.items()}
+
+    first = next(iter(next(iter(arms.values())).values()))
+    drawn = {
+        task or "all tasks": {arm: [lengths(one, task) for one in seeds.values()] for arm, seeds in arms.items()}
+        for task in (None, *first["averages"]["by_task"])
+    }
+    figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(drawn) // 2))
+    plots.lengths(panels, drawn, "length (tokens)", "answered (%)", top=100)
+    return plots.png(figure)

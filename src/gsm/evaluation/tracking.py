@@ -6,6 +6,7 @@ a time, N letters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gsm.models.base import LanguageModel
 CHUNK = 1024  # letters read at a time
 
 
-def by_length(model: LanguageModel, task: StateTracking, length: int, words: int = 128) -> dict[str, Any]:
+def measure(model: LanguageModel, task: StateTracking, length: int, words: int = 128) -> dict[str, Any]:
     """The fraction of words whose last state a model knows.
 
     Args:
@@ -63,3 +64,12 @@ def last_states(model: LanguageModel, words: list[Word], steps: bool) -> Tensor:
             assert out.memory is not None  # one was given
             memory, written_B = out.memory, out.logits[:, -1].argmax(-1)
     return (written_B == state_BN[:, -1]).cpu()
+
+
+def table(facts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Groups by lengths, in percent, as lines: how often the last state of a word is known."""
+    lengths = sorted({length for found in facts.values() for length in found}, key=int)
+    lines = [f"  {'last state known, %':<20}" + "".join(f"{length + ' letters':>14}" for length in lengths)]
+    for name, found in facts.items():
+        lines.append(f"  {name:<20}" + "".join(f"{100 * found[length]:>14.1f}" for length in lengths))
+    return lines

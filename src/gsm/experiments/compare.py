@@ -25,6 +25,7 @@ PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
 AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
+ByArm = Mapping[str, Sequence[RunSummary]]
 Curves = dict[str, list[dict[float, float]]]  # arm -> of each of its runs, values by step or by tokens
 PANELS = 4  # columns of the table that a picture of final values shows at most
 
@@ -65,13 +66,15 @@ def compare(
     if bool(x) != bool(y):
         raise ConfigError("x and y make one picture together: give both, for example x=cache_bytes y=accuracy")
     places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    runs = collect(places)
-    finished = [run for run in runs if run.finished]
+    finished = [run for run in _collect(places) if run.finished]
     arms = list(dict.fromkeys(run.arm for run in finished))
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
     chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
-    _check(finished, [*chosen, *([x, y] if x else [])])
+    known = {name for run in finished for name in _keys(run.summary) if run.value(name) is not None}
+    for column in [*chosen, *([x, y] if x else [])]:
+        if column not in known:
+            raise unknown("column", column, known, "the summaries")
     table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
     notes = [*unfinished(places), *apart(table.runs)]
     print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
@@ -80,7 +83,7 @@ def compare(
     return table
 
 
-def collect(folders: Sequence[Path]) -> list[RunSummary]:
+def _collect(folders: Sequence[Path]) -> list[RunSummary]:
     """All runs of these experiments, finished or not, arms in the experiments' order, each name once.
 
     Raises ConfigError where none is finished, FileNotFoundError where there is none.
@@ -95,9 +98,8 @@ def collect(folders: Sequence[Path]) -> list[RunSummary]:
         before = folder.name if names[folder.name] == 1 else shown_path(folder)
         all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
     if not any(run.finished for run in all_runs):
-        raise ConfigError(
-            f"no run in {' or '.join(map(shown_path, found))} is finished: {'; '.join(unfinished(folders))}"
-        )
+        where = " or ".join(map(shown_path, found))
+        raise ConfigError(f"no run in {where} is finished: {'; '.join(unfinished(folders))}")
     return all_runs
 
 
@@ -161,11 +163,20 @@ def write(
     """
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
     curves, metric = _curves(by_arm, metric, axis)
+    points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
+    drawn, said = {}, []
     try:
-        drawn = dict(_pictures(table, by_arm, (curves, AXES[axis], plots.label(metric)), x, y))
-        said = []
+        if any(curves.values()):
+            figure, (axes,) = plots.figure(height=3.2, width=5.2)
+            plots.curves(axes, curves, AXES[axis], plots.label(metric))
+            drawn["curves"] = plots.png(figure)
+        drawn |= _panels(table, by_arm)
+        if x:
+            figure, (axes,) = plots.figure(height=3.2, width=5.2)
+            plots.against(axes, points, plots.label(x), plots.label(y))
+            drawn[f"{y}_by_{x}"] = plots.png(figure)
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
-        drawn, said = {}, [str(error)]
+        said.append(str(error))
     pictures = {f"{stem}_{name}.png": content for name, content in drawn.items()}
     contents = {
         f"{stem}.md": _markdown(table, folder, notes, list(pictures)).encode(),
@@ -176,23 +187,17 @@ def write(
     for name, content in contents.items():
         with replacing(folder / name) as file:
             file.write(content)
-    names = [f"{stem}.md, .csv, .json", *pictures]
-    if any(curves.values()):
-        said += _missing(curves, f"the learning curves, as they lack {metric} by {axis}")
-    if x:
-        points = {arm: _points(runs, x, y)[0] for arm, runs in by_arm.items()}
-        said += _missing(points, f"the picture of {y} against {x}, as they lack one of the two")
-    return [*said, f"written to {shown_path(folder)}: {', '.join(names)}"]
+    bare = [arm for arm, found in curves.items() if not found]
+    if bare and len(bare) < len(curves):
+        said.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
+    bare = [arm for arm, (across, _) in points.items() if not across]
+    if bare:
+        said.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
+    return [*said, f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}"]
 
 
-def _pictures(
-    table: Table, by_arm: Mapping[str, Sequence[RunSummary]], curves: tuple[Curves, str, str], x: str, y: str
-) -> Iterator[tuple[str, bytes]]:
-    """The pictures that the runs have numbers for, by name. Raises ImportError where matplotlib is missing."""
-    if any(curves[0].values()):
-        figure, (axes,) = plots.figure(height=3.2, width=5.2)
-        plots.curves(axes, *curves)
-        yield "curves", plots.png(figure)
+def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, bytes]]:
+    """The pictures with a panel for each column of the table, and for each task that was tested at several lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
         figure, panels = plots.figure(columns=len(known), height=1.1 + 0.35 * len(by_arm))
@@ -201,21 +206,25 @@ def _pictures(
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
         yield "values", plots.png(figure)
-    by_length = _by_length(by_arm)
-    if by_length:
-        columns = min(2, len(by_length))
-        figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(by_length) // columns))
-        plots.lengths(panels, by_length, "length of the word (letters)", "last state known (fraction)", top=1)
+    tested: dict[str, dict[str, list[dict[int, float]]]] = {}  # by task and arm, of every run, what it answered
+    for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
+        for task, values in (run.summary.get("by_length") or {}).items():
+            seed = {int(length): value for length, value in values.items()}
+            tested.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    if tested:
+        columns = min(2, len(tested))
+        figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(tested) // columns))
+        plots.lengths(panels, tested, "length of the word (letters)", "last state known (fraction)", top=1)
         yield "lengths", plots.png(figure)
-    if x:
-        figure, (axes,) = plots.figure(height=3.2, width=5.2)
-        plots.against(axes, {arm: _points(runs, x, y) for arm, runs in by_arm.items()}, plots.label(x), plots.label(y))
-        yield f"{y}_by_{x}", plots.png(figure)
 
 
-def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) -> tuple[Curves, str]:
+def _curves(by_arm: ByArm, metric: str, axis: str) -> tuple[Curves, str]:
     """The learning curve of every run, by arm, and the metric that they are of. Raises ConfigError."""
-    metrics = {run.folder: read_metrics(_curve(run)) for runs in by_arm.values() for run in runs}
+    metrics = {  # of runs after one another, those of the first
+        run.folder: read_metrics(run.folder / run.summary.get("curves", "") / "metrics.csv")
+        for runs in by_arm.values()
+        for run in runs
+    }
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
@@ -230,22 +239,6 @@ def _curves(by_arm: Mapping[str, Sequence[RunSummary]], metric: str, axis: str) 
     return curves, chosen
 
 
-def _by_length(by_arm: Mapping[str, Sequence[RunSummary]]) -> dict[str, dict[str, list[dict[int, float]]]]:
-    """By task and arm, of every run that was tested with several lengths, what it answered of each."""
-    found: dict[str, dict[str, list[dict[int, float]]]] = {}
-    for arm, runs in by_arm.items():
-        for run in runs:
-            for task, values in (run.summary.get("by_length") or {}).items():
-                seed = {int(length): value for length, value in values.items()}
-                found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
-    return found
-
-
-def _curve(run: RunSummary) -> Path:
-    """Where its learning curve lies: of one in phases, that of the first."""
-    return run.folder / run.summary.get("curves", "") / "metrics.csv"
-
-
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
     return [value for run in runs if (value := run.value(column)) is not None]
 
@@ -255,12 +248,6 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
     pairs = [(run.value(x), run.value(y)) for run in runs]
     both = [(across, up) for across, up in pairs if across is not None and across > 0 and up is not None]
     return [across for across, _ in both], [up for _, up in both]
-
-
-def _missing(drawn: Mapping[str, Sequence[object]], where: str) -> list[str]:
-    """A sentence on the arms that a picture cannot show."""
-    lost = [arm for arm, values in drawn.items() if not values]
-    return [f"not in {where}: {', '.join(lost)}"] if lost else []
 
 
 def _markdown(table: Table, folder: Path, notes: Sequence[str], pictures: Sequence[str]) -> str:
@@ -276,13 +263,9 @@ def _in_order(folder: Path) -> list[RunSummary]:
         raise FileNotFoundError(f"no folder {shown_path(folder)}: give that of an experiment, logs/<name>")
     runs = read_runs(folder)
     if not runs:
-        below = sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path))
-        hint = (
-            f"the experiments below it are {', '.join(below)}" if below else "give that of an experiment, logs/<name>"
-        )
-        raise FileNotFoundError(
-            f"no run in {shown_path(folder)} has a summary.json (<arm>/seed<k>/summary.json); {hint}"
-        )
+        below = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path)))
+        hint = f"the experiments below it are {below}" if below else "give that of an experiment, logs/<name>"
+        raise FileNotFoundError(f"no run in {shown_path(folder)} has a <arm>/seed<k>/summary.json; {hint}")
     order = list(_contents(folder).get("arms", ()))
     return sorted(runs, key=lambda run: order.index(run.arm) if run.arm in order else len(order))
 
@@ -292,10 +275,7 @@ def _contents(folder: Path) -> dict[str, Any]:
 
     Not from ``.hydra``, where ``${variants:...}`` stands unresolved.
     """
-    try:
-        return json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(folder / CONTENTS) or {}
 
 
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
@@ -305,20 +285,10 @@ def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 
 
-def _check(runs: Sequence[RunSummary], columns: Sequence[str]) -> None:
-    known = {name: None for run in runs for name in _keys(run.summary) if run.value(name) is not None}
-    for column in columns:
-        if column not in known:
-            raise unknown("column", column, known, "the summaries")
-
-
 def _keys(summary: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Every key that may hold a number, with the path to it."""
     for key, value in summary.items():
-        if isinstance(value, Mapping):
-            yield from _keys(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}"
+        yield from _keys(value, f"{above}{key}.") if isinstance(value, Mapping) else [f"{above}{key}"]
 
 
 def _state(run: Path) -> str:
@@ -330,6 +300,6 @@ def _state(run: Path) -> str:
     if status == "finished":
         return ""
     how = "running, or killed," if status == "running" else str(status)
-    if summary.get("phase"):
-        return f"{how} in phase {summary['phase']}{f': {reason}' if reason else ''}"
+    if summary.get("run"):
+        return f"{how} in its run {summary['run']}{f': {reason}' if reason else ''}"
     return f"{how} at step {steps}{f': {reason}' if reason else ''}"

@@ -29,11 +29,13 @@ from gsm.config.load import (
 )
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
-from gsm.evaluation import overlap, tracking
-from gsm.evaluation.ngrams import ngram_bits_per_byte
+from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import report, trainers, weights
+from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
+from gsm.experiments.jobs import leaving_with_this
 from gsm.experiments.state import refuse_other_state
+from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
@@ -45,7 +47,6 @@ from gsm.training.module import LanguageModeling
 from gsm_kernels import explain
 
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
-OVERLAP_SEQUENCES = 16  # of each length
 MOST_COUNTED = 50_000_000  # tokens: beyond, counting 5-grams takes longer than one wants to wait at the end of a run
 
 
@@ -68,14 +69,15 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
-            or of steps of other sizes, the one to start from holds another model, or another process trains in the same
-            folder.
+        ConfigError: a part refuses its values, a step takes more memory than there is, the checkpoint to go on from is
+            of another configuration, of other data or of steps of other sizes, the one to start from holds another
+            model, or another process trains in the same folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with what to
             do; the same call then goes on.
     """
+    _quiet()
     leads = ranks.rank() == 0
     data = functools.cache(functools.partial(open_data, config))
     with contextlib.ExitStack() as held:
@@ -83,18 +85,25 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         def decide() -> Start:
             if leads:
                 held.enter_context(locked(Path(config["folder"])))
-            return prepare(config, leads, lambda: data().fingerprint())
+            return prepare(config, leads, lambda: data().fingerprint(), world)
 
         trainers.meet(config)
+        world = trainers.world_size(config)
+        long = refuse_endless(config, world)  # as is a step that cannot be divided: before anything is read or moved
         start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
+        if start.finished:
+            if leads:
+                print(start.sentence, flush=True)
+            return read_json(Path(config["folder"]) / "summary.json") or {}
         run = assemble(config, start, data())
         if leads:
-            said = [start.sentence]
+            said = [start.sentence, long]
             if config.get("start_from") and not start.checkpoint:
                 said.append(weights.told(config["start_from"]))
             if start.checkpoint and not run.data.resumes:
                 said.append("Its data begin anew, since they do not say how to go on (see gsm.data.base).")
-            print(report.header(run, " ".join(said).strip()), flush=True)
+            note = " ".join(filter(None, said))
+            print(report.header(config, run.summary.facts, run.trainer, run.data, note), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
@@ -152,21 +161,10 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
     trainer = trainers.build(config, task, summary)
     if start.checkpoint:
         refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
-        _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
             if callable(rewind := getattr(logger, "rewind", None)):
                 rewind(start.step)
     return Run(config, data, model, task, trainer, summary)
-
-
-def _refuse_other_steps(start: Start, config: Mapping[str, Any], world: int) -> None:
-    here = sequences_a_step(config, world)
-    if start.sequences not in (None, here):
-        raise CheckpointError(
-            f"{start.checkpoint} was trained in steps of {start.sequences} sequences, but here they have {here}, "
-            f"data.batch_size x trainer.accumulate_grad_batches on {world} ranks, and their place in the data would be "
-            f"another: let them be {start.sequences} together, or resume=never"
-        )
 
 
 def _fit(run: Run, start: Start) -> None:
@@ -174,7 +172,7 @@ def _fit(run: Run, start: Start) -> None:
     trainer, folder = run.trainer, Path(run.config["folder"]).resolve()
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))):
+        with ranks.before_lightning_kills(lambda gone: say(_abandoned(run, gone))), leaving_with_this():
             trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
         moved = start.checkpoint and folder not in start.checkpoint.resolve().parents
         if moved and start.step >= trainer.max_steps:  # nothing was left to train, and this run has no curve yet
@@ -240,10 +238,10 @@ def _conclude(run: Run) -> dict[str, Any]:
         run = replace(run, model=whole)
     model = run.model.to(trainer.strategy.root_device).eval()
     with torch.no_grad():
-        found = {"device": report.device(run), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
+        found = {"device": report.device(trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
         task = getattr(data, "task", None)
         found["by_length"] = (
-            tracking.by_length(model, task, data.context, data.validation_sequences)  # pyright: ignore
+            tracking.measure(model, task, data.context, data.validation_sequences)  # pyright: ignore
             if isinstance(task, StateTracking)
             else None
         )
@@ -251,10 +249,10 @@ def _conclude(run: Run) -> dict[str, Any]:
             for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
                 logger.log_metrics({"overlap/mean": found["overlap"]["mean"]}, trainer.global_step + 1)
                 logger.finalize("success")
-        facts = run.summary.add(trainer, status=status, **found)
+        facts = run.summary.add(trainer, status=status, **found)  # the last that is written: what is cut off goes on
         is_text = data.tokenizer is not None and data.token_bytes_V is not None
         sample = report.sample(model, data) if config["sample"] and is_text else None
-    print(report.conclusion(run, facts, sample), flush=True)
+    print(report.conclusion(Path(config["folder"]), facts, sample, data.tokenizer is not None), flush=True)
     return facts
 
 
@@ -275,8 +273,8 @@ def _overlap(run: Run) -> dict[str, Any] | None:
     """How much of what the stages select the encoder has selected too; None where they do not select."""
     if not run.data.context or not overlap.selects_for_itself(run.model):
         return None
-    sequences: Callable[[int], Any] = functools.partial(run.data.of_length, most=OVERLAP_SEQUENCES)
-    return overlap.by_length(run.model, sequences, run.data.context)
+    sequences: Callable[[int], Any] = functools.partial(run.data.of_length, most=overlap.SEQUENCES)
+    return overlap.measure(run.model, sequences, run.data.context)
 
 
 def _ngrams(run: Run) -> dict[str, float | None]:
@@ -290,7 +288,7 @@ def _ngrams(run: Run) -> dict[str, float | None]:
     trained, validation = list(consumed), list(data.validation())
     size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
     return {
-        f"{name}_bits_per_byte": ngram_bits_per_byte(trained, validation, order=order, **size)
+        f"{name}_bits_per_byte": ngrams.measure(trained, validation, order=order, **size)
         for name, order in NGRAMS.items()
     }
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +21,11 @@ from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
+LAST = "checkpoints/last.ckpt"
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
 # What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
-DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"}
+DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
 IDLE = {
     *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
@@ -34,12 +34,11 @@ IDLE = {
 }
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
-BOUND = {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
-DIVIDING = ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
-Fingerprint = Callable[
-    [], Mapping[str, str | int]
-]  # of the data, which is made only where there is something to compare
+DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
+# Of the data, which is made only where there is something to compare.
+Fingerprint = Callable[[], Mapping[str, str | int]]
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,26 @@ class Start:
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
-        sequences: how many a step had on all ranks together, None if the checkpoint does not say.
+        finished: this very run lies there, trained to its end, and nothing is left to do.
     """
 
     checkpoint: Path | None = None
     sentence: str = ""
     step: int = 0
     origin: str | None = None
-    sequences: int | None = None
+    finished: bool = False
 
 
-def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
+def prepare(
+    config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None, world: int = 1
+) -> Start:
     """Decides, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
 
-    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks,
-      batches and accumulation may be others if as many sequences make up a step;
+    * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
+      and their batches may be others if as many sequences make up a step. A finished one is left as it is;
     * ``never`` (or ``force``): start over;
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
-      a run that has begun there already, and was interrupted, goes on where it is.
+      a run that has begun there already goes on where it is, or is left as it is.
 
     A run that starts over in a used folder moves what lies there to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of
     several processes that train together, the one that ``leads`` does.
@@ -76,6 +77,7 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
         config: a composed configuration.
         leads: whether this process may move and remove files.
         fingerprint: makes what the data that is here is known by; None: do not compare.
+        world: ranks that are to train.
 
     Raises:
         CheckpointError: the checkpoint to go on from cannot be read, or is of another configuration or other data.
@@ -87,18 +89,16 @@ def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerpr
     if leads:
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
+    last = folder / LAST
     if resume not in ("auto", "never"):
-        return _from_path(Path(resume), config, leads, fingerprint)
-    last = folder / "checkpoints" / "last.ckpt"
+        path = Path(resume)
+        return _from_path((path / LAST if path.is_dir() else path).resolve(), config, leads, fingerprint, world)
     if resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
     checkpoint = _read_last(last)
-    is_finished = _status(folder) == "finished"
-    divided = not is_finished and _same_step(checkpoint, config)
-    changes = differences(_config(checkpoint), config, divided=divided) + _other_weights(checkpoint, config)
-    if is_finished:
-        return _over(config, leads, _why_over(changes, checkpoint["global_step"]))
-    changes = changes or _other_data(checkpoint, fingerprint)
+    changes = _changes(checkpoint, config, fingerprint, world)
+    if _status(folder) == "finished":
+        return _over(config, leads, _why_over(changes, checkpoint["global_step"])) if changes else _finished(folder)
     if changes:
         raise CheckpointError(
             f"the unfinished run in {folder}, at step {checkpoint['global_step']}, differs in {few(changes)}: "
@@ -114,13 +114,9 @@ def finished(config: Mapping[str, Any]) -> bool:
     Raises CheckpointError where a run was finished, but its checkpoint is broken.
     """
     folder = Path(config["folder"])
-    last = folder / "checkpoints" / "last.ckpt"
-    if _status(folder) != "finished" or not last.is_file():
+    if _status(folder) != "finished" or not (folder / LAST).is_file():
         return False
-    checkpoint = read_checkpoint(last, mmap=True)
-    saved = _config(checkpoint)
-    same = saved["trainer"].get(MEASURED) == config["trainer"].get(MEASURED)
-    return same and not differences(saved, config) and not _other_weights(checkpoint, config)
+    return not _changes(read_checkpoint(folder / LAST, mmap=True), config)
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -167,44 +163,67 @@ def _status(folder: Path) -> str | None:
     return (read_json(folder / "summary.json") or {}).get("status")
 
 
-def _from_path(path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None) -> Start:
-    """Goes on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
-    path = (path / "checkpoints" / "last.ckpt" if path.is_dir() else path).resolve()
-    begun = _begun(path, config, fingerprint)
-    if begun:
-        return begun
+def _changes(
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None, world: int = 1
+) -> list[str]:
+    """What the run of the folder differs in from one of this configuration, on this data and from these weights.
+
+    Before it is finished, its steps may be divided otherwise; once it is, it counts how its numbers were measured.
+    """
+    before = _config(checkpoint)
+    if _status(Path(config["folder"])) == "finished":
+        changes = differences(before, config)
+        if before["trainer"].get(MEASURED) != config["trainer"].get(MEASURED):
+            changes.append(f"trainer.{MEASURED}")
+    else:
+        changes = _trained_otherwise(checkpoint, config, world)
+    return changes + _other_weights(checkpoint, config) or _other_data(checkpoint, fingerprint)
+
+
+def _trained_otherwise(
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
+) -> list[str]:
+    """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
+    before = checkpoint[STATE]["world"]
+    there, here = sequences_a_step(_config(checkpoint), before), sequences_a_step(config, world)
+    ranks = "" if before == world else f", on {before} and {world} ranks"
+    steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
+    return steps + differences(_config(checkpoint), config, by_path, divided=there == here)
+
+
+def _from_path(
+    path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
+) -> Start:
+    """Goes on from a checkpoint of this or another folder, or from where the folder's own run, which once began with
+    it, is by now: given again, a command does not undo it. Raises CheckpointError where it does not fit."""
+    folder = Path(config["folder"])
+    last = folder / LAST
+    with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
+        if last.is_file() and path != last.resolve():
+            checkpoint = read_checkpoint(last, mmap=True, verify=True)
+            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
+                if _status(folder) == "finished":
+                    return _finished(folder)
+                sentence = (
+                    f"Going on with the unfinished run in {folder}, which began with {path} (resume=never starts over)."
+                )
+                return _start(last, checkpoint, sentence, str(path))
     checkpoint = read_checkpoint(path, mmap=True, verify=True)
-    divided = _same_step(checkpoint, config)
-    changes = differences(_config(checkpoint), config, True, divided) or _other_data(checkpoint, fingerprint)
+    changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
             "resume=never to start over"
         )
     sentence = f"Going on from {path}, step {checkpoint['global_step']}.{_jumps(checkpoint, config)}"
-    if leads and Path(config["folder"]).resolve() not in path.parents:
-        moved = _move_aside(Path(config["folder"]), config)
+    if leads and folder.resolve() not in path.parents:
+        moved = _move_aside(folder, config)
         sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
     return _start(path, checkpoint, sentence, str(path))
 
 
-def _begun(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None) -> Start | None:
-    """The unfinished run in the folder, if it began with this checkpoint: given again, a command does not undo it."""
-    folder = Path(config["folder"])
-    last = folder / "checkpoints" / "last.ckpt"
-    if path == last.resolve() or not last.is_file() or _status(folder) == "finished":
-        return None
-    try:
-        checkpoint = read_checkpoint(last, mmap=True, verify=True)
-    except CheckpointError:  # the one that was asked for is there
-        return None
-    divided = _same_step(checkpoint, config)
-    if checkpoint.get("origin") != str(path) or differences(_config(checkpoint), config, divided=divided):
-        return None
-    if _other_data(checkpoint, fingerprint):
-        return None
-    sentence = f"Going on with the unfinished run in {folder}, which began with {path} (resume=never starts over)."
-    return _start(last, checkpoint, sentence, str(path))
+def _finished(folder: Path) -> Start:
+    return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
 
 
 def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
@@ -215,26 +234,13 @@ def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
 
 def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
     """From a checkpoint."""
-    world = checkpoint[STATE]["world"]
-    return Start(path, sentence, checkpoint["global_step"], origin, sequences_a_step(_config(checkpoint), world))
+    return Start(path, sentence, checkpoint["global_step"], origin)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
     """How many one step has, on so many ranks; None where the data do not say."""
     batch = config["data"].get("batch_size")
-    return batch and batch * config["trainer"]["accumulate_grad_batches"] * world
-
-
-def _same_step(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether steps have as many sequences here as there, or may have: an ``auto`` is known only to the trainer."""
-    world, devices = checkpoint[STATE]["world"], config["trainer"].get("devices")
-    if "WORLD_SIZE" in os.environ:
-        here = int(os.environ["WORLD_SIZE"])
-    elif isinstance(devices, int) and devices > 0:
-        here = devices * config["trainer"].get("num_nodes", 1)
-    else:
-        return True
-    return sequences_a_step(_config(checkpoint), world) == sequences_a_step(config, here)
+    return config["global_batch"] or (batch and batch * world)
 
 
 def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -297,8 +303,6 @@ def _short(value: str | int) -> str:
 
 def _why_over(changes: list[str], step: int) -> str:
     """Why a finished run does not go on, to be put after where it was moved to."""
-    if not changes:
-        return ": it is finished"
     if len(changes) == 1 and changes[0].startswith("trainer.max_steps "):
         return (
             f": it is finished, after {step} steps, and one of another length is another run, as the learning rate "
@@ -319,7 +323,9 @@ def _matters(key: str, by_path: bool, divided: bool = False) -> bool:
 
 
 def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Moves an earlier run's files out of the way, checkpoints first; returns where to, None if there was nothing.
+    """Moves an earlier run's files out of the way; returns where to, None if there was nothing.
+
+    Checkpoints go first and the summary last: what is cut off on the way is no finished run, and known for one of ours.
 
     Raises ConfigError for files that are not a run's.
     """
@@ -335,6 +341,6 @@ def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
     taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()
     target = next(parent / name for n in range(1, len(taken) + 2) if (name := f"{folder.name}-{n}") not in taken)
     target.mkdir(parents=True)
-    for path in sorted(found, key=lambda path: path.name != "checkpoints"):
+    for path in sorted(found, key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
         shutil.move(path, target / path.name)
     return target

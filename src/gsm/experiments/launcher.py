@@ -1,19 +1,18 @@
-"""The runs of an experiment, handed to one of Hydra's launchers: a cluster, as an array of jobs.
+"""The jobs of an experiment, handed to one of Hydra's launchers: a cluster, as an array of jobs.
 
     python train.py experiment=ablate_residual hydra/launcher=submitit_slurm hydra.launcher.timeout_min=240
 
-What a job does there is what a run does here: a child process with the same command line, its output in ``train.log``.
-So a run that fails, or that the cluster's warning interrupts, does not take the launcher down with it.
+What the cluster starts works its part off as this machine would (``gsm.experiments.jobs``): each job a process with the
+same command line, its output in ``train.log``. So one that fails, or that the cluster's warning interrupts, does not
+take the launcher down with it.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -22,24 +21,20 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from gsm.config.check import ConfigError
-from gsm.config.compose import from_job
-from gsm.experiments.children import Child, work_off
-
-if TYPE_CHECKING:
-    from gsm.experiments.experiment import Job
+from gsm.errors import ConfigError
+from gsm.experiments.jobs import Child, Job, work_off
 
 GROUP = "hydra/launcher"
-HERE = "basic"  # Hydra's default, in whose place runs are processes of this machine (gsm.experiments.children)
+HERE = "basic"  # Hydra's default, in whose place jobs are processes of this machine
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
 class GaveUp(Exception):
-    """A launcher has ended with an error, so that nobody knows how its runs have; the message is its reason."""
+    """A launcher has ended with an error, so that nobody knows how its jobs have; the message is its reason."""
 
 
 def chosen() -> str | None:
-    """The launcher that the command line asks for; None where the runs are to be processes of this machine."""
+    """The launcher that the command line asks for; None where jobs are to be processes of this machine."""
     name = HydraConfig.get().runtime.choices.get(GROUP)
     return None if name in (None, HERE) else str(name)
 
@@ -51,15 +46,15 @@ def check_available(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{asked[-1]} needs the extra cluster: pip install -c constraints.txt -e '.[cluster]'")
 
 
-def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[int]:
-    """Hands all runs over at once, and waits until they have ended.
+def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | None]:
+    """Hands jobs over at once, and waits until they have ended.
 
     Args:
-        jobs: to train.
-        script: the command that trains one run, as words; overrides are added to it.
+        parts: what one job of the cluster works off, one after another, by the overrides that Hydra is to compose its
+            configuration and its folder from.
 
     Returns:
-        The exit code of each.
+        The exit code of each by its name; None: it was not started.
 
     Raises:
         GaveUp: as a launcher does at the first job that the cluster has killed, whatever the others have done.
@@ -67,9 +62,9 @@ def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[int]:
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     try:
         composed = cast(DictConfig, HydraConfig.instance().cfg)
-        launcher = Plugins.instance().instantiate_launcher(context, Task(script), composed)
-        returned = launcher.launch([list(job.overrides) for job in jobs], initial_job_idx=0)
-        return [result.return_value for result in returned]
+        launcher = Plugins.instance().instantiate_launcher(context, Task(parts), composed)
+        returned = launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
+        return {name: code for result in returned for name, code in result.return_value.items()}
     except KeyboardInterrupt:
         print(f"\nwhat {chosen()} has accepted goes on there; when it has ended, the same command makes the table")
         raise
@@ -78,36 +73,23 @@ def launch(jobs: Sequence[Job], script: Sequence[str]) -> list[int]:
 
 
 class Task:
-    """What a job does, in a process that the launcher starts somewhere: trains one run in a child process.
+    """What the cluster starts: works off one of these parts, without what another submission has finished meanwhile."""
 
-    Args:
-        script: the command that trains one run, as words; the overrides of the job are added to it.
-    """
+    def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Job]]) -> None:
+        self.parts = dict(parts)
 
-    def __init__(self, script: Sequence[str]) -> None:
-        self.script = list(script)
-
-    def __call__(self, config: DictConfig) -> int:
-        """Trains, unless another submission has meanwhile; returns the exit code."""
-        if _is_finished(config):
-            return 0
-        command = [*self.script, *HydraConfig.get().overrides.task]
-        ended: list[int] = []
-        start = partial(Child, command, Path(config["folder"]) / "train.log", {}, follow=False)
-        stopped = work_off([start], 1, lambda number, child, code: ended.append(code))
+    def __call__(self, config: DictConfig) -> dict[str, int | None]:
+        """The exit codes of the jobs by name."""
+        codes: dict[str, int | None] = {}
+        stopped = work_off(
+            self.parts[tuple(HydraConfig.get().overrides.task)],
+            at_once=1,
+            start=Child,
+            ended=lambda job, code, child: codes.update({job.name: code}),
+        )
         if stopped is not None and callable(signal.getsignal(stopped)):
             signal.raise_signal(stopped)  # the run has saved what it has; now the launcher may queue the job once more
-        return ended[0]
-
-
-def _is_finished(config: DictConfig) -> bool:
-    from gsm.config.load import CheckpointError
-    from gsm.experiments.folder import finished
-
-    try:
-        return finished(from_job(config))
-    except CheckpointError:  # which the run itself says, with what can be done
-        return False
+        return codes
 
 
 def _installed() -> bool:

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gsm.evaluation import show
+from gsm.evaluation import overlap, tracking
 from gsm.training.callbacks.progress import clock
 
 if TYPE_CHECKING:
+    from lightning import Trainer
+
     from gsm.data.base import DataModule
-    from gsm.experiments.fit import Run
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
 
 
-def header(run: Run, note: str = "") -> str:
-    """What is about to be trained, on what, and where to."""
-    config, facts = run.config, run.summary.facts
-    trainer, data = run.trainer, run.data
+def header(
+    config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str = ""
+) -> str:
+    """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
     sizes = ""
     if data.batch_size and data.context:
         step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
@@ -34,7 +35,7 @@ def header(run: Run, note: str = "") -> str:
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
         **data.headline(),
         "steps": f"{trainer.max_steps:,}{sizes}, seed {config['seed']}",
-        "device": device(run),
+        "device": device(trainer),
         "kernels": kernels(facts["kernels"]),
         "folder": shown(config["folder"]),
     }
@@ -42,31 +43,21 @@ def header(run: Run, note: str = "") -> str:
     return "\n".join([*lines, *(textwrap.wrap(note, WIDTH) if note else []), ""])
 
 
-def conclusion(run: Run, facts: Mapping[str, Any], sample: str | None) -> str:
-    """What came out of it, and what to do next."""
-    folder = Path(run.config["folder"])
-    seconds = facts["train_seconds"] or 0.0
-    lines = [
-        "",
-        f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}: {facts['tokens']:,} tokens in {clock(seconds)}",
-        "",
-    ]
+def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
+    """What came out of it, and what to do next; ``writes``: it has a tokenizer, so that it can be asked for text."""
+    name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
+    lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
     lines += [*_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
-        lines += [*show.overlap(facts["overlap"]), ""]
+        lines += [*overlap.table(facts["overlap"]), ""]
     if facts["by_length"]:
-        lines += [*show.by_length(facts["by_length"]), ""]
+        lines += [*tracking.table(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    lines += [
-        "Next:",
-        f"  tensorboard --logdir {shown(folder.parent.parent)}",
-    ]
-    if run.data.tokenizer:
-        lines += [
-            f"  python generate.py checkpoint={shown(folder)} prompt='def '",
-            f"  python evaluate.py checkpoint={shown(folder)}",
-        ]
+    lines += ["Next:", f"  tensorboard --logdir {shown(folder.parent.parent)}"]
+    if writes:
+        lines += [f"  python generate.py checkpoint={shown(folder)} prompt='def '"]
+        lines += [f"  python evaluate.py checkpoint={shown(folder)}"]
     return "\n".join(lines)
 
 
@@ -88,14 +79,14 @@ def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 6
     return "\n".join(f"  {line}" for line in lines[:8])
 
 
-def device(run: Run) -> str:
+def device(trainer: Trainer) -> str:
     """The device that trains, and its arithmetic."""
-    root = run.trainer.strategy.root_device
+    root = trainer.strategy.root_device
     name = (
         torch.cuda.get_device_name(root) if root.type == "cuda" else f"{root.type}, {torch.get_num_threads()} threads"
     )
-    several = f"{run.trainer.world_size} x " if run.trainer.world_size > 1 else ""
-    return f"{several}{name}, {run.trainer.precision}"
+    several = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    return f"{several}{name}, {trainer.precision}"
 
 
 def kernels(explained: Mapping[str, str]) -> str:
@@ -120,13 +111,8 @@ def _table(facts: Mapping[str, Any]) -> list[str]:
     for name in ("five_gram", "bigram", "unigram"):
         bits = facts[f"{name}_bits_per_byte"]
         if bits is not None:
-            rows.append(
-                (
-                    f"{name.replace('five_', '5-')} model, same tokens",
-                    bits,
-                    2 ** (bits * facts["data"]["bytes_per_token"]),
-                )
-            )
+            perplexity = 2 ** (bits * facts["data"]["bytes_per_token"])
+            rows.append((f"{name.replace('five_', '5-')} model, same tokens", bits, perplexity))
     lines = [f"  {'on held-out text':<44}{'bits per byte':>14}{'perplexity':>14}"]
     return lines + [
         f"  {name:<44}{_number(bits, '14.3f')}{_number(perplexity, '14.1f')}" for name, bits, perplexity in rows

@@ -26,6 +26,7 @@ FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean +- standard error over the seeds that both "
     "arms have"
 )
+Grid = list[list[str]]  # rows of cells, the names of the columns first
 
 
 @dataclass(frozen=True)
@@ -53,52 +54,33 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Cell:
-    """One column of one arm: mean and sample standard deviation over the ``count`` seeds that have a value."""
+    """One column of one arm: the mean over the ``count`` seeds that have a value, and their sample standard deviation.
 
-    count: int = 0
-    mean: float | None = None
-    spread: float | None = None
-
-    def __str__(self) -> str:
-        if self.mean is None:
-            return "-"
-        if self.spread is None:
-            return shown(self.mean)
-        return f"{shown(self.mean)} +- {shown(self.spread, like=self.mean)}"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One column of an arm minus that of the first arm, seed by seed: its mean and standard error.
-
-    Runs of one seed see the same data in the same order: what a seed does to both of them is gone from the difference.
-
-    Attributes:
-        count: how many seeds have both values.
-        error: standard error of the mean, None for a single seed.
-        like: the size of the values themselves, which decides how many digits are shown.
+    Of a difference, ``spread`` is the standard error of the mean, and ``scale`` the size of the values, which
+    decides how many digits are shown.
     """
 
     count: int = 0
     mean: float | None = None
-    error: float | None = None
-    like: float | None = field(default=None, repr=False)
+    spread: float | None = None
+    scale: float | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         if self.mean is None:
             return "-"
-        number = f"{'-' if self.mean < 0 else '+'}{shown(abs(self.mean), like=self.like)}"
-        return number if self.error is None else f"{number} +- {shown(self.error, like=self.like)}"
+        like = self.mean if self.scale is None else self.scale
+        sign = "" if self.scale is None else "-" if self.mean < 0 else "+"
+        number = f"{sign}{shown(abs(self.mean) if sign else self.mean, like)}"
+        return number if self.spread is None else f"{number} +- {shown(self.spread, like)}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One arm: its number of runs, a cell for each column, and each seed's value of the first column."""
+    """One arm: its number of runs, and a cell for each column."""
 
     arm: str
     runs: int
     cells: dict[str, Cell]
-    seeds: dict[int, float | None]
 
 
 @dataclass(frozen=True)
@@ -122,29 +104,18 @@ class Table:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["arm", "seed", *self.columns])
-        for run in self.runs:
-            writer.writerow([run.arm, run.seed, *(run.value(column) for column in self.columns)])
+        writer.writerows([run.arm, run.seed, *map(run.value, self.columns)] for run in self.runs)
         return text.getvalue()
 
     def plain(self) -> dict[str, Any]:
-        """The same as containers, for JSON: ``arms``, by name, with ``columns`` and ``seeds``."""
-        arms = {
-            row.arm: {
-                "runs": row.runs,
-                "columns": {name: vars(cell) for name, cell in row.cells.items()},
-                "seeds": {
-                    str(run.seed): {column: run.value(column) for column in self.columns}
-                    for run in self.runs
-                    if run.arm == row.arm
-                },
-            }
-            for row in self.rows
-        }
+        """The same as containers, for JSON: ``arms``, by name, with ``columns`` and ``seeds``, and ``differences``."""
+        arms: dict[str, Any] = {}
+        for row in self.rows:
+            cells = {name: _named(cell, "spread") for name, cell in row.cells.items()}
+            seeds = {str(run.seed): {c: run.value(c) for c in self.columns} for run in self.runs if run.arm == row.arm}
+            arms[row.arm] = {"runs": row.runs, "columns": cells, "seeds": seeds}
         differences = {
-            arm: {
-                name: {"count": found.count, "mean": found.mean, "standard_error": found.error}
-                for name, found in columns.items()
-            }
+            arm: {name: _named(cell, "standard_error") for name, cell in columns.items()}
             for arm, columns in self.differences().items()
         }
         return {
@@ -154,17 +125,19 @@ class Table:
             "differences": {"to": self.rows[0].arm if self.rows else None, "arms": differences},
         }
 
-    def differences(self) -> dict[str, dict[str, Difference]]:
-        """Every other arm minus the first, column by column, over the seeds that both have."""
-        values = {(run.arm, run.seed, column): run.value(column) for run in self.runs for column in self.columns}
+    def differences(self) -> dict[str, dict[str, Cell]]:
+        """Every other arm minus the first, column by column, over the seeds that both have.
+
+        Runs of one seed see the same data in the same order: what a seed does to both is gone from their difference.
+        """
+        found = {(run.arm, run.seed): run for run in self.runs}
         seeds = sorted({run.seed for run in self.runs})
         return {
             row.arm: {
                 column: _difference(
-                    [
-                        (values.get((row.arm, seed, column)), values.get((self.rows[0].arm, seed, column)))
-                        for seed in seeds
-                    ]
+                    (found[row.arm, seed].value(column), found[self.rows[0].arm, seed].value(column))
+                    for seed in seeds
+                    if {(row.arm, seed), (self.rows[0].arm, seed)} <= found.keys()
                 )
                 for column in self.columns
             }
@@ -175,26 +148,23 @@ class Table:
         """Columns that no run has a value for, though there are runs."""
         return [c for c in self.columns if self.runs and all(row.cells[c].count == 0 for row in self.rows)]
 
-    def _grids(self) -> list[list[list[str]]]:
-        """Means over seeds; where there are several seeds, also the first column seed by seed, and differences."""
-        first = [["arm", "runs", *self.columns]]
-        first += [[row.arm, str(row.runs), *(str(row.cells[column]) for column in self.columns)] for row in self.rows]
+    def _grids(self) -> list[Grid]:
+        """Means over seeds; where there are several seeds, also the first column seed by seed, and the differences,
+        where two arms share two seeds or more."""
+        grids = [[["arm", "runs", *self.columns]]]
+        grids[0] += [[row.arm, str(row.runs), *map(str, row.cells.values())] for row in self.rows]
         seeds = sorted({run.seed for run in self.runs})
-        if len(seeds) < 2:
-            return [first]
-        second = [[self.columns[0], *(f"seed {seed}" for seed in seeds)]]
-        second += [[row.arm, *(shown(row.seeds.get(seed)) for seed in seeds)] for row in self.rows]
-        return [first, second, *self._paired()]
-
-    def _paired(self) -> list[list[list[str]]]:
-        """The differences as a grid, where two arms share two seeds or more."""
-        counts = {arm: max(found.count for found in columns.values()) for arm, columns in self.differences().items()}
-        if max(counts.values(), default=0) < 2:
-            return []
-        grid = [[f"minus {self.rows[0].arm}", "seeds", *self.columns]]
-        for arm, columns in self.differences().items():
-            grid.append([arm, str(counts[arm]), *(str(columns[column]) for column in self.columns)])
-        return [grid]
+        if len(seeds) > 1:
+            first = {(run.arm, run.seed): run.value(self.columns[0]) for run in self.runs}
+            grids.append([[self.columns[0], *(f"seed {seed}" for seed in seeds)]])
+            grids[1] += [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
+        counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
+        if max(counts.values(), default=0) > 1:
+            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns]])
+            grids[2] += [
+                [arm, str(counts[arm]), *map(str, cells.values())] for arm, cells in self.differences().items()
+            ]
+        return grids
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
@@ -223,7 +193,10 @@ def summarise(
     runs = [run for run in runs if run.finished and (arms is None or run.arm in arms)]
     names = list(dict.fromkeys(run.arm for run in runs)) if arms is None else list(arms)
     runs.sort(key=lambda run: (names.index(run.arm), run.seed))
-    rows = (_row(name, [run for run in runs if run.arm == name], columns) for name in names)
+    rows = []
+    for name in names:
+        own = [run for run in runs if run.arm == name]
+        rows.append(Row(name, len(own), {column: _cell(run.value(column) for run in own) for column in columns}))
     return Table(tuple(columns), tuple(rows), tuple(runs))
 
 
@@ -237,63 +210,39 @@ def shown(value: float | None, like: float | None = None) -> str:
     return f"{value:,.{0 if size >= 1000 else 2 if size >= 100 else 3 if size >= 10 else 4}f}"
 
 
-def grid_text(grid: list[list[str]], width: int = WIDTH) -> str:
-    """Rows of cells, the names of the columns first, as plain text; what is wider goes on below."""
-    return "\n\n".join("\n".join(_aligned(part)) for part in _parts(grid, width))
+def grid_text(grid: Grid, width: int = WIDTH) -> str:
+    """Rows of cells as plain text, names to the left, numbers to the right; what is wider goes on below, each part with
+    the first column again."""
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[c] + 2 for c in [*parts[-1], column]) - 2 > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return "\n\n".join(
+        "\n".join("  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in part[1:])]) for row in grid)
+        for part in parts
+    )
 
 
-def grid_markdown(grid: list[list[str]]) -> str:
+def grid_markdown(grid: Grid) -> str:
     """The same in Markdown."""
-    return "\n".join(_piped(grid))
+    return "\n".join(f"| {' | '.join(row)} |" for row in [grid[0], ["---", *["--:"] * (len(grid[0]) - 1)], *grid[1:]])
 
 
-def _row(arm: str, runs: list[RunSummary], columns: Sequence[str]) -> Row:
-    cells = {column: _cell([v for run in runs if (v := run.value(column)) is not None]) for column in columns}
-    return Row(arm, len(runs), cells, {run.seed: run.value(columns[0]) for run in runs})
-
-
-def _cell(values: list[float]) -> Cell:
+def _cell(found: Iterable[float | None]) -> Cell:
+    values = [value for value in found if value is not None]
     if not values:
         return Cell()
     return Cell(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
-def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> Difference:
+def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:
     both = [(value, first) for value, first in pairs if value is not None and first is not None]
-    if not both:
-        return Difference()
-    apart = [value - first for value, first in both]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
-    return Difference(len(apart), statistics.fmean(apart), error, max(abs(first) for _, first in both))
+    found = _cell(value - first for value, first in both)
+    error = None if found.spread is None else found.spread / math.sqrt(found.count)
+    return Cell(found.count, found.mean, error, max((abs(first) for _, first in both), default=None))
 
 
-def _widths(grid: list[list[str]]) -> list[int]:
-    return [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
-
-
-def _parts(grid: list[list[str]], width: int) -> list[list[list[str]]]:
-    """The grid in as many parts as the width asks for; each begins with the first column."""
-    widths = _widths(grid)
-    parts: list[list[int]] = [[0]]
-    used = widths[0]
-    for column in range(1, len(widths)):
-        if used + 2 + widths[column] > width and len(parts[-1]) > 1:
-            parts.append([0])
-            used = widths[0]
-        parts[-1].append(column)
-        used += 2 + widths[column]
-    return [[[row[column] for column in part] for row in grid] for part in parts]
-
-
-def _aligned(grid: list[list[str]]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    widths = _widths(grid)
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
-        for row in grid
-    ]
-
-
-def _piped(grid: list[list[str]]) -> list[str]:
-    rule = ["---", *["--:"] * (len(grid[0]) - 1)]
-    return ["| " + " | ".join(row) + " |" for row in [grid[0], rule, *grid[1:]]]
+def _named(cell: Cell, spread: str) -> dict[str, Any]:
+    return {"count": cell.count, "mean": cell.mean, spread: cell.spread}

@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
@@ -23,6 +24,8 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ResumeState
 
 OTHER_ENDS = ("max_epochs", "max_time", "min_epochs", "min_steps")
+PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what the number of ranks depends on
+SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -> lightning.Trainer:
@@ -34,6 +37,8 @@ def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     parts += [Interruption(), Hyperparameters(config, summary.facts["parameters"]), summary, ResumeState()]
+    saves = any(isinstance(part, Checkpoint) for part in parts)
+    chosen.setdefault("enable_checkpointing", saves)  # or Lightning would add a callback that nobody asked for
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     plugins = [*(chosen.pop("plugins", None) or []), WholeFiles()]
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -41,8 +46,57 @@ def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     with refusals("trainer"):
         trainer = make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+    trainer.accumulate_grad_batches = batches = batches_a_step(config, trainer.world_size)
+    if type(trainer.val_check_interval) is int:
+        trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
     refuse_divided(trainer, task)
     return trainer
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """How many ranks train together: ``devices``, also ``auto``, times nodes, as Lightning itself counts them.
+
+    Raises ConfigError where the machine has not what the configuration asks for.
+    """
+    asked = {name: node for name, node in settings(config).items() if name in PLACES}
+    return instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer").world_size
+
+
+def refuse_remainder(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a step that cannot be divided here, before anything that leads to it is trained."""
+    if config.get("global_batch") is None:
+        return
+    try:
+        world = world_size(config)
+    except ConfigError:  # another machine trains; there it is said
+        return
+    batches_a_step(config, world)
+
+
+def batches_a_step(config: Mapping[str, Any], world: int) -> int:
+    """How many batches of every rank make up a step of ``global_batch`` sequences; one where that is null.
+
+    Raises ConfigError where they do not come to that number, with values that would fit.
+    """
+    total, batch = config["global_batch"], config["data"].get("batch_size")
+    if total is None:
+        return 1
+    if batch is None:
+        raise ConfigError(
+            f"global_batch is {total}, but data has no batch_size that it could be divided by: make it null"
+        )
+    at_once = world * batch
+    if total % at_once == 0:
+        return total // at_once
+    fitting = [f"data.batch_size={max(n for n in range(1, batch + 1) if total // world % n == 0)}"]
+    fitting = fitting if total % world == 0 else []
+    fitting.append(
+        f"global_batch={' or '.join(str(n * at_once) for n in (total // at_once, total // at_once + 1) if n)}"
+    )
+    raise ConfigError(
+        f"global_batch is {total}, but {world} devices with data.batch_size={batch} take {at_once} sequences at a "
+        f"time: say {' or '.join(fitting)}"
+    )
 
 
 def meet(config: Mapping[str, Any]) -> None:
@@ -99,9 +153,13 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"trainer.{name} is {chosen[name]}, but a run ends after trainer.max_steps, since its learning rate "
                 f"is a function of their number: leave {name} out"
             )
+    if chosen.pop("accumulate_grad_batches", None) is not None:
+        raise ConfigError("trainer.accumulate_grad_batches follows from global_batch (sequences a step): say that")
     interval = chosen.get("val_check_interval")
     if interval is not None and type(interval) is not int and chosen.get("check_val_every_n_epoch") is None:
-        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of batches")
+        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of steps")
+    if chosen.get("limit_train_batches") == 0:
+        raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
     if chosen["max_steps"] > 0:
         chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
     if chosen.get("precision") == "auto":

@@ -1,6 +1,6 @@
 """Attention with keys and values of its own, on all tokens before: the slot ``model/mixer``, and YOCO's second half.
 
-A mixer of this slot follows ``gsm.layers.block.SlotMixer``. In training ``own`` is None: nothing is kept.
+A mixer of this slot follows ``gsm.layers.block.SlotMixer``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gsm.cache.memory import NO_DENSE_CACHE, DenseCache
-from gsm.cache.view import Attended
+from gsm.cache.memory import DenseCache
 from gsm.costs.primitives import LayerCost
-from gsm.layers.block import Mixed
+from gsm.layers.block import LayerOutput
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
@@ -58,13 +57,13 @@ class Attention(RangeAttention):
         """A cache of nothing; ``kind`` labels its bytes (``decoder_cache``)."""
         return DenseCache.empty(f"{kind}_cache", self.key_value.entry(batch))
 
-    def forward(self, x_BTD: Tensor, span: Span, own: DenseCache | None, view: Attended | None) -> Mixed:
+    def forward(self, x_BTD: Tensor, span: Span, cache: DenseCache, below: object) -> tuple[Tensor, LayerOutput]:
         """Writes keys and values of all T new positions and reads for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         entry_BTE = self.key_value(x_BTD, angles)
-        seen_BFE, slots, cache = (own or NO_DENSE_CACHE).extend(entry_BTE, span)
+        seen_BFE, slots, cache = cache.extend(entry_BTE, span)
         history = self.key_value.history(seen_BFE, slots, span)
-        return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), cache, view)
+        return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs."""
@@ -89,10 +88,10 @@ class CrossAttention(RangeAttention):
         """Nothing to remember: the history belongs to the model."""
         return None
 
-    def forward(self, x_BTD: Tensor, span: Span, own: History, view: Attended | None) -> Mixed:
-        """Reads ``own``, the history as the rows see it, for the last R of T positions."""
+    def forward(self, x_BTD: Tensor, span: Span, cache: None, below: History) -> tuple[Tensor, LayerOutput]:
+        """Reads ``below``, the history as the rows see it, for the last R of T positions, and hands it on."""
         angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
-        return Mixed(self.read(last(x_BTD, span.rows), own.last(span.rows), angles), None, view)
+        return self.read(last(x_BTD, span.rows), below.last(span.rows), angles), LayerOutput(None, below)
 
     def work(self, kind: str, below: LayerCost) -> LayerCost:
         """What it costs on the history that ``below`` keeps."""

@@ -1,4 +1,4 @@
-"""The only block in the house: an attention site and a feed-forward site on the residual streams."""
+"""A block: an attention site and a feed-forward site on the residual streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gsm.cache.view import Attended
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams
@@ -15,31 +14,43 @@ from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
 
-class Mixed(NamedTuple):
-    """What a mixer gives back.
+class LayerOutput(NamedTuple):
+    """What a layer gives back besides its output.
 
     Attributes:
-        update_BRD: its output for the R rows asked for.
-        own: its memory after the call (None: it remembers nothing).
-        view: what later layers and stages may read (None: nothing).
+        cache: what it remembers after the call (None: nothing).
+        attended: what its rows attended to, for the layers and stages above (None: nothing).
         learned: loss and recall of its indexer, in training.
+        entered_BTD: what its attention read from the streams, before the norm: the paper's h of the layer (equation 7).
+        balance: loss and loads of the feed-forward's experts, in training. This and ``entered_BTD`` the block adds.
     """
 
-    update_BRD: Tensor
-    own: Any
-    view: Attended | None
+    cache: Any
+    attended: Any = None
     learned: IndexerLoss | None = None
+    entered_BTD: Tensor | None = None
+    balance: Balance | None = None
 
 
 class Mixer(Protocol):
     """What a block needs of a sequence mixer: attention of any kind, or a recurrence."""
 
     def start(self, batch: int, kind: str) -> Any:
-        """An empty memory for ``batch`` sequences, its bytes labelled ``kind`` (``encoder`` or ``decoder``)."""
+        """An empty cache for ``batch`` sequences, its bytes labelled ``kind`` (``encoder`` or ``decoder``)."""
         ...
 
-    def __call__(self, x_BTD: Tensor, span: Span, own: Any, view: Attended | None) -> Mixed:
-        """Writes for all T new positions, reads for the last ``span.rows``."""
+    def __call__(self, x_BTD: Tensor, span: Span, cache: Any, below: Any) -> tuple[Tensor, LayerOutput]:
+        """Writes for all T new positions, reads for the last ``span.rows``.
+
+        Args:
+            x_BTD: normed input.
+            span: the new positions, and how many rows are asked for.
+            cache: what this layer remembers.
+            below: what the layer below attended to; of the first layer of a decoder what the model gives it.
+
+        Returns:
+            ``update_BRD``, the output for the R rows; and what else there is.
+        """
         ...
 
 
@@ -50,26 +61,6 @@ class SlotMixer(Mixer, Protocol):
     def reach(self) -> int | None:
         """How many positions back of its input a row needs (0: its own alone, None: all of them)."""
         ...
-
-
-class BlockOutput(NamedTuple):
-    """What a block gives back.
-
-    Attributes:
-        streams: residual streams of the rows asked for.
-        entered_BTD: what its attention read from the streams, before the norm: the paper's h of the layer (equation 7).
-        own: the mixer's memory after the call.
-        view: what its attention looked at.
-        learned: loss and recall of the mixer's indexer, in training.
-        balance: loss and loads of the feed-forward's experts, in training.
-    """
-
-    streams: Streams
-    entered_BTD: Tensor
-    own: Any
-    view: Attended | None
-    learned: IndexerLoss | None
-    balance: Balance | None
 
 
 class Block(nn.Module):
@@ -98,11 +89,11 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(dim)
         self.feed_forward = feed_forward(dim)
 
-    def forward(self, streams: Streams, span: Span, own: Any, view: Attended | None) -> BlockOutput:
+    def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
         """From the streams of T positions to those of the last ``span.rows``."""
         entered_BTD = streams.mixed_BTD
-        mixed = self.attention(self.attention_norm(entered_BTD), span, own, view)
-        streams = self.attention_residual.leave(streams, mixed.update_BRD)
+        update_BRD, out = self.attention(self.attention_norm(entered_BTD), span, cache, below)
+        streams = self.attention_residual.leave(streams, update_BRD)
         fed = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD), span.row_position_BR)
         streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
-        return BlockOutput(streams, entered_BTD, mixed.own, mixed.view, mixed.learned, fed.balance)
+        return streams, out._replace(entered_BTD=entered_BTD, balance=fed.balance)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.projections import Indexer
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
@@ -41,7 +41,7 @@ class IndexerTraining:
         self,
         found: Selection,
         query_BRHC: Tensor,
-        view: Attended,
+        attended: Attended,
         position_BR: Tensor,
         window: int,
         sink_H: Tensor,
@@ -52,7 +52,7 @@ class IndexerTraining:
         Args:
             found: the search; its index, key and selection are there.
             query_BRHC, position_BR, window, sink_H, angles: that attention, as in ``gsm_kernels.attend``.
-            view: its window, its bank and the pool that was searched.
+            attended: its window, its bank and the pool that was searched.
         """
         return None
 
@@ -85,31 +85,31 @@ class KL(IndexerTraining):
         self,
         found: Selection,
         query_BRHC: Tensor,
-        view: Attended,
+        attended: Attended,
         position_BR: Tensor,
         window: int,
         sink_H: Tensor,
         angles: Angles,
     ) -> IndexerLoss | None:
         """The divergence, and where the teacher is dense, how much of its mass the selection recalls."""
-        if view.bank is None or found.index is None:
+        if attended.bank is None or found.index is None:
             return None
         dense = self.learned_slots(position_BR.shape[1]) == "visible"
         learned = indexer_kl(
             query_BRHC,
-            view.window_BEC,
+            attended.window_BEC,
             position_BR,
             window,
             sink_H,
             *angles,
-            view.bank.entry_BFC,
-            view.bank.first_BR,
-            view.bank.last_BR,
+            attended.bank.entry_BFC,
+            attended.bank.first_BR,
+            attended.bank.last_BR,
             found.chosen_BRK,
             *found.index,
             found.key_BFI,
             dense=dense,
-            pool_BRN=view.pool_BRN,
+            pool_BRN=attended.pool_BRN,
         )
         return learned if dense else learned._replace(recall=None)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gsm.cache.view import Attended
 from gsm.costs.primitives import AttentionCost, ProductCost, attention, products
+from gsm.layers.attended import Attended
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.projections import Output, Query, Shape
 from gsm.layers.rope import Angles, Rope
@@ -50,29 +50,28 @@ class LatentAttention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(shape.heads))
         self.output = Output(shape)
 
-    def read(self, query_BRHC: Tensor, view: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
+    def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
         """One softmax over window and selected slots, with the sink in the denominator; then the output projection.
         [B, R, D]."""
-        looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
-        tap(f"{self.name}/weights", lambda: attention_weights(*looked_at))
-        band = (view.window_BEC, position_BR, self.window_size, self.sink, *angles)
-        if view.bank is None or view.chosen_BRK is None:
-            return self.output(attend_band(query_BRHC, *band))
-        return self.output(attend(query_BRHC, *band, view.bank.entry_BFC, view.chosen_BRK, view.bias_BRK))
+        band = (query_BRHC, attended.window_BEC, position_BR, self.window_size, self.sink, *angles)
+        bank, chosen_BRK = attended.bank, attended.chosen_BRK
+        slots = () if bank is None or chosen_BRK is None else (bank.entry_BFC, chosen_BRK)
+        tap(f"{self.name}/weights", lambda: attention_weights(*band, *slots))
+        return self.output(attend(*band, *slots, attended.bias_BRK) if slots else attend_band(*band))
 
-    def choose(self, view: Attended, found: Selection) -> Attended:
-        """The view with the selection; in training with what its indexer learns by from whoever reads it."""
+    def choose(self, attended: Attended, found: Selection) -> Attended:
+        """Adds the selection; in training also what its indexer learns by from whoever reads it."""
         if self._teaches(found):
             found = found._replace(bias_BRK=self.indexer_training.bias(found))
-        return view.choose(found.chosen_BRK, found.bias_BRK)
+        return attended.choose(found.chosen_BRK, found.bias_BRK)
 
     def learn(
-        self, query_BRHC: Tensor, found: Selection, view: Attended, position_BR: Tensor, angles: Angles
+        self, query_BRHC: Tensor, found: Selection, attended: Attended, position_BR: Tensor, angles: Angles
     ) -> IndexerLoss | None:
         """The loss of the indexer that has searched for this attention; None when there is nothing to learn from."""
         if not self._teaches(found):
             return None
-        looked_at = (query_BRHC, view, position_BR, self.window_size, self.sink, angles)
+        looked_at = (query_BRHC, attended, position_BR, self.window_size, self.sink, angles)
         return self.indexer_training.loss(found, *looked_at)
 
     def reading(self) -> dict[str, ProductCost]:
@@ -90,26 +89,35 @@ class LatentAttention(nn.Module):
 
 
 def attention_weights(
-    query_BRHC: Tensor, view: Attended, position_BR: Tensor, window: int, sink_H: Tensor, angles: Angles
+    query_BRHC: Tensor,
+    window_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+    entry_BFC: Tensor | None = None,
+    chosen_BRK: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights for looking at, not for computing with: the kernels never form them.
+    """Attention weights for looking at, not for computing with: the kernels never form them. Arguments as of
+    ``gsm_kernels.attend``, or without the last two of ``attend_band``.
 
     Returns:
-        weights_BRHE: over the window (oldest first, ``window`` places), then the selected slots, then the sink. Rows
+        weights_BRHE: over the window (oldest first, ``width`` places), then the selected slots, then the sink. Rows
             sum to 1.
     """
-    query_BRHC = promoted(rotate(query_BRHC, *angles))
-    rows, stored = query_BRHC.shape[1], view.window_BEC.shape[1]
+    query_BRHC = promoted(rotate(query_BRHC, cos_BRP, sin_BRP))
+    rows, stored = query_BRHC.shape[1], window_BEC.shape[1]
     row_R = torch.arange(stored - rows, stored, device=query_BRHC.device)
-    back_W = torch.arange(window - 1, -1, -1, device=query_BRHC.device)
+    back_W = torch.arange(width - 1, -1, -1, device=query_BRHC.device)
     index_RW = row_R[:, None] - back_W
-    entry_BRKC = view.window_BEC[:, index_RW.clamp(min=0)]
+    seen_BRKC = window_BEC[:, index_RW.clamp(min=0)]
     seen_BRK = back_W <= position_BR[..., None]
-    if view.bank is not None and view.chosen_BRK is not None and view.bank.entry_BFC.shape[1]:
-        row_BRK = view.chosen_BRK.clamp(min=0)
-        picked_BRKC = view.bank.entry_BFC[torch.arange(len(row_BRK), device=row_BRK.device)[:, None, None], row_BRK]
-        entry_BRKC, seen_BRK = torch.cat([entry_BRKC, picked_BRKC], 2), torch.cat([seen_BRK, view.chosen_BRK >= 0], 2)
-    logit_BRHK = torch.einsum("brhc,brkc->brhk", query_BRHC, promoted(entry_BRKC)) * query_BRHC.shape[-1] ** -0.5
+    if entry_BFC is not None and chosen_BRK is not None and entry_BFC.shape[1]:
+        row_BRK = chosen_BRK.clamp(min=0)
+        picked_BRKC = entry_BFC[torch.arange(len(row_BRK), device=row_BRK.device)[:, None, None], row_BRK]
+        seen_BRKC, seen_BRK = torch.cat([seen_BRKC, picked_BRKC], 2), torch.cat([seen_BRK, chosen_BRK >= 0], 2)
+    logit_BRHK = torch.einsum("brhc,brkc->brhk", query_BRHC, promoted(seen_BRKC)) * query_BRHC.shape[-1] ** -0.5
     logit_BRHK = logit_BRHK.masked_fill(~seen_BRK[:, :, None], float("-inf"))
     sink_BRH1 = promoted(sink_H)[:, None].expand(*logit_BRHK.shape[:3], 1)
     return torch.cat([logit_BRHK, sink_BRH1], dim=-1).softmax(dim=-1)

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gsm.cache.memory import NO_RECURRENT_CACHE, RecurrentCache
+from gsm.cache.memory import RecurrentCache
 from gsm.cache.store import State, Window
-from gsm.cache.view import Attended
 from gsm.costs.primitives import LayerCost, ProductCost, Store, products
-from gsm.layers.block import Mixed
+from gsm.layers.block import LayerOutput
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.linear import INTO_RESIDUAL, Linear
 from gsm.layers.norm import RMSNorm
@@ -69,18 +68,17 @@ class Recurrence(nn.Module):
         window = Window.empty(f"{kind}_convolution", stored, like_BC.new_empty(batch, sum(self.channels)))
         return RecurrentCache(window, State.empty(f"{kind}_state", self.heads, like_BC))
 
-    def forward(self, x_BTD: Tensor, span: Span, own: RecurrentCache | None, view: Attended | None) -> Mixed:
+    def forward(self, x_BTD: Tensor, span: Span, cache: RecurrentCache, below: object) -> tuple[Tensor, LayerOutput]:
         """Takes all T new positions into the state and reads it for the last R of them.
 
         Args:
             x_BTD: normed input.
             span: the new positions, and how many rows are asked for.
-            own: this layer's memory (None: nothing is kept, as in training).
-            view: handed on to the layers above as it is.
+            cache: the state of the recurrence and the end of the convolution's input.
+            below: not looked at.
         """
-        own = own or NO_RECURRENT_CACHE
         projected_BTC = torch.cat((self.query(x_BTD)[0].flatten(-2), self.key(x_BTD), self.value(x_BTD)), dim=-1)
-        seen_BEC, window = own.convolution.extend(projected_BTC)
+        seen_BEC, window = cache.convolution.extend(projected_BTC)
         mixed_BTC = seen_BEC if self.convolution is None else self.convolution(seen_BEC, span.position_BT)
         query_BTC, key_BTC, value_BTC = mixed_BTC.split(self.channels, dim=-1)
         empty_BHCC = promoted(x_BTD.new_zeros(len(x_BTD), self.heads, self.width, self.width))
@@ -90,12 +88,12 @@ class Recurrence(nn.Module):
             self.split(self.activate(value_BTC)),
             x_BTD,
             span.position_BT,
-            own.state.resume(empty_BHCC),
+            cache.state.resume(empty_BHCC),
         )
         tap(f"{self.name}/state", state_BHCC)
         out_BRHC = self.gated(self.norm(last(out_BTHC, span.rows)), last(x_BTD, span.rows))
         update_BRD = self.output(out_BRHC.flatten(-2))
-        return Mixed(update_BRD, RecurrentCache(window, own.state.keep(state_BHCC)), view)
+        return update_BRD, LayerOutput(RecurrentCache(window, cache.state.keep(state_BHCC)))
 
     def recur(
         self,

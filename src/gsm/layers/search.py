@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gsm.cache.view import Attended, Bank
+from gsm.layers.attended import Attended, Bank
 from gsm.layers.projections import IndexQuery
 from gsm_kernels import index_top_k
 
@@ -27,9 +27,9 @@ class Selection(NamedTuple):
     bias_BRK: Tensor | None = None
 
     @classmethod
-    def by_layer(cls, view: Attended) -> Selection:
-        """What the layer that made this view has found, taken over."""
-        return cls(view.chosen_BRK, bias_BRK=view.bias_BRK)
+    def by_layer(cls, attended: Attended) -> Selection:
+        """The selection of the layer below, taken over."""
+        return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
 
 
 def search_bank(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gsm.cache.store import FORGET, Window
-from gsm.cache.view import Attended
+from gsm.cache.store import Window
 from gsm.costs.primitives import LayerCost
 from gsm.layers.attention import Scale
-from gsm.layers.block import Mixed
+from gsm.layers.block import LayerOutput
 from gsm.layers.key_value import KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.shapes import last
@@ -53,13 +52,12 @@ class SlidingWindow(RangeAttention):
         """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
         return Window.empty(f"{kind}_window", self.window, self.key_value.entry(batch))
 
-    def forward(self, x_BTD: Tensor, span: Span, own: Window | None, view: Attended | None) -> Mixed:
+    def forward(self, x_BTD: Tensor, span: Span, cache: Window, below: object) -> tuple[Tensor, LayerOutput]:
         """Writes keys and values of all T new positions and reads for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
-        seen_BEC, window = (own or FORGET).extend(self.key_value(x_BTD, angles))
+        seen_BEC, cache = cache.extend(self.key_value(x_BTD, angles))
         history = self.key_value.recent(seen_BEC, self.window, span)
-        kept = None if own is None else window
-        return Mixed(self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), kept, view)
+        return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs."""

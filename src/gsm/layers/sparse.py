@@ -20,9 +20,9 @@ from torch import Tensor
 from gsm.cache.memory import BankCache, LayerCache
 from gsm.cache.slots import plan_slots
 from gsm.cache.store import Window
-from gsm.cache.view import Attended, Bank
 from gsm.costs.primitives import POOL_BLOCK, LayerCost, Store, check_pool, products
-from gsm.layers.block import Mixed
+from gsm.layers.attended import Attended, Bank
+from gsm.layers.block import LayerOutput
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.projections import Compressor, Entry, Indexer, Shape
@@ -76,7 +76,7 @@ class SparseAttention(LatentAttention):
         self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
 
     def start(self, batch: int, kind: str) -> LayerCache:
-        """An empty memory; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        """An empty cache; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
         like = self.window.projection.weight
         entry_BC = like.new_empty(batch, like.shape[0])
         window = Window.empty(f"{kind}_window", self.window_size, entry_BC)
@@ -86,44 +86,46 @@ class SparseAttention(LatentAttention):
         key_BI = None if self.indexer is None else like.new_empty(batch, self.indexer.width)
         return LayerCache(window, BankCache.empty(f"{kind}_bank", self.ratio, pending_BC, entry_BC, key_BI))
 
-    def forward(self, x_BTD: Tensor, span: Span, own: LayerCache, view: Attended | None) -> Mixed:
+    def forward(
+        self, x_BTD: Tensor, span: Span, cache: LayerCache, below: Attended | None
+    ) -> tuple[Tensor, LayerOutput]:
         """Writes entries for all T new positions and reads for the last R of them.
 
         Args:
             x_BTD: normed input.
             span: the new positions, and how many rows are asked for.
-            own: this layer's memory.
-            view: what the layer below looked at (None on the first layer).
+            cache: what this layer remembers.
+            below: what the layer below attended to (None on the first layer).
         """
         angles = self.rope.at(span, x_BTD.dtype)
-        window_BEC, window = own.window.extend(self.window(x_BTD, angles))
-        bank, bank_memory = self.publish(x_BTD, span, own.bank)
+        window_BEC, window = cache.window.extend(self.window(x_BTD, angles))
+        bank, bank_cache = self.publish(x_BTD, span, cache.bank)
         x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
         query_BRHC, latent_BRQ = self.query(x_BRD)
-        view = self.look(window_BEC, bank, view, span.rows)
-        found = self.search(latent_BRQ, x_BRD, angles, view)
-        view = self.choose(view, found)
-        self.show(view, bank)
-        learned = self.learn(query_BRHC, found, view, position_BR, angles)
-        update_BRD = self.read(query_BRHC, view, position_BR, angles)
-        return Mixed(update_BRD, LayerCache(window, bank_memory), self.narrow(view, found), learned)
+        attended = self.look(window_BEC, bank, below, span.rows)
+        found = self.search(latent_BRQ, x_BRD, angles, attended)
+        attended = self.choose(attended, found)
+        self.show(attended, bank)
+        learned = self.learn(query_BRHC, found, attended, position_BR, angles)
+        update_BRD = self.read(query_BRHC, attended, position_BR, angles)
+        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, found), learned)
 
-    def publish(self, x_BTD: Tensor, span: Span, own: BankCache | None) -> tuple[Bank | None, BankCache | None]:
+    def publish(self, x_BTD: Tensor, span: Span, cache: BankCache | None) -> tuple[Bank | None, BankCache | None]:
         """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
-        if self.compressor is None or own is None:
+        if self.compressor is None or cache is None:
             return None, None
-        projected_BEC, pending = own.pending.extend(self.compressor.project(x_BTD))
+        projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
         # All banks of a ratio fill alike: one plan serves them, and one table of angles.
-        slots = span.once(self.ratio, lambda: plan_slots(span.position_BT, self.ratio, own.count_B))
+        slots = span.once(self.ratio, lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
         key = (self.ratio, *self.rope.key, x_BTD.dtype)
         angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
-        entry_BFC, entry = own.entry.place(rotate(latent_BGC, *angles), slots)
+        entry_BFC, entry = cache.entry.place(rotate(latent_BGC, *angles), slots)
         key_BFI, key = None, None
-        if self.indexer is not None and own.key is not None:
-            key_BFI, key = own.key.place(self.indexer.keys(latent_BGC, angles), slots)
+        if self.indexer is not None and cache.key is not None:
+            key_BFI, key = cache.key.place(self.indexer.keys(latent_BGC, angles), slots)
         bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
-        return bank, BankCache(pending, entry, key, None if own.count_B is None else slots.after_B)
+        return bank, BankCache(pending, entry, key, None if cache.count_B is None else slots.after_B)
 
     def look(self, window_BEC: Tensor, bank: Bank | None, below: Attended | None, rows: int) -> Attended:
         """What the rows can see: their window, and the bank of the group that this layer starts or belongs to."""
@@ -133,28 +135,28 @@ class SparseAttention(LatentAttention):
             return Attended(window_BEC)
         return replace(below.last(rows), window_BEC=window_BEC)
 
-    def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, view: Attended) -> Selection:
+    def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, attended: Attended) -> Selection:
         """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
-        if self.indexer is None or view.bank is None or view.bank.key_BFI is None:
-            return Selection.by_layer(view)
+        if self.indexer is None or attended.bank is None or attended.bank.key_BFI is None:
+            return Selection.by_layer(attended)
         index = self.indexer(latent_BRQ, x_BRD, angles)
-        return search_bank(index, view.bank, view.bank.key_BFI, self.top_k, view.pool_BRN)
+        return search_bank(index, attended.bank, attended.bank.key_BFI, self.top_k, attended.pool_BRN)
 
-    def show(self, view: Attended, published: Bank | None) -> None:
+    def show(self, attended: Attended, published: Bank | None) -> None:
         """Taps what the rows look at; a Reuse layer shows the selection that it has taken over."""
-        tap(f"{self.name}/window", view.window_BEC)
+        tap(f"{self.name}/window", attended.window_BEC)
         if published is not None:
             tap(f"{self.name}/bank", published.entry_BFC)
-        if view.chosen_BRK is not None:
-            tap(f"{self.name}/top_k", view.chosen_BRK)
+        if attended.chosen_BRK is not None:
+            tap(f"{self.name}/top_k", attended.chosen_BRK)
 
-    def narrow(self, view: Attended, found: Selection) -> Attended:
+    def narrow(self, attended: Attended, found: Selection) -> Attended:
         """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""
-        if self.pool_blocks is None or found.index is None or found.key_BFI is None or view.bank is None:
-            return view
-        bank = view.bank
+        if self.pool_blocks is None or found.index is None or found.key_BFI is None or attended.bank is None:
+            return attended
+        bank = attended.bank
         pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
-        return replace(view, pool_BRN=pool_BRN)
+        return replace(attended, pool_BRN=pool_BRN)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs; a layer that owns no bank reads that of the layer below, as this one does."""

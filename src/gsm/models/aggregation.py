@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
+from gsm.layers.block import LayerOutput
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.norm import RMSNorm
@@ -34,12 +35,12 @@ class Retrieved(NamedTuple):
 
     Attributes:
         increments: one [B, R, D] per stage; their sum is the paper's r.
-        owns: each retriever's memory after the call.
+        caches: what each retriever remembers after the call.
         learned: per stage, loss and recall of a separate indexer (None: there is none).
     """
 
     increments: tuple[Tensor, ...]
-    owns: tuple[Any, ...]
+    caches: tuple[Any, ...]
     learned: list[IndexerLoss | None]
 
 
@@ -71,19 +72,21 @@ class Stage(LatentAttention):
         self.norm = RMSNorm(dim_in)
         self.retriever = retriever
 
-    def forward(self, u_BRU: Tensor, span: Span, view: Attended, own: Any) -> tuple[Tensor, Any, IndexerLoss | None]:
-        """Returns the increment [B, R, D], the retriever's memory, and loss and recall of its indexer."""
+    def forward(
+        self, u_BRU: Tensor, span: Span, attended: Attended, cache: Any
+    ) -> tuple[Tensor, Any, IndexerLoss | None]:
+        """Returns the increment [B, R, D], the retriever's cache, and loss and recall of its indexer."""
         x_BRU = self.norm(u_BRU)
         angles = self.rope.at(span, x_BRU.dtype)
-        found, own = self.retriever(x_BRU, view, span.position_BT, angles, own)
-        view = self.choose(view, found)
+        found, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
+        attended = self.choose(attended, found)
         query_BRHC, _ = self.query(x_BRU)
-        learned = self.learn(query_BRHC, found, view, span.position_BT, angles)
+        learned = self.learn(query_BRHC, found, attended, span.position_BT, angles)
         if found.chosen_BRK is not None:
             tap(f"{self.name}/top_k", found.chosen_BRK)
-        increment_BRD = self.read(query_BRHC, view, span.position_BT, angles)
+        increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         tap(f"{self.name}/increment", increment_BRD)
-        return increment_BRD, own, learned
+        return increment_BRD, cache, learned
 
 
 class Aggregation(nn.Module):
@@ -134,27 +137,26 @@ class Aggregation(nn.Module):
         return (cast(Stage, stage) for stage in self.stages)
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """Empty memories of all retrievers."""
+        """Empty caches of all retrievers."""
         return tuple(stage.retriever.start(batch, self.ratio) for stage in self)
 
-    def forward(self, entered: list[Tensor], views: list[Attended], span: Span, owns: Sequence[Any]) -> Retrieved:
+    def forward(self, encoded: Sequence[LayerOutput], span: Span, caches: Sequence[Any]) -> Retrieved:
         """Runs the stages for the given rows.
 
         Args:
-            entered: what each encoder layer's attention read from the streams, [B, T, D].
-            views: what each encoder layer looked at.
+            encoded: what each encoder layer gave back.
             span: the rows that the state is written for.
-            owns: memory of each retriever.
+            caches: what each retriever remembers.
         """
         increments, after, learned = [], [], []
         retrieved_BRD = None
-        for stage, layer, own in zip(self, self.layers, owns, strict=True):
-            h_BRD = last(entered[layer - 1], span.rows)
-            increment_BRD, own, loss = stage(
-                self.query(h_BRD, retrieved_BRD), span, views[layer - 1].last(span.rows), own
-            )
+        for stage, layer, cache in zip(self, self.layers, caches, strict=True):
+            below = encoded[layer - 1]
+            assert below.entered_BTD is not None  # a block says it
+            u_BRU = self.query(last(below.entered_BTD, span.rows), retrieved_BRD)
+            increment_BRD, cache, loss = stage(u_BRU, span, below.attended.last(span.rows), cache)
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
             increments.append(increment_BRD)
-            after.append(own)
+            after.append(cache)
             learned.append(loss)
         return Retrieved(tuple(increments), tuple(after), learned)

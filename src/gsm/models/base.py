@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gsm.cache.ledger import Ledger
-from gsm.cache.memory import Memory, fresh_bookkeeping
+from gsm.cache.memory import Memory, forgetful, fresh_bookkeeping
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.feed_forward import Balance
 from gsm.layers.indexer_training import IndexerTraining, indexer_losses
@@ -31,6 +32,7 @@ from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import check_sampling, continuation
+from gsm.models.schedule import Schedule
 from gsm.observe import tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
@@ -104,6 +106,7 @@ class LanguageModel(nn.Module):
         self.head = Linear(dim, vocabulary)
         self.head.weight = self.embedding.weight
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
+        self._forgetful: dict[str, Any] | None = None
 
     @property
     def reach(self) -> int | None:
@@ -123,13 +126,14 @@ class LanguageModel(nn.Module):
         """The body: from embedded tokens to the hidden states of the rows asked for. Every model defines it."""
         raise TypeError(f"{type(self).__name__} does not define run(x_BTD, span, memory)")
 
-    def empty_memory(self, batch: int) -> dict:
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """How many rows each layer produces of so many new positions when ``rows`` are asked for. Every model defines
+        it."""
+        raise TypeError(f"{type(self).__name__} does not define schedule(new, rows)")
+
+    def empty_memory(self, batch: int) -> dict[str, Any]:
         """The fields of ``Memory`` that this model uses, empty. Every model defines it."""
         raise TypeError(f"{type(self).__name__} does not define empty_memory(batch)")
-
-    def forgetful_memory(self) -> dict:
-        """The same fields for training, where nothing is kept. Every model defines it."""
-        raise TypeError(f"{type(self).__name__} does not define forgetful_memory()")
 
     def forward(
         self,
@@ -166,7 +170,7 @@ class LanguageModel(nn.Module):
         else:
             documents = documents.long()
             position_BT = document_positions(documents, books.document_B, books.position_B)
-        inner = memory or replace(books, **self.forgetful_memory())
+        inner = memory or replace(books, **self._nothing_kept())
         whole, filled = (one, None) if memory is None or not one else memory.joined_after(length)
         span = Span(position_BT, rows or length, whole, filled)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
@@ -351,6 +355,12 @@ class LanguageModel(nn.Module):
         finally:
             for module in training:
                 module.training = True
+
+    def _nothing_kept(self) -> dict[str, Any]:
+        """The fields of ``Memory`` for training: what is written there is forgotten. Made once."""
+        if self._forgetful is None:
+            self._forgetful = {name: forgetful(node) for name, node in self.empty_memory(0).items()}
+        return self._forgetful
 
     def _layout(self) -> tuple[tuple, ...]:
         """The layout of this model's memory: made once, for it does not change unless the dtype does."""

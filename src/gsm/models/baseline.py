@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from gsm.cache.memory import NO_LAYER_CACHE, Memory
+from gsm.cache.memory import Memory
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -28,8 +29,8 @@ from gsm.layers.sparse import Role, SparseAttention
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
-from gsm.models.schedule import baseline_rows
-from gsm.models.stack import Recompute, Stack, block_of
+from gsm.models.schedule import Schedule, stack_rows
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, learned_of
 from gsm.span import Span
 
 
@@ -84,38 +85,25 @@ class Baseline(LanguageModel):
         self.decoder = Stack(blocks, recompute=recompute)
         self.indexer_training.prepare(self)
 
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """Rows of each layer: the decoder's bank needs the whole encoder; the decoder's windows shrink above it."""
+        reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
+        entering, *decoder = stack_rows(new, rows, reaches)
+        return Schedule([new] * self.geometry.encoder_layers, decoder, entering=entering)
+
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
-        geometry = self.geometry
-        rows = baseline_rows(
-            x_BTD.shape[1],
-            span.rows,
-            encoder_layers=geometry.encoder_layers,
-            decoder_layers=geometry.decoder_layers,
-            window=geometry.window,
-        )
-        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, rows.encoder, memory.encoder)
-        decoded = self.decoder(encoded.streams, encoded.span, rows.decoder, memory.decoder)
-        learned = [
-            (f"{half}{layer}", one)
-            for half, stack, first in (("encoder", encoded, 1), ("decoder", decoded, geometry.encoder_layers + 1))
-            for layer, one in enumerate(stack.learned, first)
-            if one is not None
-        ]
-        after = replace(memory, encoder=encoded.owns, decoder=decoded.owns)
-        balances = encoded.balances + decoded.balances
-        return Trace(decoded.streams.mixed_BTD, after, learned, balances=balances)
+        rows = self.schedule(x_BTD.shape[1], span.rows)
+        streams = Streams.copies(x_BTD, self.encoder.streams)
+        streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
+        streams, decoded = self.decoder(streams, span.last(rows.entering), rows.decoder, memory.decoder)
+        after = replace(memory, encoder=caches_of(encoded), decoder=caches_of(decoded))
+        learned = learned_of(encoded, "encoder") + learned_of(decoded, "decoder", self.geometry.encoder_layers + 1)
+        return Trace(streams.mixed_BTD, after, learned, balances=balances_of(*encoded, *decoded))
 
-    def empty_memory(self, batch: int) -> dict:
+    def empty_memory(self, batch: int) -> dict[str, Any]:
         """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": self.decoder.start(batch, "decoder")}
-
-    def forgetful_memory(self) -> dict:
-        """The same, keeping nothing."""
-        return {
-            "encoder": (NO_LAYER_CACHE,) * len(self.encoder.blocks),
-            "decoder": (NO_LAYER_CACHE,) * len(self.decoder.blocks),
-        }
 
 
 def decoder_roles(geometry: Geometry) -> list[Role]:

@@ -26,8 +26,8 @@ from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
-from gsm.models.schedule import comparator_rows
-from gsm.models.stack import Recompute, Stack, block_of
+from gsm.models.schedule import Schedule, stack_rows
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.span import Span
 
 
@@ -77,19 +77,22 @@ class DecoderOnly(Matched):
         known = [reach for reach in self.reaches if reach is not None]
         return sum(known) if len(known) == len(self.reaches) else None
 
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """Rows of each layer."""
+        _, *decoder = stack_rows(new, rows, self.reaches)
+        return Schedule([], decoder, entering=new)
+
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
-        rows = comparator_rows(x_BTD.shape[1], span.rows, self.reaches)
-        out = self.decoder(Streams.copies(x_BTD, self.decoder.streams), span, rows, memory.decoder)
-        return Trace(out.streams.mixed_BTD, replace(memory, decoder=out.owns), balances=out.balances)
+        rows = self.schedule(x_BTD.shape[1], span.rows).decoder
+        streams = Streams.copies(x_BTD, self.decoder.streams)
+        streams, decoded = self.decoder(streams, span, rows, memory.decoder)
+        after = replace(memory, decoder=caches_of(decoded))
+        return Trace(streams.mixed_BTD, after, balances=balances_of(*decoded))
 
-    def empty_memory(self, batch: int) -> dict:
+    def empty_memory(self, batch: int) -> dict[str, Any]:
         """What the mixers keep."""
         return {"decoder": self.decoder.start(batch, "decoder")}
-
-    def forgetful_memory(self) -> dict:
-        """The same, keeping nothing."""
-        return {"decoder": (None,) * len(self.decoder.blocks)}
 
 
 def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> list[str]:

@@ -10,19 +10,19 @@ decoder that reads it.
                                                          '--> state, the last M entries: read by every layer
 
 The encoder keeps the history; the decoder owns no entries, no index and no cache: each of its layers reads the same M
-entries with a new query.
+entries with a new query. (So the paper's; what other ``state_reader``s do differs.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsm.cache.memory import NO_LAYER_CACHE, Memory
-from gsm.cache.view import Attended
+from gsm.cache.memory import Memory
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -30,15 +30,16 @@ from gsm.models.aggregation import Aggregation
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry
-from gsm.models.schedule import gsm_rows
-from gsm.models.stack import Recompute, Stack, block_of
+from gsm.models.schedule import Schedule, gsm_schedule
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, learned_of
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.slots.encoder_reading import EncoderReading, TopK
 from gsm.slots.retriever.base import Retriever
 from gsm.slots.retriever.shared_topk import SharedTopK
 from gsm.slots.stage_query import Accumulated, StageQuery
-from gsm.slots.state_reader.shared import StateAttention
+from gsm.slots.state_reader.base import StateReader
+from gsm.slots.state_reader.shared import Shared
 from gsm.slots.writer.additive import Additive
 from gsm.slots.writer.base import StateWriter
 from gsm.span import Span
@@ -54,7 +55,8 @@ class GSM(LanguageModel):
         encoder_reading: what the encoder's own attention reads.
         retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=..., stage=...``.
         stage_query: what a stage asks with.
-        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=...``.
+        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=..., parts=...``.
+        state_reader: how decoder layers read the state.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
         indexer_training: how indexers learn.
@@ -76,6 +78,7 @@ class GSM(LanguageModel):
         retriever: Callable[..., Retriever] = SharedTopK,
         stage_query: StageQuery | None = None,
         writer: Callable[..., StateWriter] = Additive,
+        state_reader: StateReader | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         indexer_training: IndexerTraining | None = None,
@@ -107,70 +110,73 @@ class GSM(LanguageModel):
         )
         if not reads_bank:
             check_retrievers(self.aggregation)
-        self.writer = writer(shape, state_size=self.state_size, rope=rope)
+        reader = state_reader or Shared()
+        self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts)
         check_writer(self.writer, layers)
-        names = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
-        self.decoder = Stack(
-            [
-                block(StateAttention(shape, state_size=self.state_size, slots=self.writer.slots, rope=rope, name=name))
-                for name in names
-            ],
-            recompute=recompute,
-        )
+        blocks, self.reaches = [], []
+        for layer in range(geometry.decoder_layers):
+            one = reader.layer(
+                shape,
+                layer=layer,
+                layers=geometry.decoder_layers,
+                state_size=self.state_size,
+                slots=self.writer.slots,
+                rope=rope,
+                name=f"decoder/{geometry.encoder_layers + 1 + layer}",
+            )
+            self.reaches.append(one.reach)
+            blocks.append(block(one))
+        self.decoder = Stack(blocks, recompute=recompute)
         self.indexer_training.prepare(self)
+
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """Rows of each layer, of the stages and of the state."""
+        return gsm_schedule(
+            new,
+            rows,
+            encoder_layers=self.geometry.encoder_layers,
+            last_bank=max(self.geometry.bank_layers),
+            window=self.geometry.window,
+            state_size=self.writer.positions,
+            reaches=self.reaches,
+            writer_reach=self.writer.reach,
+        )
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the decoder's output for the rows asked for."""
-        geometry = self.geometry
-        rows = gsm_rows(
-            x_BTD.shape[1],
-            span.rows,
-            encoder_layers=geometry.encoder_layers,
-            decoder_layers=geometry.decoder_layers,
-            last_bank=max(geometry.bank_layers),
-            window=geometry.window,
-            state_size=self.writer.positions,
-            reach=self.writer.reach,
-        )
-        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, rows.encoder, memory.encoder)
-        retrieved = self.aggregation(encoded.entered, encoded.views, encoded.span, memory.stages)
-        z_BRD, state_BEC, state = self.writer(
-            encoded.streams.mixed_BTD,
-            retrieved.increments,
-            encoded.span.last(self.writer.positions + span.rows - 1),
-            memory.state,
-        )
-        tap("state/e", encoded.streams.mixed_BTD)
+        rows = self.schedule(x_BTD.shape[1], span.rows)
+        copies = self.encoder.streams
+        streams, encoded = self.encoder(Streams.copies(x_BTD, copies), span, rows.encoder, memory.encoder)
+        span = span.last(rows.state).cut()
+        retrieved = self.aggregation(encoded, span, memory.stages)
+        increments, wanted = retrieved.increments, span.last(rows.written)
+        z_BRD, state, written = self.writer(streams.mixed_BTD, increments, wanted, memory.state)
+        tap("state/e", streams.mixed_BTD)
         tap("state/z", z_BRD)
-        decoded = self.decoder(
-            Streams.copies(last(z_BRD, span.rows), self.encoder.streams),
-            encoded.span.last(span.rows).cut(),
-            rows.decoder,
-            [None] * geometry.decoder_layers,
-            Attended(state_BEC),
-        )
-        learned = [(f"encoder{i}", one) for i, one in enumerate(encoded.learned, 1) if one is not None]
+        streams = Streams.copies(last(z_BRD, rows.entering), copies)
+        entering = span.last(rows.entering).cut()
+        streams, decoded = self.decoder(streams, entering, rows.decoder, memory.decoder, state)
+        caches = {"encoder": caches_of(encoded), "stages": retrieved.caches, "state": written}
+        after = replace(memory, **caches, decoder=caches_of(decoded))
+        learned = learned_of(encoded, "encoder")
         learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
-        after = replace(memory, encoder=encoded.owns, stages=retrieved.owns, state=state)
-        norms, balances = self._norms(retrieved.increments), encoded.balances + decoded.balances
-        return Trace(decoded.streams.mixed_BTD, after, learned, norms, balances)
+        norms = self._norms(increments)
+        return Trace(streams.mixed_BTD, after, learned, norms, balances_of(*encoded, *decoded))
 
-    def empty_memory(self, batch: int) -> dict:
-        """Windows and banks of the encoder, index keys of separate indexers, and the shared state. The decoder has
-        nothing."""
+    def empty_memory(self, batch: int) -> dict[str, Any]:
+        """Windows and banks of the encoder, index keys of separate indexers, the shared state, and what the decoder's
+        reader remembers: the paper's, nothing."""
         return {
             "encoder": self.encoder.start(batch, "encoder"),
             "stages": self.aggregation.start(batch),
             "state": self.writer.start(batch),
+            "decoder": self.decoder.start(batch, "decoder"),
         }
 
-    def forgetful_memory(self) -> dict:
-        """The same, keeping nothing."""
-        return {
-            "encoder": (NO_LAYER_CACHE,) * len(self.encoder.blocks),
-            "stages": (None,) * len(self.aggregation.stages),
-            "state": self.writer.forget(),
-        }
+    def state_bytes(self, memory: Memory) -> int:
+        """Bytes of the shared state, and of what the decoder's layers keep beside it."""
+        sizes = memory.breakdown()
+        return sum(size for kind, size in sizes.items() if kind == "shared_state" or kind.startswith("decoder"))
 
     def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """In training: the mean length of what has been retrieved up to each stage."""

@@ -12,53 +12,29 @@ A layer that produces R rows reads R + W - 1 positions of the layer below (its w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Rows(NamedTuple):
-    """Rows of each encoder layer, of stages and state, and of each decoder layer."""
+@dataclass(frozen=True)
+class Schedule:
+    """Rows of one call.
+
+    Attributes:
+        encoder, decoder: rows that each of their layers produces.
+        state: positions that enter stages and state writer.
+        written: positions whose entries of the state are wanted.
+        entering: positions that enter the decoder's first layer.
+    """
 
     encoder: list[int]
-    state: int
     decoder: list[int]
+    state: int = 0
+    written: int = 0
+    entering: int = 0
 
 
-def gsm_rows(
-    new: int,
-    rows: int,
-    *,
-    encoder_layers: int,
-    decoder_layers: int,
-    last_bank: int,
-    window: int,
-    state_size: int,
-    reach: int = 0,
-) -> Rows:
-    """The schedule of GSM.
-
-    Args:
-        new: new positions of the call (N).
-        rows: rows asked for (R); R = N is training.
-        last_bank: last encoder layer that owns a bank (the paper's l*).
-        state_size: positions whose entries a decoder row sees: M, or M / J if the writer writes J for each.
-        reach: positions before these that the state writer needs.
-    """
-    state = min(new, state_size + rows - 1 + reach)
-    above = [
-        min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
-    ]
-    return Rows([new] * (last_bank - 1) + above, state, [rows] * decoder_layers)
-
-
-def baseline_rows(new: int, rows: int, *, encoder_layers: int, decoder_layers: int, window: int) -> Rows:
-    """The schedule of the baseline: the decoder's bank needs the whole encoder; the decoder's windows shrink above
-    it, exactly."""
-    decoder = [min(new, rows + (decoder_layers - layer) * (window - 1)) for layer in range(1, decoder_layers + 1)]
-    return Rows([new] * encoder_layers, 0, decoder)
-
-
-def comparator_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
-    """The schedule of a stack of any mixers, pruned exactly, from the top downwards.
+def stack_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
+    """The rows of a stack of any mixers, pruned exactly, from the top downwards; before them, the positions that enter.
 
     Args:
         new: new positions of the call (N).
@@ -66,12 +42,45 @@ def comparator_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[
         reaches: of each layer, how many positions back of its input a row needs; None: all of them.
 
     Returns:
-        Rows of each layer: those asked for at the top; below a layer with reach c that produces R rows, min(N, R + c).
+        One number more than there are layers: the positions that enter the first one, and the rows of each: those
+        asked for at the top; below a layer with reach c that produces R rows, min(N, R + c).
     """
     wanted = [rows]
-    for reach in reversed(reaches[1:]):
+    for reach in reversed(reaches):
         wanted.append(new if reach is None else min(new, wanted[-1] + reach))
     return wanted[::-1]
+
+
+def gsm_schedule(
+    new: int,
+    rows: int,
+    *,
+    encoder_layers: int,
+    last_bank: int,
+    window: int,
+    state_size: int,
+    reaches: Sequence[int],
+    writer_reach: int = 0,
+) -> Schedule:
+    """The schedule of GSM.
+
+    Args:
+        new: new positions of the call (N).
+        rows: rows asked for (R); R = N is training.
+        encoder_layers: depth of the encoder.
+        last_bank: last encoder layer that owns a bank (the paper's l*).
+        window: entries of an encoder layer's window (W).
+        state_size: positions whose entries a decoder row sees: M, or M / J if the writer writes J for each.
+        reaches: of each decoder layer, how many positions back of its input a row needs.
+        writer_reach: positions before those of the state that the state writer needs.
+    """
+    entering, *decoder = stack_rows(new, rows, reaches)
+    written = min(new, max(state_size + decoder[0] - 1, entering))
+    state = min(new, written + writer_reach)
+    above = [
+        min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
+    ]
+    return Schedule([new] * (last_bank - 1) + above, decoder, state, written, entering)
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

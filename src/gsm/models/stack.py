@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gsm.cache.view import Attended
-from gsm.layers.block import Block, Mixer
+from gsm.layers.block import Block, LayerOutput, Mixer
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.residual import Residual, Streams
 from gsm.models.geometry import Geometry
@@ -31,30 +29,6 @@ KEPT = {
     *(f"gsm_kernels.{name}" for name in ("attend", "attend_few_rows", "grouped_products", "index_top_k")),
     *(f"gsm_kernels.{name}" for name in ("candidate_pool", "indexer_kl", "score_slots")),
 }
-
-
-@dataclass(frozen=True)
-class StackOutput:
-    """What a stack gives back.
-
-    Attributes:
-        streams: residual streams of the last layer's rows.
-        span: those rows.
-        view: what the last layer looked at.
-        owns: memory of every layer after the call.
-        entered, views: per layer, what its attention read from the streams ([B, T, D]) and what it looked at.
-        learned: per layer, loss and recall of its indexer (None: it has none, or this is not training).
-        balances: in training, of every layer with experts their loss and loads.
-    """
-
-    streams: Streams
-    span: Span
-    view: Attended | None
-    owns: tuple[Any, ...]
-    entered: list[Tensor] = field(default_factory=list)
-    views: list[Attended] = field(default_factory=list)
-    learned: list[IndexerLoss | None] = field(default_factory=list)
-    balances: list[Balance] = field(default_factory=list)
 
 
 class Stack(nn.Module):
@@ -77,7 +51,7 @@ class Stack(nn.Module):
         return (cast(Block, block) for block in self.blocks)
 
     def start(self, batch: int, kind: str) -> tuple[Any, ...]:
-        """Empty memories of all layers."""
+        """Empty caches of all layers, their bytes labelled ``kind``."""
         return tuple(block.attention.start(batch, kind) for block in self)
 
     @property
@@ -86,29 +60,30 @@ class Stack(nn.Module):
         return next(iter(self)).attention_residual.streams
 
     def forward(
-        self, streams: Streams, span: Span, rows: Sequence[int], owns: Sequence[Any], view: Attended | None = None
-    ) -> StackOutput:
+        self, streams: Streams, span: Span, rows: Sequence[int], caches: Sequence[Any], below: Any = None
+    ) -> tuple[Streams, list[LayerOutput]]:
         """Runs every block for its rows.
 
         Args:
             streams: residual streams of the new positions.
             span: these positions.
             rows: rows of each layer; must not grow upwards.
-            owns: memory of each layer.
-            view: what the first layer may read besides its own window.
+            caches: what each layer remembers.
+            below: what the first layer may attend to besides what is its own.
+
+        Returns:
+            the residual streams of the last layer's rows, and what else each layer gives back.
         """
-        outputs = []
-        for block, wanted, own in zip(self, rows, owns, strict=True):
+        outputs: list[LayerOutput] = []
+        for block, wanted, cache in zip(self, rows, caches, strict=True):
             span = span.last(wanted)
             if self.recompute and self.training:
-                out = checkpoint(block, streams, span, own, view, use_reentrant=False, **self._kept())
+                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
             else:
-                out = block(streams, span, own, view)
+                streams, out = block(streams, span, cache, below)
             outputs.append(out)
-            streams, view, span = out.streams, out.view, span.cut()
-        _, entered, after, views, learned, balances = zip(*outputs, strict=True)
-        routed = [balance for balance in balances if balance is not None]
-        return StackOutput(streams, span, view, after, list(entered), list(views), list(learned), routed)
+            below, span = out.attended, span.cut()
+        return streams, outputs
 
     def _kept(self) -> dict[str, Any]:
         """What a checkpoint is told about this."""
@@ -137,3 +112,18 @@ def block_of(
         return feed_forward(dim, geometry.feed_forward_dim)
 
     return partial(Block, geometry.dim, feed_forward=hidden, residual=residual)
+
+
+def caches_of(outputs: Sequence[LayerOutput]) -> tuple[Any, ...]:
+    """What each layer remembers after the call."""
+    return tuple(out.cache for out in outputs)
+
+
+def learned_of(outputs: Sequence[LayerOutput], name: str, first: int = 1) -> list[tuple[str, IndexerLoss]]:
+    """In training: loss and recall of each layer's indexer, by layer: ``encoder3``."""
+    return [(f"{name}{layer}", out.learned) for layer, out in enumerate(outputs, first) if out.learned is not None]
+
+
+def balances_of(*outputs: LayerOutput) -> list[Balance]:
+    """In training: of every layer with experts their loss and loads."""
+    return [out.balance for out in outputs if out.balance is not None]

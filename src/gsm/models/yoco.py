@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from gsm.cache.memory import NO_DENSE_CACHE, DenseCache, Memory
+from gsm.cache.memory import DenseCache, Memory
 from gsm.layers.attention import CrossAttention
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.key_value import KeyValue
@@ -33,7 +34,8 @@ from gsm.layers.sliding_window import SlidingWindow
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
-from gsm.models.stack import Recompute, Stack, block_of
+from gsm.models.schedule import Schedule
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.shapes import last
 from gsm.span import Span
 
@@ -82,26 +84,26 @@ class YOCO(Matched):
             recompute=recompute,
         )
 
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """Rows of each layer: what is cached needs every position, the cross-decoder the rows asked for alone."""
+        depths = self.geometry
+        return Schedule([new] * depths.encoder_layers, [rows] * depths.decoder_layers, entering=rows)
+
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the cross-decoder's output for the rows asked for."""
-        layers, cross = len(self.encoder.blocks), len(self.decoder.blocks)
-        everything = [x_BTD.shape[1]] * layers  # what is cached needs every position
-        encoded = self.encoder(Streams.copies(x_BTD, self.encoder.streams), span, everything, memory.encoder)
-        normed_BTD = self.cache_norm(encoded.streams.mixed_BTD)
-        entry_BTE = self.key_value(normed_BTD, self.rope.at(span, x_BTD.dtype))
+        rows = self.schedule(x_BTD.shape[1], span.rows)
+        streams = Streams.copies(x_BTD, self.encoder.streams)
+        streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
+        entry_BTE = self.key_value(self.cache_norm(streams.mixed_BTD), self.rope.at(span, x_BTD.dtype))
         (cache,) = memory.decoder
         seen_BFE, slots, cache = cache.extend(entry_BTE, span)
         history = self.key_value.history(seen_BFE, slots, span)
-        streams = Streams(*(last(x, span.rows) for x in encoded.streams))
-        decoded = self.decoder(streams, span.cut(), [span.rows] * cross, [history] * cross)
-        after = replace(memory, encoder=encoded.owns, decoder=(cache,))
-        return Trace(decoded.streams.mixed_BTD, after, balances=encoded.balances + decoded.balances)
+        streams = Streams(*(last(x, span.rows) for x in streams))
+        streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
+        after = replace(memory, encoder=caches_of(encoded), decoder=(cache,))
+        return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
 
-    def empty_memory(self, batch: int) -> dict:
+    def empty_memory(self, batch: int) -> dict[str, Any]:
         """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""
         cache = DenseCache.empty("decoder_cache", self.key_value.entry(batch))
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}
-
-    def forgetful_memory(self) -> dict:
-        """The same, keeping nothing."""
-        return {"encoder": (None,) * len(self.encoder.blocks), "decoder": (NO_DENSE_CACHE,)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
@@ -37,23 +37,23 @@ class Retriever(nn.Module):
         return None if self.follows_encoder else self.top_k
 
     def start(self, batch: int, ratio: int) -> Any:
-        """An empty memory for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens (None: this
+        """An empty cache for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens (None: this
         retriever keeps nothing)."""
         return None
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
         """Selects for every row of a stage.
 
         Args:
             x_BRU: normed input of the stage's query.
-            view: what the encoder layer looked at, for the same rows.
+            attended: what the encoder layer looked at, for the same rows.
             position_BR: int64, document-local positions of the rows, -1 for padding.
             angles: rotation of the rows.
-            own: this retriever's memory.
+            cache: what this retriever remembers.
 
         Returns:
-            the selection, and the memory after the call.
+            the selection, and the cache after the call.
         """
-        raise TypeError(f"{type(self).__name__} does not define forward(x_BRU, view, position_BR, angles, own)")
+        raise TypeError(f"{type(self).__name__} does not define forward(x_BRU, attended, position_BR, angles, cache)")

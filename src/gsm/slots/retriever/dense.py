@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
@@ -27,11 +27,11 @@ class Dense(Retriever):
         return sys.maxsize
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
         """All visible slots, ascending; without a bank, nothing."""
-        bank = view.bank
+        bank = attended.bank
         if bank is None:
-            return Selection(None), own
+            return Selection(None), cache
         slot_BRF = bank.first_BR[..., None] + torch.arange(bank.entry_BFC.shape[1], device=bank.first_BR.device)
-        return Selection(torch.where(slot_BRF < bank.last_BR[..., None], slot_BRF, -1)), own
+        return Selection(torch.where(slot_BRF < bank.last_BR[..., None], slot_BRF, -1)), cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
@@ -37,19 +37,19 @@ class RandomTopK(Retriever):
         self.seed, self.stage = seed % (1 << 32), stage
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
         """The drawn slots, ascending, -1 where fewer than K are visible; without a bank, nothing."""
-        bank = view.bank
+        bank = attended.bank
         if bank is None:
-            return Selection(None), own
+            return Selection(None), cache
         slots, count_BR = bank.entry_BFC.shape[1], bank.last_BR - bank.first_BR
         # In chunks of rows, so that no tensor of rows x slots is made.
         step = max(1, scratch_elements(position_BR.device) // max(1, slots * len(position_BR)))
         row_BR = mixed(mixed(mixed(position_BR.clamp(min=0)) ^ self.seed) ^ self.stage)
         chunks = zip(row_BR.split(step, dim=1), count_BR.split(step, dim=1), strict=True)
         ordinal_BRK = torch.cat([draw(*chunk, slots, self.top_k) for chunk in chunks], dim=1)
-        return Selection(torch.where(ordinal_BRK == LAST, -1, bank.first_BR[..., None] + ordinal_BRK)), own
+        return Selection(torch.where(ordinal_BRK == LAST, -1, bank.first_BR[..., None] + ordinal_BRK)), cache
 
 
 def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gsm.cache.store import FORGET, Column, ColumnStore
-from gsm.cache.view import Attended
+from gsm.cache.store import Column, ColumnStore
+from gsm.layers.attended import Attended
 from gsm.layers.projections import Indexer, Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection, search_bank
@@ -32,12 +32,12 @@ class SeparateIndexer(Retriever):
         return Column.empty("index_keys", ratio, like.new_empty(batch, self.indexer.width))
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: ColumnStore | None
-    ) -> tuple[Selection, ColumnStore | None]:
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: ColumnStore
+    ) -> tuple[Selection, ColumnStore]:
         """The K best visible slots by this indexer's own scores; without a bank, nothing."""
-        bank = view.bank
+        bank = attended.bank
         if bank is None:
-            return Selection(None), own
+            return Selection(None), cache
         new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.angles))
-        key_BFI, own = (FORGET if own is None else own).place(new_BGI, bank.slots)
-        return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), own
+        key_BFI, cache = cache.place(new_BGI, bank.slots)
+        return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), cache

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
@@ -18,7 +18,7 @@ class SharedTopK(Retriever):
     follows_encoder = True
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
         """The layer's own selection."""
-        return Selection.by_layer(view), own
+        return Selection.by_layer(attended), cache

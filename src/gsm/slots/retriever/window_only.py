@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gsm.cache.view import Attended
+from gsm.layers.attended import Attended
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
@@ -21,7 +21,7 @@ class WindowOnly(Retriever):
         return 0
 
     def forward(
-        self, x_BRU: Tensor, view: Attended, position_BR: Tensor, angles: Angles, own: Any
+        self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
         """Nothing."""
-        return Selection(None), own
+        return Selection(None), cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gsm.layers.linear import Linear
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Rope
 from gsm.slots.writer.base import StateWriter, retrieved
 
 
@@ -18,13 +19,13 @@ class Concat(StateWriter):
     learn first that the streams pass through, and weight decay, which pulls V to zero, would pull it to silence.
 
     Args:
-        shape, state_size, rope: as for every writer.
+        shape, common: as for every writer.
     """
 
     needs_stages = True
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope):
-        super().__init__(shape, state_size=state_size, rope=rope)
+    def __init__(self, shape: Shape, **common: Any):
+        super().__init__(shape, **common)
         self.correction = Linear(2 * shape.dim, shape.dim, gain=0.0)
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:

@@ -14,18 +14,19 @@ positions are corrected in one parallel step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from gsm.cache.store import FORGET, WindowStore
-from gsm.cache.view import Attended
+from gsm.cache.store import WindowStore
+from gsm.layers.attended import StatePart
 from gsm.layers.latent_attention import attention_weights
 from gsm.layers.linear import Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Angles, Rope
+from gsm.layers.rope import Angles
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.slots.writer.additive import Additive
@@ -34,8 +35,8 @@ from gsm_kernels import attend_band, rotate
 
 
 @dataclass(frozen=True)
-class DeltaMemory:
-    """What is kept between calls.
+class DeltaCache:
+    """What is remembered of one part.
 
     Attributes:
         plain: the last M - 1 plain entries, for the predictions of those to come.
@@ -58,65 +59,91 @@ class Delta(Additive):
     The sink takes the weight where nothing fits; the first position of a document predicts nothing. The norm gives what
     is new the whole range of an entry, and keys a fixed scale. w starts at zero and b below it: the model starts near
     the paper's entries, as long as W_q is random and s_t no prediction, but far enough from beta = 0 for W_q to learn.
+    Where the state has several parts, each is corrected by its own.
 
     A row sees M corrected entries, the first of which needs M - 1 plain ones more: the state carries something over
     2 M - 1 positions, and so many entries are its memory.
 
     Args:
-        shape, state_size, rope: as for every writer.
+        shape, state_size, common: as for every writer.
         bias: b at the start; -2.0 means that beta is 0.12.
 
     Raises:
         ValueError: for a state of one entry, before which there is nothing that could predict it.
     """
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, bias: float):
-        super().__init__(shape, state_size=state_size, rope=rope)
+    def __init__(self, shape: Shape, *, state_size: int, bias: float, **common: Any):
+        super().__init__(shape, state_size=state_size, **common)
         if state_size < 2:
             raise ValueError(
                 f"state_size must be at least 2 for writer delta, got {state_size}; for one entry take writer additive"
             )
         self.reach = state_size - 1
-        self.query = Linear(shape.dim, shape.entry_dim)
-        self.sink = nn.Parameter(torch.zeros(1))
-        self.rate = Linear(shape.dim, 1, gain=0.0)
-        self.bias = nn.Parameter(torch.full((1,), float(bias)))
-        self.corrected_norm = RMSNorm(shape.entry_dim)
+        self.correction = nn.ModuleDict({part.name: Correction(shape, self.reach, bias) for part in self.parts})
 
-    def start(self, batch: int) -> DeltaMemory:
+    def start_part(self, batch: int) -> DeltaCache:
         """No entries of either kind."""
-        return DeltaMemory(self.window(batch, self.reach), self.window(batch, self.state_size))
+        return DeltaCache(self.window(batch, self.reach), self.window(batch, self.state_size))
 
-    def forget(self) -> DeltaMemory:
-        """Keeps nothing of either kind."""
-        return DeltaMemory(FORGET, FORGET)
-
-    def stored(self, tokens: int) -> dict[str, int]:
+    def stored(self, tokens: int) -> int:
         """Plain and corrected entries: the state of this writer is both."""
-        entries = min(tokens, self.reach) + min(tokens, self.state_size)
-        return {"shared_state": entries * self.query.out_features}
+        return (min(tokens, self.reach) + min(tokens, self.state_size)) * self.width
 
     def multiply_adds(self, first: int, last: int) -> dict[str, int]:
         """The predictions: logit and mixture for every entry before a position, at most M - 1."""
         seen = sum(min(position, self.reach) for position in range(first, last))
-        return {"attention": 2 * self.query.out_features * seen}
+        return {"attention": 2 * self.width * seen}
 
     def reads(self, first: int, last: int) -> int:
         """The plain entries of those predictions."""
-        return self.query.out_features * max(0, min(last - 1, last - 1 - first + self.reach))
+        return self.width * max(0, min(last - 1, last - 1 - first + self.reach))
 
-    def write(self, z_BTD: Tensor, span: Span, state: DeltaMemory) -> tuple[Tensor, DeltaMemory]:
+    def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: DeltaCache) -> tuple[Tensor, DeltaCache]:
         """Plain entries of all positions; corrected ones of the last ``span.rows``, which have theirs before them."""
-        x_BTD, angles = self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)
-        plain_BTC = self.entry.latent(x_BTD)
-        plain_BEC, plain = state.plain.extend(rotate(plain_BTC, *angles))
+        angles, correction = self.angles(part, span, x_BTD.dtype), cast(Correction, self.correction[part.name])
+        plain_BTC = self.projection(part).latent(x_BTD)
+        plain_BEC, plain = cache.plain.extend(rotate(plain_BTC, *angles))
+        angles = angles.last(span.rows)
+        new_BRC = correction(x_BTD, plain_BTC, plain_BEC, span.row_position_BR, angles)
+        corrected_BEC, corrected = cache.corrected.extend(rotate(new_BRC, *angles))
+        return corrected_BEC, DeltaCache(plain, corrected)
+
+
+class Correction(nn.Module):
+    """What the entries before a position predict of its own, and how much of that is taken off.
+
+    Args:
+        shape: shared widths.
+        reach: positions before a row that are looked at.
+        bias: of beta, at the start.
+    """
+
+    def __init__(self, shape: Shape, reach: int, bias: float):
+        super().__init__()
+        self.reach = reach
+        self.query = Linear(shape.dim, shape.entry_dim)
+        self.sink = nn.Parameter(torch.zeros(1))
+        self.rate = Linear(shape.dim, 1, gain=0.0)
+        self.bias = nn.Parameter(torch.full((1,), float(bias)))
+        self.norm = RMSNorm(shape.entry_dim)
+
+    def forward(
+        self, x_BTD: Tensor, plain_BTC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles
+    ) -> Tensor:
+        """Corrected entries of the rows before their rotation, [B, R, C].
+
+        Args:
+            x_BTD: z, normed.
+            plain_BTC: plain entries of the same positions, not rotated.
+            plain_BEC: stored and new plain entries in stream order, rotated.
+            position_BR: int64, positions of the rows.
+            angles: rotation of the rows.
+        """
+        rows = position_BR.shape[1]
         beta_BT1 = torch.sigmoid(self.rate(x_BTD) + self.bias)
-        query_BRC, angles = last(self.query(x_BTD), span.rows), angles.last(span.rows)
-        predicted_BRC = self.predict(query_BRC, plain_BEC, span.row_position_BR, angles)
-        new_BRC = last(plain_BTC, span.rows) - last(beta_BT1, span.rows) * predicted_BRC
-        new_BRC = self.corrected_norm(new_BRC).type_as(plain_BTC)  # autocast leaves beta wider than the entries
-        corrected_BEC, corrected = state.corrected.extend(rotate(new_BRC, *angles))
-        return corrected_BEC, DeltaMemory(plain, corrected)
+        predicted_BRC = self.predict(last(self.query(x_BTD), rows), plain_BEC, position_BR, angles)
+        new_BRC = last(plain_BTC, rows) - last(beta_BT1, rows) * predicted_BRC
+        return self.norm(new_BRC).type_as(plain_BTC)  # autocast leaves beta wider than the entries
 
     def predict(self, query_BRC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles) -> Tensor:
         """s of the rows, [B, R, C], rotated back.
@@ -125,7 +152,7 @@ class Delta(Additive):
         position, where its own is out of sight; at position 0 that leaves nothing.
         """
         before_BEC = pad(plain_BEC[:, :-1], (0, 0, 1, 0))
-        query_BR1C, position_BR = query_BRC[:, :, None], (position_BR - 1).clamp(min=-1)
-        band = (position_BR, self.reach, self.sink)
-        tap("state/weights", lambda: attention_weights(query_BR1C, Attended(before_BEC), *band, angles))
-        return attend_band(query_BR1C, before_BEC, *band, *angles)[:, :, 0]
+        position_BR = (position_BR - 1).clamp(min=-1)
+        band = (query_BRC[:, :, None], before_BEC, position_BR, self.reach, self.sink, *angles)
+        tap("state/weights", lambda: attention_weights(*band))
+        return attend_band(*band)[:, :, 0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from gsm.layers.linear import Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Rope
 from gsm.observe import tap
 from gsm.slots.writer.base import StateWriter, retrieved
 
@@ -21,14 +22,14 @@ class Gated(StateWriter):
     that of a stage's query, for the streams of the encoder have no fixed scale.
 
     Args:
-        shape, state_size, rope: as for every writer.
+        shape, common: as for every writer.
         bias: b at the start; 2.0 opens the gates to 0.88.
     """
 
     needs_stages = True
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, bias: float):
-        super().__init__(shape, state_size=state_size, rope=rope)
+    def __init__(self, shape: Shape, *, bias: float, **common: Any):
+        super().__init__(shape, **common)
         self.gate_norm = RMSNorm(2 * shape.dim)
         self.gate = Linear(2 * shape.dim, shape.dim, gain=0.0)
         self.bias = nn.Parameter(torch.full((shape.dim,), float(bias)))

@@ -8,12 +8,14 @@ to hold all that a position has found.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from gsm.cache.store import WindowStore
+from gsm.layers.attended import StatePart
 from gsm.layers.projections import Entry, Shape
-from gsm.layers.rope import Rope
 from gsm.slots.writer.additive import Additive
 from gsm.span import Span
 
@@ -27,25 +29,28 @@ class MultiSlot(Additive):
     state's size stays M, so that J trades how far a row sees for how much it sees of each position.
 
     Args:
-        shape, state_size, rope: as for every writer.
+        shape, state_size, common: as for every writer.
         slots: entries of a position (J); must divide the state's size.
 
     Raises:
         ValueError: if it does not.
     """
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, slots: int):
-        super().__init__(shape, state_size=state_size, rope=rope)
+    def __init__(self, shape: Shape, *, state_size: int, slots: int, **common: Any):
+        super().__init__(shape, state_size=state_size, **common)
         if slots < 1 or state_size % slots:
             raise ValueError(
                 f"state_size {state_size} must be a multiple of the {slots} slots of a position; "
                 "change model.state_size or model.writer.slots"
             )
         self.slots = slots
-        self.further = nn.ModuleList(Entry(shape) for _ in range(slots - 1))
+        further = {part.name: nn.ModuleList(Entry(shape) for _ in range(slots - 1)) for part in self.parts}
+        self.further = nn.ModuleDict(further)
 
-    def write(self, z_BTD: Tensor, span: Span, state: WindowStore) -> tuple[Tensor, WindowStore]:
+    def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: WindowStore) -> tuple[Tensor, WindowStore]:
         """All entries of all positions; those of one position share its rotation."""
-        x_BTD, angles = self.norm(z_BTD), self.rope.at(span, z_BTD.dtype)
-        entries = [entry(x_BTD, angles) for entry in (self.entry, *self.further)]
-        return state.extend(torch.stack(entries, dim=2).flatten(1, 2))
+        angles = self.angles(part, span, x_BTD.dtype)
+        made = [
+            entry(x_BTD, angles) for entry in (self.projection(part), *cast(nn.ModuleList, self.further[part.name]))
+        ]
+        return cache.extend(torch.stack(made, dim=2).flatten(1, 2))

@@ -17,16 +17,16 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from gsm.analysis.attention import decoder_attention, selected_distances
+from gsm.analysis.state import state_facts
 from gsm.evaluation import overlap
-from gsm.evaluation.attention import decoder_attention
-from gsm.evaluation.state import state_facts
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
 
-TAPS = (*overlap.TAPS, "state/gate", "state/z", "state/entries", "decoder/*/weights")
+TAPS = (*overlap.TAPS, "state/*", "decoder/*/weights")
 PIXELS = 8  # of a cell of a heat map, along each side
 # Dark to light through hues that colour-blind readers tell apart: eight points of matplotlib's viridis.
 COLOURS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
@@ -38,7 +38,7 @@ class Pictures(lightning.Callback):
 
     * ``overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.evaluation.overlap``), of these
       few sequences; ``overlap/mean`` of the finished run, which its summary has too, is of more;
-    * ``state/norm`` and ``state/effective_rank``: scalars (``gsm.evaluation.state``);
+    * ``state/norm`` and ``state/effective_rank``: scalars (``gsm.analysis.state``);
     * ``retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
     * ``state/gate``: histogram of a writer's gate;
     * ``decoder/attention``: an image, one line a layer from the first at the top, and a column for each entry of the
@@ -129,7 +129,7 @@ def scalars(model: GSM, seen: Seen) -> dict[str, float]:
 
 def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
     """Names and values: of distances by stage, of the gate."""
-    for stage, distance_N in overlap.distances_seen(model, seen).items():
+    for stage, distance_N in selected_distances(model, seen).items():
         if len(distance_N):
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:

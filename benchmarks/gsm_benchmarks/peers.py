@@ -1,0 +1,386 @@
+"""What a user would take instead of an operation: plain PyTorch, compiled, and other people's kernels where installed.
+
+A peer is a function of the operation's arguments by name that returns what the operation returns. Whoever cannot take
+part raises `Absent` with the reason, when it is made or when it first runs; results are compared before times are.
+
+Those of `attend` and `attend_band` (dense masks, gathered entries, FlexAttention, fused kernels) get the rotations and
+the sink as well. On a GPU their own arithmetic around the kernel is compiled. G columns: the window's stream, then the
+bank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex_attention_module
+
+import gsm_kernels
+from gsm_kernels.device import absent
+from gsm_kernels.dispatch import Op, using
+from gsm_kernels.rope import rotate
+
+from .workloads import Call
+
+Peer = Callable[..., Any]
+Maker = Callable[[Call], Peer]
+
+IN_CHUNKS, FEW_ROWS = ("attend", "attend_band", "index_top_k", "indexer_kl"), 16384
+LIGER = "liger_kernel.transformers.functional"
+MOST_PAIRS = 1 << 29  # of rows and columns in a mask that is a tensor
+ROWS = 512  # of a chunk under a dense mask
+GATHERED_ROWS = 8192  # of a chunk of gathered entries: they take 65 KB a row, and a grid holds 65,535 sequences
+BLOCK = 128  # FlexAttention's
+NO_SINK = "no sink"  # in the name of a peer whose result may differ
+
+
+class Absent(Exception):
+    """Raised by a peer that cannot take part here; the message says why."""
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for the shapes that come, with a backward that may run more than once."""
+    import torch._functorch.config as settings
+
+    settings.donated_buffer = False
+    return torch.compile(function, dynamic=False)
+
+
+def peers_of(op: str, call: Call) -> dict[str, Maker]:
+    """Those of an operation on the device of a call; what they need made beforehand, such as masks, is made there."""
+    on_gpu = next(x for x in call.values() if isinstance(x, Tensor)).is_cuda
+    if not on_gpu:
+        return dict(ON_A_CPU) if op in ("attend", "attend_band") else {}
+    return {"eager": lambda call: eager(op), "compile": lambda call: compile_op(op, call), **_OTHERS.get(op, {})}
+
+
+def eager(op: str) -> Peer:
+    """The reference of an operation."""
+    operation = _op(op)
+
+    def run(**call: Any) -> Any:
+        with using("reference"):
+            return operation(**call)
+
+    return run
+
+
+def compile_op(op: str, call: Call) -> Peer:
+    """`torch.compile` of the plainest form that there is, else of the reference."""
+    rows = next(x for x in call.values() if isinstance(x, Tensor)).shape[:2].numel()
+    if op in IN_CHUNKS and rows > FEW_ROWS:
+        raise Absent("its reference is a loop over chunks, and takes minutes to compile as one graph")
+    return compiled(_PLAIN.get(op, _op(op).reference))
+
+
+def _op(name: str) -> Op:
+    return getattr(gsm_kernels, name)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """As one writes it."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def plain_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """As one writes it."""
+    return (F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)).to(gate.dtype)
+
+
+def plain_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+    """With all logits in memory."""
+    return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), target_N)
+
+
+def liger_mhc_boundary(call: Call) -> Peer:
+    """Liger's three functions: coefficients, streams past a site, and the mixture that the next site reads. Its matrix
+    of a projection is the transpose of ours; as we do, it is rounded to the streams' dtype."""
+    names = ("liger_mhc_coeffs", "liger_mhc_post_res", "liger_mhc_pre")
+    coefficients, past, read = (_function("liger_kernel", LIGER, name) for name in names)
+
+    def run(
+        streams_BRXD: Tensor, update_BRD: Tensor, phi: Tensor, bias: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        dtype = streams_BRXD.dtype
+        turned, alphas = phi.T.to(dtype, memory_format=torch.contiguous_format), scale.unbind()
+        options = {"allow_fp32": dtype == torch.float32, "rms_eps": 1e-6, "pre_eps": 1e-6, "sinkhorn_eps": 1e-6}
+        reading, writing, mixing = coefficients(streams_BRXD, turned, bias, *alphas, tmax=20, post_mult=2.0, **options)
+        left = past(streams_BRXD, update_BRD, writing, mixing.mT.contiguous())
+        return left, read(left, reading)
+
+    return run
+
+
+def of(package: str, module: str, name: str, call: Callable[..., Any]) -> Maker:
+    """A peer made of a function of another package: ``call(function, **arguments)``."""
+    return lambda _: partial(call, _function(package, module, name))
+
+
+def _function(package: str, module: str, name: str) -> Callable[..., Any]:
+    reason = absent(package, module)
+    if reason is not None:
+        raise Absent(reason)
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        raise Absent(f"this version of {package} has no {module}.{name}")
+    return function
+
+
+def dense_mask(call: Call) -> Peer:
+    """All logits of a chunk of rows, those that are not seen hidden: attention as one writes it first."""
+    visible_BRG = visible(call)
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        keys_B1GC = columns(rest)[:, None]
+        query_BHRC = (rotate(query_BRHC, cos_BRP, sin_BRP) * query_BRHC.shape[-1] ** -0.5).transpose(1, 2)
+        parts = []
+        for start in range(0, query_BHRC.shape[2], ROWS):
+            logits = query_BHRC[:, :, start : start + ROWS] @ keys_B1GC.mT
+            logits.masked_fill_(~visible_BRG[:, None, start : start + ROWS], -torch.inf)
+            sink = sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+            parts.append(torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1] @ keys_B1GC)
+        return rotate(torch.cat(parts, 2).transpose(1, 2), cos_BRP, sin_BRP, inverse=True)
+
+    return run
+
+
+def sdpa_dense(call: Call) -> Peer:
+    """PyTorch's fused attention under a mask that is a tensor; the sink is one more column."""
+    seen_B1RG = F.pad(visible(call), (0, 1), value=True)[:, None]
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        query, key, value = with_sink(rotate(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
+        heads = query_BRHC.shape[2]
+        key, value = (x[:, None].expand(-1, heads, -1, -1) for x in (key, value))
+        scale = query_BRHC.shape[-1] ** -0.5
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=seen_B1RG, scale=scale)
+        return rotate(out.transpose(1, 2)[..., : query_BRHC.shape[-1]], cos_BRP, sin_BRP, inverse=True)
+
+    return compiled(run)
+
+
+def sdpa_gathered(call: Call) -> Peer:
+    """Every row's entries are gathered, and a row is a sequence of its own whose heads are the queries."""
+
+    def attend_chunk(query_NHC: Tensor, keys_GC: Tensor, place_NS: Tensor, seen_NS: Tensor, sink_H: Tensor) -> Tensor:
+        query, key, value = with_sink(query_NHC[:, None], keys_GC[place_NS], sink_H)
+        mask, scale = F.pad(seen_NS, (0, 1), value=True)[:, None, None], query_NHC.shape[-1] ** -0.5
+        out = F.scaled_dot_product_attention(query, key[:, None], value[:, None], attn_mask=mask, scale=scale)
+        return out[:, 0, :, : query_NHC.shape[-1]]
+
+    chunk, turn = compiled(attend_chunk), compiled(rotate)  # not the loop, which would be a graph of all chunks
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        place_BRS, seen_BRS = places({**rest, "query_BRHC": query_BRHC})
+        keys_BGC, query_NHC = columns(rest), turn(query_BRHC, cos_BRP, sin_BRP).flatten(0, 1)
+        batch = torch.arange(keys_BGC.shape[0], device=keys_BGC.device)[:, None, None] * keys_BGC.shape[1]
+        place_NS, seen_NS, keys_GC = (place_BRS + batch).flatten(0, 1), seen_BRS.flatten(0, 1), keys_BGC.flatten(0, 1)
+        ranges = [slice(start, start + GATHERED_ROWS) for start in range(0, place_NS.shape[0], GATHERED_ROWS)]
+        out = torch.cat([chunk(query_NHC[rows], keys_GC, place_NS[rows], seen_NS[rows], sink_H) for rows in ranges])
+        return turn(out.view(query_BRHC.shape), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def flex(call: Call) -> Peer:
+    """FlexAttention under a block mask, heads expanded; its sum of exponentials brings in the sink. On a CPU it does
+    not give that away, so there it is spared the sink, and its result differs by as much; and there PyTorch 2.11 wants
+    values that are another tensor than the keys."""
+    mask, gpu = block_mask(call), call["query_BRHC"].is_cuda
+    turn = compiled(rotate) if gpu else rotate  # apart: FlexAttention's own compiler does not take it in
+
+    def attend_blocks(query_BRHC: Tensor, keys_BGC: Tensor, values_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        heads = query_BRHC.shape[2]
+        key, value = (x[:, None].expand(-1, heads, -1, -1) for x in (keys_BGC, values_BGC))
+        query = query_BRHC.transpose(1, 2)
+        if not gpu:
+            return flex_attention_module.flex_attention(query, key, value, block_mask=mask).transpose(1, 2)
+        wanted = flex_attention_module.AuxRequest(lse=True)
+        out, kept = flex_attention_module.flex_attention(query, key, value, block_mask=mask, return_aux=wanted)
+        assert kept.lse is not None
+        return sunk(out.transpose(1, 2), kept.lse.transpose(1, 2), sink_H)
+
+    attend = compiled(attend_blocks)
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        keys_BGC = columns(rest)
+        values_BGC = keys_BGC if gpu else keys_BGC.clone()
+        return turn(attend(turn(query_BRHC, cos_BRP, sin_BRP), keys_BGC, values_BGC, sink_H), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def fla_local(call: Call) -> Peer:
+    """flash-linear-attention's plain attention, which has windows, sinks and shared heads of its own."""
+    attention = _function("fla", "fla.ops.attn.parallel", "parallel_attn")
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        query, key = turn(query_BRHC, cos_BRP, sin_BRP), window_BEC[:, :, None]
+        return turn(attention(query, key, key, window_size=width, sink_bias=sink_H), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def xformers_local(call: Call) -> Peer:
+    """xformers' local attention, forward alone: its form that gives the sum of exponentials away has no backward."""
+    attention = _function("xformers", "xformers.ops.fmha", "memory_efficient_attention_partial")
+    local = importlib.import_module("xformers.ops.fmha.attn_bias").LocalAttentionFromBottomRightMask
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            raise Absent("it gives the sum of exponentials away only where nothing is differentiated")
+        mask = local(window_left=width - 1, window_right=0)
+        key = window_BEC[:, :, None].expand(query_BRHC.shape)
+        out, lse = attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, attn_bias=mask)
+        return turn(sunk(out, lse.transpose(1, 2), sink_H), cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def flash_local(call: Call) -> Peer:
+    """FlashAttention 4, which has windows, sinks and shared heads of its own."""
+    attention = _function("flash_attn", "flash_attn.cute", "flash_attn_func")
+    turn = compiled(rotate)
+
+    def run(
+        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
+    ) -> Tensor:
+        key, sink = window_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
+        options = {"causal": True, "window_size": (width - 1, 0), "learnable_sink": sink}
+        out = _first(attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options))
+        return turn(out, cos_BRP, sin_BRP, True)
+
+    return run
+
+
+def _first(result: Any) -> Tensor:
+    """The output of a function that may return others behind it."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def columns(call: Call) -> Tensor:
+    """All entries, [B,G,C]: the stream's, then the bank's."""
+    if "bank_BFC" in call:
+        return torch.cat((call["window_BEC"], call["bank_BFC"]), 1)
+    return call["window_BEC"]
+
+
+def places(call: Call) -> tuple[Tensor, Tensor]:
+    """The columns that a row sees, [B,R,S], and which of these are there."""
+    rows, device = call["query_BRHC"].shape[1], call["query_BRHC"].device
+    back_S = torch.arange(call["width"] - 1, -1, -1, device=device)
+    place_BRS = torch.arange(rows, device=device)[:, None] - back_S + torch.zeros_like(call["position_BR"])[..., None]
+    seen_BRS = back_S <= call["position_BR"][..., None]
+    if "index_BRK" in call:
+        index = call["index_BRK"]
+        place_BRS = torch.cat((place_BRS, index + rows), -1)
+        seen_BRS = torch.cat((seen_BRS, index >= 0), -1)
+    return place_BRS.masked_fill(~seen_BRS, 0), seen_BRS
+
+
+def visible(call: Call) -> Tensor:
+    """Which columns each row sees, bool [B,R,G]. Raises Absent where that is too much to hold."""
+    batch, rows = call["query_BRHC"].shape[:2]
+    stored = columns(call).shape[1]
+    if batch * rows * stored > MOST_PAIRS:
+        raise Absent(f"a mask of {batch} x {rows} rows and {stored} columns is too large")
+    place_BRS, seen_BRS = places(call)
+    times_BRG = torch.zeros(batch, rows, stored, dtype=torch.int8, device=place_BRS.device)
+    return times_BRG.scatter_add_(2, place_BRS, seen_BRS.to(torch.int8)).bool()
+
+
+def with_sink(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with one more column, whose logit is the sink and whose value is 0: a further channel holds
+    the sink in the query, and 1 in that column's key. Channels stay a multiple of 8, as fused kernels want them."""
+    channels = query_BRHC.shape[-1]
+    logit = (sink_H * channels**0.5).to(query_BRHC.dtype)
+    query = F.pad(torch.cat((query_BRHC, logit[:, None].expand(*query_BRHC.shape[:-1], 1)), -1), (0, 7))
+    unit = F.one_hot(torch.tensor(channels, device=keys_BGC.device), channels + 8).to(keys_BGC.dtype)
+    value = F.pad(keys_BGC, (0, 8, 0, 1))
+    key = torch.cat((value[:, :-1], unit.expand(keys_BGC.shape[0], 1, -1)), 1)
+    return query, key, value
+
+
+def sunk(out_BRHC: Tensor, lse_BRH: Tensor, sink_H: Tensor) -> Tensor:
+    """Attention without a sink as what it is with one: exp(lse) / (exp(lse) + exp(sink)) of it."""
+    return (out_BRHC * torch.sigmoid(lse_BRH - sink_H)[..., None]).to(out_BRHC.dtype)
+
+
+def block_mask(call: Call) -> Any:
+    """FlexAttention's description of what rows see: of a band, by arithmetic; of a selection, by a table."""
+    batch, rows = call["query_BRHC"].shape[:2]
+    if "bank_BFC" not in call:
+        width = call["width"]
+
+        def in_band(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return (column <= row) & (column > row - width)
+
+        return flex_attention_module.create_block_mask(in_band, None, None, rows, rows, call["query_BRHC"].device)
+    table_BRG = visible(call)
+
+    def in_table(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return table_BRG[batch, row, column]
+
+    blocks_BQK = table_BRG.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(2).any(3)[:, None]
+    counts = blocks_BQK.sum(-1, dtype=torch.int32)
+    order = blocks_BQK.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return flex_attention_module.BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=BLOCK, mask_mod=in_table)
+
+
+ON_A_CPU = {"dense mask": dense_mask, f"flex, {NO_SINK}": flex}
+ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "sdpa, gathered": sdpa_gathered, "flex": flex}
+BAND = {"fla": fla_local, "xformers": xformers_local, "flash-attn 4": flash_local}
+_PLAIN: Mapping[str, Callable[..., Any]] = {
+    "rms_norm": plain_rms_norm,
+    "swiglu": plain_swiglu,
+    "linear_cross_entropy": plain_cross_entropy,
+}
+_OTHERS: Mapping[str, Mapping[str, Maker]] = {
+    "attend": ON_A_GPU,
+    "attend_band": {**ON_A_GPU, **BAND},
+    "mhc_boundary": {"liger": liger_mhc_boundary},
+    "rms_norm": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_rms_norm", lambda norm, x, weight: norm(x, weight.to(x.dtype), 1e-6)
+        ),
+        "fla": of(
+            "fla", "fla.modules.norm.layernorm", "rms_norm", lambda norm, x, weight: norm(x, weight, None, eps=1e-6)
+        ),
+        "quack": of("quack", "quack.rmsnorm", "rmsnorm", lambda norm, x, weight: norm(x, weight, eps=1e-6)),
+    },
+    # These clamp nothing; random numbers of this size do not reach the limit. The backward of Liger's writes the
+    # gradients over its inputs, so it gets copies of its own where there will be one; they are made before it.
+    "swiglu": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_swiglu",
+            lambda swiglu, gate, up, limit: swiglu(*(x.clone() if torch.is_grad_enabled() else x for x in (gate, up))),
+        ),
+        "fla": of("fla", "fla.modules.activations", "swiglu", lambda swiglu, gate, up, limit: swiglu(gate, up)),
+    },
+    "linear_cross_entropy": {
+        "liger": of(
+            "liger_kernel", LIGER, "liger_fused_linear_cross_entropy",
+            lambda loss, hidden_ND, weight_VD, target_N: _first(loss(hidden_ND, weight_VD, target_N)),
+        ),
+        "fla": of(  # in eight chunks
+            "fla", "fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss",
+            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, target_N, weight_VD),
+        ),
+        "quack": of(  # chunk by chunk
+            "quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
+            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, weight_VD, target_N),
+        ),
+    },
+}  # fmt: skip

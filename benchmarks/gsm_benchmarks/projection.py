@@ -1,0 +1,289 @@
+"""What models would cost at any length, from the cost model alone, and how measured times stand to it (``against``)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gsm.config.load import build_model
+from gsm.costs.model import Cost, cost, paper_cache, paper_decode
+from gsm.models.baseline import Baseline
+from gsm.models.gsm import GSM
+
+from . import machine, results
+from .pictures import panels
+from .results import FOLDER, Row, rate, read, table, write
+from .timing import Ceilings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gsm.evaluation.plots import Style
+
+HEAD = ("model", "tokens", "prefill, GFLOP a token", "decode, GFLOP", "decode, GB moved", "cache, MiB")
+PAPER = ("model", "tokens", "multiply-adds, M", "the paper's terms, M", "entries kept, M numbers", "the paper's, M")
+# FLOPs and bytes of what is timed.
+NEEDS: dict[str, Callable[[Cost, int, torch.dtype, int], tuple[int, int]]] = {
+    "prefill_seconds": lambda model, tokens, dtype, chunk: (
+        model.prefill_flops(tokens, chunk).total(),
+        model.prefill_bytes(tokens, chunk, dtype).total(),
+    ),
+    "decode_seconds": lambda model, tokens, dtype, chunk: (
+        model.decode_flops(tokens).total(),
+        model.decode_bytes(tokens, dtype).total(),
+    ),
+}
+SCALES = {"prefill_seconds": 1.0, "decode_seconds": 1e3, "cache_bytes": 2.0**-20}
+PAPER_SAYS = (
+    "Attention and search in the decoder, and what it keeps, beside the terms of the paper's section 2.1. These count "
+    "d for an entry that is attended to, which takes two products (logit and mixture), and let Reindex layers search a "
+    "pool, which this baseline has only with `model.candidate_pool=true`."
+)
+# What is compared over lengths, by name.
+MEASURES: dict[str, Callable[[Cost, int, int], int]] = {
+    "prefill FLOPs": lambda model, chunk, tokens: model.prefill_flops(tokens, chunk).total(),
+    "decode FLOPs": lambda model, chunk, tokens: model.decode_flops(tokens).total(),
+    "decode bytes": lambda model, chunk, tokens: model.decode_bytes(tokens).total(),
+    "cache": lambda model, chunk, tokens: model.cache_bytes(tokens).total(),
+}
+
+
+def run(
+    output: str = "",
+    results: str = "",
+    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
+    size: str = "1p5b",
+    overrides: Sequence[str] = (),
+    lengths: Sequence[int] = (256, 1024, 4096, 16384, 65536, 262144, 1048576),
+    chunk: int = 4096,
+) -> Path:
+    """Compute, print the tables and write them and the picture beside the JSON file; return that file.
+
+    Args:
+        output: the file; left out: benchmarks/results/projection-<size>.json.
+        results: a file of results; nothing is computed, and its tables and picture are made again.
+        models: variants of the group ``model``; the first is held against all others.
+        size: a variant of the group ``size``.
+        overrides: of every model, as on the command line: ``["model/residual=plain"]``.
+        lengths: tokens that are read before the one that is decoded.
+        chunk: tokens that a prefill reads at a time.
+
+    Raises:
+        ValueError: no model, a length or a chunk below 1, or a model whose cost is not known.
+    """
+    if results:
+        return _show(Path(results))
+    if not models or not lengths or min(*lengths, chunk) < 1:
+        raise ValueError(
+            f"models {list(models)}, lengths {list(lengths)}, chunk {chunk}: give one or more, of 1 or more"
+        )
+    costs = {name: known_cost(name, size, tuple(overrides)) for name in models}
+    rows = {
+        f"{name} {size}, {tokens}": {"model": name, "size": size, **projected(model, tokens, chunk)}
+        for name, model in costs.items()
+        for tokens in lengths
+    }
+    leader, *others = models
+    curves = {
+        name: {what: cache(partial(of, model, chunk)) for what, of in MEASURES.items()} for name, model in costs.items()
+    }
+    crossings = {
+        other: {what: below(curves[leader][what], curves[other][what], max(lengths)) for what in MEASURES}
+        for other in others
+    }
+    facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
+    content = {**facts, "size": size, "chunk": chunk, "leader": leader, "crossings": crossings, "rows": rows}
+    path = Path(output) if output else FOLDER / f"projection-{machine.in_file_names(size)}.json"
+    write(path, content)
+    return _show(path)
+
+
+@lru_cache(maxsize=64)
+def known_cost(name: str, size: str, overrides: tuple[str, ...] = ()) -> Cost:
+    """The cost of a model of a size, which is built without memory for its weights. Raises ValueError as ``cost``."""
+    with torch.device("meta"):
+        return cost(build_model(name, size, overrides))
+
+
+def projected(model: Cost, tokens: int, chunk: int) -> dict[str, Any]:
+    """One row: a prefill of so many tokens, the token after them, and what is then kept, in bfloat16."""
+    row = {
+        "tokens": tokens,
+        "prefill_flops": model.prefill_flops(tokens, chunk).total(),
+        "prefill_bytes": model.prefill_bytes(tokens, chunk).total(),
+        "decode_flops": model.decode_flops(tokens).total(),
+        "decode_bytes": model.decode_bytes(tokens).total(),
+        "cache_bytes": model.cache_bytes(tokens).total(),
+    }
+    if not isinstance(model.model, GSM | Baseline):
+        return row
+    parts, kept = model.decode_flops(tokens), model.cache_bytes(tokens)
+    return {
+        **row,
+        "decoder_multiply_adds": (parts["decoder/attention"] + parts["decoder/index scores"]) // 2,
+        "decoder_numbers": (kept["shared_state"] + kept["decoder_window"] + kept["decoder_bank"]) // 2,
+        "paper_decode": paper_decode(model.model, tokens),
+        "paper_cache": paper_cache(model.model, tokens),
+    }
+
+
+def below(mine: Callable[[int], int], other: Callable[[int], int], longest: int) -> list[tuple[int, int]]:
+    """Where mine is below the other: ranges of lengths from 1 to the longest, first and last of each.
+
+    Found by doubling and bisection: between two lengths that it tries, it takes it that there is one crossing at most.
+    """
+    ranges, start = [], 1 if mine(1) < other(1) else None
+    tried = [*itertools.takewhile(lambda n: n < longest, (1 << k for k in itertools.count())), longest]
+    for low, high in itertools.pairwise(tried):
+        inside = start is not None
+        if (mine(high) < other(high)) == inside:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if (mine(middle) < other(middle)) == inside else (low, middle)
+        if inside:
+            ranges.append((start, low))
+        start = None if inside else high
+    return ranges if start is None else [*ranges, (start, longest)]
+
+
+def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: int = 4096, steps: int = 0) -> bytes:
+    """A PNG of three panels, prefill, decode and cache: measured points over what the cost model says.
+
+    The curves of time are max(FLOPs / rate, bytes / bandwidth), with those rates, the same for all models, but for
+    prefill and for decoding each by itself, that fit the points best (``fitted``): they show the shape alone.
+
+    Args:
+        rows: with ``model``, ``size``, ``tokens``, and of ``prefill_seconds``, ``decode_seconds`` (of one token) and
+            ``cache_bytes`` those that were measured.
+        dtype: of the models and their memories.
+        chunk: tokens that a prefill read at a time.
+        steps: tokens that were decoded before the cache was weighed.
+
+    Raises:
+        ValueError: there is no time in any row, or the cost of a model is not known. ImportError: matplotlib is
+            missing.
+    """
+    models = {name_of(row): known_cost(row["model"], row["size"]) for row in rows}
+    rates: dict[str, Ceilings] = {}
+    for what, need in NEEDS.items():
+        timed = [row for row in rows if row.get(what)]
+        points = [(*need(models[name_of(row)], row["tokens"], dtype, chunk), row[what]) for row in timed]
+        rates |= {what: fitted(points)} if points else {}
+    if not rates:
+        raise ValueError("no row holds prefill_seconds or decode_seconds: there is nothing to draw")
+
+    def draw(axes: Axes, what: str, name: str, style: Style) -> None:
+        here, model, scale = [row for row in rows if name_of(row) == name], models[name], SCALES[what]
+        measured = [(row["tokens"], scale * row[what]) for row in here if row.get(what)]
+        lengths = [row["tokens"] for row in here]
+        curve: dict[int, float] = {}
+        for n in _grid(min(lengths), max(lengths)):
+            if what == "cache_bytes":
+                curve[n] = scale * model.cache_bytes(n + steps, dtype).total()
+            elif what in rates:
+                curve[n] = scale * rates[what].floor(*NEEDS[what](model, n, dtype, chunk)) / 1e3
+        for line, how in ((curve.items(), style.line), (measured, style.marker)):
+            if line:
+                axes.plot(*zip(*line, strict=True), how, color=style.colour, markersize=4.5, linewidth=1.2)
+        if what in rates:
+            words = rate(rates[what].flops, "FLOP/s"), rate(rates[what].bytes, "B/s")
+            axes.set_title(f"{', '.join(words)} (fitted)", fontsize=8)
+
+    title = "points: measured; curves: computed, max(FLOPs / rate, bytes / bandwidth)"
+    labels = {"prefill_seconds": "prefill (s)", "decode_seconds": "decode (ms a token)", "cache_bytes": "cache (MiB)"}
+    return panels(title, labels, models, [row["tokens"] for row in rows], draw)
+
+
+def name_of(row: Row) -> str:
+    """Model and size of a row."""
+    return f"{row['model']} {row['size']}"
+
+
+def fitted(timed: Sequence[tuple[int, int, float]]) -> Ceilings:
+    """The rate and the bandwidth with which max(FLOPs / rate, bytes / bandwidth) is nearest to what was measured.
+
+    Of all pairs of what single points show, that with the least sum of |log(computed / measured)|: the median's way,
+    which a few slow points do not move.
+
+    Args:
+        timed: FLOPs, bytes and seconds of each point.
+    """
+
+    def distance(pair: tuple[float, float]) -> float:
+        return sum(abs(math.log(max(flops / pair[0], moved / pair[1]) / seconds)) for flops, moved, seconds in timed)
+
+    rates = sorted({flops / seconds for flops, _, seconds in timed})
+    bandwidths = sorted({moved / seconds for _, moved, seconds in timed})
+    found = min(((flops, moved) for flops in rates for moved in bandwidths), key=distance)
+    return Ceilings(*found, "fitted")
+
+
+def _grid(first: int, last: int, points: int = 25) -> list[int]:
+    """Whole numbers from the first to the last, evenly spaced in the logarithm."""
+    return sorted({round(first * (last / first) ** (k / points)) for k in range(points + 1)})
+
+
+def _picture(rows: Sequence[Row]) -> bytes:
+    """A PNG of computed rows: FLOPs of prefill and bytes of decoding for a token, and the cache, over the length."""
+    values: dict[str, Callable[[Row], float]] = {
+        "prefill (GFLOP a token)": lambda row: row["prefill_flops"] / row["tokens"] / 1e9,
+        "decode (GB moved for a token)": lambda row: row["decode_bytes"] / 1e9,
+        "cache (MiB)": lambda row: row["cache_bytes"] / 2**20,
+    }
+
+    def draw(axes: Axes, what: str, model: str, style: Style) -> None:
+        points = [(row["tokens"], values[what](row)) for row in rows if row["model"] == model]
+        axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.line, linewidth=1.6)
+
+    models, lengths = dict.fromkeys(row["model"] for row in rows), [row["tokens"] for row in rows]
+    title = "computed from the cost model"
+    return panels(title, {label: label for label in values}, models, lengths, draw, points=False)
+
+
+def _show(path: Path) -> Path:
+    """Publish the tables of a file of results, and the picture."""
+    content = read(path, "prefill_flops")
+    rows, size = list(content["rows"].values()), content["size"]
+    opening = (
+        f"Computed from the cost model (`gsm.costs.model`), nothing measured: size {size}, bfloat16, batch 1, prefill "
+        f"in chunks of {content['chunk']} tokens, asking for the last row. Commit {content['commit']}, "
+        f"`{content['command']}`."
+    )
+    longest = max(row["tokens"] for row in rows)
+    found = [
+        (other, *(_ranges(ranges, longest) for ranges in lengths.values()))
+        for other, lengths in content["crossings"].items()
+    ]
+    decoders = [_paper_cells(row) for row in rows if "paper_decode" in row]
+    return results.publish(
+        path,
+        opening,
+        table(HEAD, map(_cells, rows)),
+        f"At which lengths, in tokens, up to {longest:,} (computed):",
+        table((f"{content['leader']} needs less than", *MEASURES), found),
+        *([PAPER_SAYS, table(PAPER, decoders)] if decoders else []),
+        picture=lambda: _picture(rows),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    tokens = row["tokens"]
+    numbers = row["prefill_flops"] / tokens / 1e9, row["decode_flops"] / 1e9, row["decode_bytes"] / 1e9
+    return row["model"], f"{tokens:,}", *(f"{n:.4g}" for n in numbers), f"{row['cache_bytes'] / 2**20:,.4g}"
+
+
+def _paper_cells(row: Row) -> tuple[str, ...]:
+    keys = ("decoder_multiply_adds", "paper_decode", "decoder_numbers", "paper_cache")
+    return row["model"], f"{row['tokens']:,}", *(f"{row[key] / 1e6:.4g}" for key in keys)
+
+
+def _ranges(ranges: Sequence[Sequence[int]], longest: int) -> str:
+    words = [f"from {first:,}" if last == longest else f"{first:,} to {last:,}" for first, last in ranges]
+    return "everywhere" if list(map(list, ranges)) == [[1, longest]] else ", ".join(words) or "nowhere"

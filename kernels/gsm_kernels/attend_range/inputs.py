@@ -1,0 +1,32 @@
+"""What `attend_range` is called with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..shapes import agree, require
+
+
+class Inputs(NamedTuple):
+    """The parameters of `gsm_kernels.attend_range`, which tells what they are."""
+
+    query_BRHC: Tensor
+    key_BFGC: Tensor
+    value_BFGC: Tensor
+    first_BR: Tensor
+    last_BR: Tensor
+    width: int | None = None
+    whole: bool = False
+
+
+def check(inputs: Inputs) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
+    1, or rows that stand at the last slots are more than these."""
+    sizes, width = agree("attend_range", inputs), inputs.width
+    heads, groups = sizes["H"], sizes["G"]
+    require("attend_range", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
+    require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")
+    standing = width is None and not inputs.whole or sizes["F"] >= sizes["R"]
+    require("attend_range", standing, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")

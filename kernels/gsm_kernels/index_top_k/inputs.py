@@ -1,0 +1,48 @@
+"""What `index_top_k` and `candidate_pool` are called with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..indexer import Indexer
+from ..shapes import agree, require
+
+
+class Inputs(NamedTuple):
+    """The parameters of `gsm_kernels.index_top_k`, which tells what they are. `candidate_pool` chooses k blocks."""
+
+    query_BRJI: Tensor
+    weight_BRJ: Tensor
+    key_BFI: Tensor
+    first_BR: Tensor
+    last_BR: Tensor
+    k: int
+    pool_BRN: Tensor | None = None
+    block: int = 8
+
+    @property
+    def indexer(self) -> Indexer:
+        """What scores are computed from."""
+        return Indexer(*self[:3])
+
+
+def pool(
+    query_BRJI: Tensor,
+    weight_BRJ: Tensor,
+    key_BFI: Tensor,
+    first_BR: Tensor,
+    last_BR: Tensor,
+    blocks: int,
+    block: int = 8,
+) -> Inputs:
+    """The inputs of `candidate_pool`."""
+    return Inputs(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, blocks, block=block)
+
+
+def check(op: str, count: str, inputs: Inputs) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, or k (by the name `count`) or block is below 1."""
+    agree(op, inputs)
+    fits = inputs.k >= 1 and inputs.block >= 1
+    require(op, fits, f"{count} = {inputs.k} and block = {inputs.block} must be at least 1")

@@ -1,0 +1,29 @@
+"""What `score_slots` is called with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..indexer import Indexer
+from ..shapes import agree
+
+
+class Inputs(NamedTuple):
+    """The parameters of `gsm_kernels.score_slots`, which tells what they are."""
+
+    query_BRJI: Tensor
+    weight_BRJ: Tensor
+    key_BFI: Tensor
+    index_BRK: Tensor
+
+    @property
+    def indexer(self) -> Indexer:
+        """What scores are computed from, and what gets a gradient."""
+        return Indexer(*self[:3])
+
+
+def check(inputs: Inputs) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes."""
+    agree("score_slots", inputs)

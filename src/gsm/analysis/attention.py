@@ -1,0 +1,122 @@
+"""Where attention goes, from taps: over the positions of a text and the entries of the state, how far back layers and
+stages look, and what goes to sinks. What stages and the encoder select in common is ``gsm.evaluation.overlap``.
+
+B sequences, T positions, R rows, H heads, W window entries, K selected slots, E weights of a row, L layers, N entries
+of all rows, D distances.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.cache.slots import plan_slots
+from gsm.models.gsm import GSM
+from gsm.observe import Seen
+from gsm.shapes import last
+
+
+def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tensor:
+    """How much every row looks at every position of a sequence, float [R, T]: the mean over heads.
+
+    The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
+    are added up. What a row of the map lacks to 1 goes to the sink. Arguments as of ``attention_parts``.
+    """
+    near_RT, far_RT = attention_parts(model, seen, name, sequence)
+    return near_RT + far_RT
+
+
+def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tuple[Tensor, Tensor]:
+    """The same in two maps: what the window gives (the state's entries, of a decoder layer), and what the bank gives.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory, on one document from its beginning (``position``, ``<name>/weights``, and
+            ``<name>/top_k`` where a bank is read).
+        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
+        sequence: which of the batch.
+    """
+    weight_RE, length = seen[f"{name}/weights"][sequence].mean(dim=1), seen["position"].shape[1]
+    rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
+    window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
+    entries = model.writer.slots if name.startswith("decoder/") else 1  # of a position
+    row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
+    position_RW = row_R1 - torch.arange(window - 1, -1, -1, device=weight_RE.device) // entries
+    near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
+    near_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
+    if chosen_BRK is not None:
+        ratio, chosen_RK = model.geometry.encoder_ratio, chosen_BRK[sequence]
+        share_RK = weight_RE[:, window:-1] * (chosen_RK >= 0) / ratio
+        for offset in range(ratio):
+            far_RT.scatter_add_(1, chosen_RK.clamp(min=0) * ratio + offset, share_RK)
+    return near_RT, far_RT
+
+
+def decoder_attention(model: GSM, seen: Seen) -> Tensor:
+    """What the decoder's layers look at, float32 [L, E]: the mean over heads, and over the rows that see a whole state;
+    where none does, over all but padding."""
+    first = model.geometry.encoder_layers + 1
+    weights = [seen[f"decoder/{layer}/weights"] for layer in range(first, model.geometry.depth + 1)]
+    position_BR = last(seen["position"], weights[0].shape[1])
+    whole_BR = position_BR >= model.writer.positions - 1
+    counted_BR = whole_BR if whole_BR.any() else position_BR >= 0
+    return torch.stack([weight_BRHE[counted_BR].float().mean(dim=(0, 1)) for weight_BRHE in weights])
+
+
+def names_of(model: GSM) -> list[str]:
+    """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
+    geometry, stages = model.geometry, len(model.aggregation.layers)
+    encoder = [f"encoder/{layer}" for layer in range(1, geometry.encoder_layers + 1)]
+    decoder = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
+    return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
+
+
+def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
+    """How much every head of every attention leaves to its sink, by name, float [H]: the mean over rows, without
+    padding. Of a recorded call (``position``, ``*/weights``)."""
+    found = {}
+    for name in names_of(model):
+        weight_BRHE = seen[f"{name}/weights"]
+        counted_BR = last(seen["position"], weight_BRHE.shape[1]) >= 0
+        found[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)
+    return found
+
+
+def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
+    """How much weight falls on entries that begin so many tokens before their row, float [D]: a mean over rows and
+    heads; what it lacks to 1 goes to the sink.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory, on one document a sequence (``position``, ``<name>/weights``,
+            ``<name>/top_k``).
+        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
+        edges: int64 [D], ascending from 0: distance d belongs to the last edge that is not above it.
+    """
+    weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
+    slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
+    each = model.writer.slots if name.startswith("decoder/") else 1  # entries of a position
+    position_BR1 = last(seen["position"], weight_BRE.shape[1])[..., None]
+    back_W = torch.arange(weight_BRE.shape[2] - slots - 2, -1, -1, device=weight_BRE.device) // each
+    distance_BRE = back_W.expand(*weight_BRE.shape[:2], -1)
+    if chosen_BRK is not None:
+        far_BRK = position_BR1 - chosen_BRK * model.geometry.encoder_ratio
+        distance_BRE = torch.cat([distance_BRE, far_BRK], dim=2)
+    counted_BRE = (position_BR1 >= 0).expand_as(distance_BRE)
+    bucket_N = torch.bucketize(distance_BRE[counted_BRE], edges, right=True) - 1
+    total_D = weight_BRE.new_zeros(len(edges)).scatter_add_(0, bucket_N.clamp(min=0), weight_BRE[..., :-1][counted_BRE])
+    return total_D / (position_BR1 >= 0).sum()
+
+
+def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
+    """By stage, how many tokens before its row every selected entry begins, int64 [N]; of a call without a memory."""
+    ratio, found = model.geometry.encoder_ratio, {}
+    for stage in range(1, len(model.aggregation.layers) + 1):
+        chosen_BRK = seen.get(f"stage/{stage}/top_k")
+        if chosen_BRK is None:
+            continue
+        rows, position_BT = chosen_BRK.shape[1], seen["position"]
+        first_BR = last(plan_slots(position_BT, ratio, None).first_BT, rows)
+        entry_BRK = (chosen_BRK - first_BR[..., None]) * ratio
+        found[stage] = (last(position_BT, rows)[..., None] - entry_BRK)[chosen_BRK >= 0]
+    return found

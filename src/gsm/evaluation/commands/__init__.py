@@ -1,1 +1,0 @@
-"""What `evaluate.py` and `generate.py` do."""

@@ -1,0 +1,116 @@
+"""Text from a trained model, written as it comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from gsm.config.check import ConfigError
+from gsm.config.load import load_model, load_tokenizer, usable
+from gsm.costs.model import cost
+from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
+from gsm.data.tokenizer import Tokenizer
+from gsm.engine import CHUNK, Engine
+from gsm.models.base import LanguageModel
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    prompt_file: str | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str = "auto",
+) -> None:
+    """Prints a prompt and how a trained model goes on; it stops where the model ends its text, or at Ctrl-C.
+
+    Args:
+        checkpoint: a .ckpt file, or the folder of a run
+        prompt: what the text begins with; empty: the beginning of a document
+        prompt_file: a text file to begin with, instead of prompt
+        max_new_tokens: at most so many tokens
+        temperature: 0: always the likeliest token; 1: as probable as the model says
+        top_p: draw from the likeliest tokens that together have this probability
+        seed: of the draws
+        device: cpu, cuda, ...; auto: a GPU if there is one
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+            Also where memory runs out: it says what would fit.
+    """
+    _check(prompt, max_new_tokens, temperature, top_p)
+    device = usable(device)
+    start = _read(prompt_file) if prompt_file else prompt
+    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    sys.stdout.write(start)
+    try:
+        for piece in pieces(model, tokenizer, start, max_new_tokens, temperature, top_p, generator):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # what has been written stays
+        raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def pieces(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+) -> Iterator[str]:
+    """The new text, as much of it at a time as makes whole characters; ends with the model's end of text."""
+    decoder = tokenizer.stream()
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    capacity = len(ids) + max_new_tokens - 1
+    with _room(model, capacity):
+        engine = Engine(model, capacity=capacity)
+        for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
+            token = int(token_B)
+            if token == tokenizer.end_of_text:
+                break
+            yield decoder.push(token)
+    yield decoder.finish()
+
+
+@contextmanager
+def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
+    """Where memory runs out inside, the error says how many tokens there is room for."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        weight, costs = model.embedding.weight, cost(model)
+        memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
+        room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
+        said = room.refusal(tokens, available_bytes(weight.device), tried=True)
+        raise ConfigError(f"{said}; prompt and new tokens are {tokens:,}: shorten them") from error
+
+
+def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}, but has to be 1 or more")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}, but has to be 0 or more")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}, but has to be above 0 and at most 1")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt_file {path} cannot be read: {error}") from error

@@ -1,0 +1,496 @@
+"""Held-out loss of any model: per token, as a whole, and by how much of its document a token could look back on.
+
+    python evaluate.py checkpoint=logs/default
+
+B sequences, T positions, N rows of all sequences, S sequences with sums of their own, P buckets of positions, D width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from gsm.analysis.interventions import ablations
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import instantiate_data, refusals, tokenizer_of, vetted_node
+from gsm.data.packing import validation_indices
+from gsm.evaluation import overlap as overlaps
+from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, progress, write
+from gsm.evaluation.results import by_arm, cell
+from gsm.experiments.table import grid_text
+from gsm.files import read_json
+from gsm.models.base import IGNORED, LanguageModel, Output
+from gsm.models.gsm import GSM
+from gsm.shapes import promoted
+from gsm.training.callbacks.summary import commit, versions
+from gsm_kernels import explain
+
+SPLITS, PLACES = ("validation", "train"), ("document", "sequence")
+SCRATCH = 1 << 24  # logits at a time: 64 MB of float32
+WIDTH = 78
+MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
+
+
+def evaluate(
+    checkpoint: str,
+    data: str = "",
+    path: str = "",
+    split: str = "validation",
+    context: int = 0,
+    sequences: int = 0,
+    batch_size: int = 0,
+    position: str = "document",
+    masks: str = "on",
+    overlap: bool = False,
+    overlap_lengths: str = "",
+    ablate: bool = False,
+    device: str = "auto",
+    output: str = "",
+) -> list[dict[str, Any]]:
+    """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
+
+    Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
+    in: trainer.precision of its run, and what auto stands for on the device at hand.
+
+    Others: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help), perplexity by length of
+    context (lengths=paper --help)
+
+    Args:
+        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
+        data: other text: a variant of configs/data, read with the checkpoint's tokenizer
+        path: other text: a folder or a file of your own, divided as for training; the part that split says is measured
+        split: validation; or train, which the model has seen
+        context: tokens of a sequence; 0: as in training. A longer one is allowed
+        sequences: how many, spread evenly over the split; 0: as many as the run validated on
+        batch_size: sequences at a time; 0: as in training
+        position: place of a token in its document, or in the whole sequence
+        masks: of documents: on (nothing crosses the end of a document, as in training), or off (a sequence is one)
+        overlap: also how much of what the stages select the encoder selects too, at four lengths around context
+        overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
+        ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
+        device: cpu, cuda, ...; auto: a GPU if there is one
+        output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+    """
+    _check(split, position, context=context, sequences=sequences, batch_size=batch_size)
+    (mask,), lengths = read_masks(masks, both=False), _lengths(overlap_lengths)
+    files, several = checkpoints(checkpoint), Path(checkpoint) / "evaluation.json"
+    text = {"data": data, "path": path, "split": split, "context": context, "sequences": sequences}
+    results = []
+    for trained in opened(files, device):
+        further = {"overlap": overlap or bool(lengths), "overlap_lengths": lengths, "ablate": ablate}
+        result = measure_trained(trained, **text, batch_size=batch_size, position=position, masks=mask, **further)
+        if not output:
+            write(home(trained.file) / "evaluation.json", result)
+        said = _share(result) if data or path else _caution(trained.file, result)
+        print(f"{_title(result)}\n{said}\n{one(result)}\n", flush=True)
+        results.append(result)
+    place = Path(output) if output else several if len(files) > 1 else home(files[0]) / "evaluation.json"
+    if len(files) > 1:
+        print(f"{len(files)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
+    if output or len(files) > 1:
+        write(place, results[0] if len(files) == 1 else {"runs": results})
+    print(f"Written to {place}")
+    return results
+
+
+def measure_trained(
+    trained: Trained,
+    *,
+    split: str = "validation",
+    sequences: int = 0,
+    position: str = "document",
+    masks: str = "on",
+    overlap: bool = False,
+    overlap_lengths: Sequence[int] = (),
+    ablate: bool = False,
+    **text: Any,
+) -> dict[str, Any]:
+    """What is known of a checkpoint and what was measured, as plain containers; arguments as of ``evaluate``, ``text``
+    those of ``open_data``."""
+    data, start = open_data(trained.saved, split=split, sequences=sequences, **text), time.perf_counter()
+    model = trained.model
+
+    def measured(note: str = "") -> dict[str, Any]:
+        rows, count = _sequences(data, split, sequences)
+        rows = progress(rows if masks == "on" else map(_as_one_document, rows), count, trained.note + note)
+        bytes_V = data.bytes_of_tokens(split) if data.tokenizer else None
+        return measure(model, rows, batch_size=data.batch_size, token_bytes_V=bytes_V, place=position)
+
+    def of_length(length: int) -> list[Mapping[str, Tensor]]:
+        rows = data.of_length(length, most=sequences or overlaps.SEQUENCES, split=split)
+        return rows if masks == "on" else [*map(_as_one_document, rows)]
+
+    with trained.computing():
+        whole = measured()
+        found = {"overlap": overlaps.measure(model, of_length, data.context, overlap_lengths)} if overlap else {}
+        found |= {"ablated": _ablated(model, measured, whole["loss"])} if ablate else {}
+    return {
+        **trained.facts,
+        **{"split": split, "masks": masks, "context": data.context, "text": whole},
+        **found,
+        "data": data.description([split]),
+        "split_sequences": len(getattr(data, f"{split}_set")) if data.tokenizer else data.validation_sequences,
+        **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
+        "seconds": round(time.perf_counter() - start, 3),
+        **{"versions": versions(), "commit": commit()},
+    }
+
+
+def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    """Of one run's file: `loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean
+    and what `overlap/<length>/<stage>` names; `without/<part>`: the loss without it."""
+    found = {name: written["text"][name] for name in MEASURES}
+    overlap = written.get("overlap") or {"mean": None, "by_length": []}
+    found["overlap"] = overlap["mean"]
+    for row in overlap["by_length"]:
+        found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+    found |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in (written.get("ablated") or {}).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@torch.no_grad()
+def measure(
+    model: LanguageModel,
+    sequences: Iterable[Mapping[str, Tensor]],
+    *,
+    batch_size: int = 8,
+    token_bytes_V: Any = None,
+    place: str = "document",
+) -> dict[str, Any]:
+    """Measures a model on sequences; it is left in the mode that it was in.
+
+    The position of a target is how many tokens stand before the one that it is predicted from: those of the same
+    document in the same sequence (``document``), which is all that a model can remember there, or all of the sequence.
+
+    The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
+    takes sequences for independent: where many come from one document, it is too small.
+
+    Args:
+        model: the model, on the device that it is to run on.
+        sequences: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, of equal length.
+        batch_size: sequences at a time.
+        token_bytes_V: bytes of text that each id stands for, for bits per byte.
+        place: what positions are counted in.
+
+    Returns:
+        ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text that
+        the targets stand for (None: no bytes were given); ``loss_error``, ``bits_per_byte_error``: standard errors
+        over sequences, None where there is only one; ``targets``, ``sequences``: how many; ``place``; and
+        ``by_position``: of the buckets 0, 1, 2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last``
+        position, ``targets``, ``loss`` and ``error``.
+
+    Raises:
+        ValueError: there are no sequences or no targets, or a value is out of range.
+    """
+    if batch_size < 1 or place not in PLACES:
+        raise ValueError(f"batch_size {batch_size} must be at least 1, and place {place!r} document or sequence")
+    bytes_V = None if token_bytes_V is None else torch.as_tensor(token_bytes_V, dtype=torch.float64)
+    with model.evaluating():
+        sums = [_sums(model, batch, bytes_V, place) for batch in _batches(sequences, batch_size)]
+    if not sums:
+        raise ValueError("there are no sequences to evaluate on; give at least one")
+    loss_SP, count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
+    if not count_SP.sum():
+        raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
+    loss, loss_error = _ratio(loss_SP.sum(1), count_SP.sum(1))
+    has_bytes = bool(bytes_S.sum() > 0)
+    bits, bits_error = _ratio(loss_SP.sum(1) / math.log(2), bytes_S) if has_bytes else (None, None)
+    by_position = []
+    for p in range(count_SP.shape[1]):
+        if count_SP[:, p].any():
+            mean, error = _ratio(loss_SP[:, p], count_SP[:, p])
+            span = {"first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "targets": int(count_SP[:, p].sum())}
+            by_position.append({**span, "loss": mean, "error": error})
+    return {
+        **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
+        **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
+        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": by_position},
+    }
+
+
+def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross-entropy of every target in nats, at least float32 [B, T]; 0 where there is none.
+
+    Logits are made for a part of the rows at a time.
+
+    Args:
+        model: the model.
+        batch: ``tokens``, ``targets`` and ``documents``, int64 [B, T], on the model's device.
+    """
+    out = model(batch["tokens"], documents=batch["documents"])
+    return row_losses(out, batch["targets"], model.vocabulary)
+
+
+def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
+    """The same of what a model of such a vocabulary has returned for these rows, at least float32 [B, R]."""
+    hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
+    step = max(1, SCRATCH // vocabulary)
+    losses = [
+        cross_entropy(promoted(out.head(rows_ND)), wanted_N, ignore_index=IGNORED, reduction="none")
+        for rows_ND, wanted_N in zip(hidden_ND.split(step), target_N.split(step), strict=True)
+    ]
+    return torch.cat(losses).view_as(targets_BR)
+
+
+def positions(documents_BT: Tensor, place: str) -> Tensor:
+    """Position of every token in its sequence, or among those of its document in this sequence, int64 [B, T]."""
+    index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand_as(documents_BT)
+    if place == "sequence":
+        return index_BT
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
+
+
+def buckets(position_BT: Tensor) -> Tensor:
+    """Geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
+    return torch.frexp(position_BT.double()).exponent.long()
+
+
+def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Sequences stacked, up to ``size`` at a time."""
+    iterator = iter(sequences)
+    while rows := list(islice(iterator, size)):
+        yield {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets", "documents")}
+
+
+def _sums(
+    model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None, place: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each sequence of a batch: summed loss and number of targets by bucket, float64 [S, P], and bytes [S]."""
+    device = model.embedding.weight.device
+    loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
+    counted_BT = batch["targets"] != IGNORED
+    bucket_BT = buckets(positions(batch["documents"], place))
+    empty_SP = torch.zeros(len(loss_BT), 64, dtype=torch.float64)
+    loss_SP = empty_SP.scatter_add(1, bucket_BT, loss_BT.where(counted_BT, 0))
+    count_SP = empty_SP.scatter_add(1, bucket_BT, counted_BT.double())
+    if bytes_V is None:
+        return loss_SP, count_SP, empty_SP[:, 0]
+    return loss_SP, count_SP, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)
+
+
+def _ratio(sum_S: Tensor, weight_S: Tensor) -> tuple[float, float | None]:
+    """sum / weight over all sequences, and its standard error; sequences of weight 0 say nothing."""
+    told = weight_S > 0
+    sum_S, weight_S = sum_S[told], weight_S[told]
+    mean = sum_S.sum() / weight_S.sum()
+    count = len(sum_S)
+    if count < 2:
+        return float(mean), None
+    residual_S = sum_S - mean * weight_S
+    return float(mean), float((count / (count - 1) * residual_S.square().sum()).sqrt() / weight_S.sum())
+
+
+def open_data(
+    saved: Mapping[str, Any],
+    data: str = "",
+    path: str = "",
+    *,
+    split: str = "validation",
+    context: int = 0,
+    batch_size: int = 0,
+    sequences: int = 0,
+) -> Any:
+    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer. Raises ConfigError.
+
+    Only ``split`` is prepared: the other may take hours, or lie on the hub.
+    """
+    config, own = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
+    node = own if not (data or path) else _other({**config, "data": own}, data or "folder", path)
+    node["context"] = context or own["context"]
+    node["batch_size"] = batch_size or own["batch_size"]
+    if sequences:
+        node["validation_sequences"] = sequences
+    if "tokenizer" in node:
+        if not saved.get("tokenizer"):
+            raise ConfigError(
+                "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
+            )
+    made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
+    with refusals("data"):
+        _ = getattr(made, f"{split}_set", None)
+    return made
+
+
+def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
+    """The configuration of other data, as of the checkpoint's size, with what the model fixes taken from its own."""
+    own, state = config["data"], config["model"].get("state_size")
+    size = [
+        f"size.{name}={'null' if value is None else value}"
+        for name, value in config["size"].items()
+        if name.isidentifier() and name != "_target_" and _plain_number(value)
+    ]
+    size += [f"model.state_size={state}"] if isinstance(state, int) else []
+    composed = compose([*size, f"data={data}", *(["data.path=."] if path else [])])["data"]
+    kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
+    return {**composed, **kept, **({"path": path} if path else {})}
+
+
+def _plain_number(value: Any) -> bool:
+    """Whether a value of a file may become a word of a command line."""
+    items = value if isinstance(value, list) else [value]
+    return all(item is None or isinstance(item, bool | int | float) for item in items)
+
+
+def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:
+    """The sequences of a split, and how many they are."""
+    limit = sequences or text.validation_sequences
+    if split == "validation":
+        return text.validation(), sum(len(indices) for indices in text.val_dataloader().plan())
+    if not hasattr(text, "train_set"):
+        raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
+    indices = validation_indices(len(text.train_set), limit)
+    return text.train_set.each(indices), len(indices)
+
+
+def _as_one_document(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A sequence whose documents are not kept apart; padding stays padding."""
+    return {**row, "documents": row["documents"].clamp(max=0)}
+
+
+def _ablated(
+    model: LanguageModel, measured: Callable[[str], Mapping[str, Any]], whole: float
+) -> dict[str, dict[str, float]] | None:
+    """Loss without each part that can be taken away, and what that adds; None of a model without a shared state."""
+    if not isinstance(model, GSM):
+        return None
+    rows = {}
+    for name, without in ablations(model).items():
+        with without():
+            loss = measured(f"without {name}: ")["loss"]
+        rows[name] = {"loss": loss, "added": loss - whole}
+    return rows
+
+
+def read_masks(text: str, *, both: bool = True) -> list[str]:
+    """``on``, ``off``, or, where that is allowed, ``both``; in a yaml the first two are true and false.
+
+    Raises ConfigError for anything else.
+    """
+    known = {"on": ["on"], "true": ["on"], "off": ["off"], "false": ["off"]}
+    known |= {"both": ["off", "on"]} if both else {}
+    if text not in known:
+        raise ConfigError(f"masks is '{text}', but has to be on, off{' or both' if both else ''}: of documents")
+    return known[text]
+
+
+def _check(split: str, position: str, **numbers: int) -> None:
+    for name, word, known in (("split", split, SPLITS), ("position", position, PLACES)):
+        if word not in known:
+            raise ConfigError(f"{name} is '{word}', but has to be {' or '.join(known)}")
+    for name, number in numbers.items():
+        if number < 0 or (name == "context" and number == 1):
+            least = 2 if name == "context" else 1
+            raise ConfigError(f"{name} is {number}, but has to be {least} or more; leave it out for what the run had")
+
+
+def _lengths(text: str) -> list[int]:
+    """`4096,65536` as numbers; none for an empty text. Raises ConfigError."""
+    words = [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"overlap_lengths is '{text}', but takes whole numbers of at least 1, such as 4096,65536")
+    return [int(word) for word in words]
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    text, data = result["text"], result["data"]
+    of = data.get("corpus") or data.get("task") or "its data"
+    run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
+    whole = ", each read as one document" if result["masks"] == "off" else ""
+    return (
+        f"{run}, step {result['step']}: {result['split']} of {of}\n"
+        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{whole}"
+    )
+
+
+def _share(result: Mapping[str, Any]) -> str:
+    """A line on how much of other text was measured: what training would hold out is only a part of it."""
+    data, split = result["data"], result["split"]
+    if f"{split}_files" not in data:
+        return ""
+    return (
+        f"measured {result['text']['sequences']:,} of the {result['split_sequences']:,} sequences of this split, which "
+        f"is {data[f'{split}_bytes']:,} bytes of {data[f'{split}_files']:,} of {data['files']:,} files\n"
+    )
+
+
+def _caution(file: Path, result: Mapping[str, Any]) -> str:
+    """A line where the text is no longer the one that the run's own numbers are of."""
+    before = (read_json(home(file) / "summary.json") or {}).get("data")
+    if not isinstance(before, dict) or before.get("digest") in (None, result["data"].get("digest")):
+        return ""
+    return "This is not the text that the run validated on: it has another digest.\n"
+
+
+def one(result: Mapping[str, Any]) -> str:
+    """A single model, in 80 columns: its numbers with standard errors, and a picture of its loss by position, bars from
+    0 nats."""
+    text = result["text"]
+    lines = [
+        f"  loss          {_number(text['loss'], 4)}{_error(text['loss_error'])} nats per token",
+        f"  perplexity    {_number(text['perplexity'], 2)}",
+        f"  bits per byte {_number(text['bits_per_byte'], 4)}{_error(text['bits_per_byte_error'])}",
+        "",
+        f"  {'position':<17}{'targets':>9}{'loss':>8}{'+-':>8}  (place in the {text['place']})",
+    ]
+    highest = max((bucket["loss"] for bucket in text["by_position"]), default=0.0) or 1.0
+    for bucket in text["by_position"]:
+        row = f"  {_span(bucket):<17}{bucket['targets']:>9,}{bucket['loss']:>8.3f}{_number(bucket['error'], 3):>8}  "
+        lines.append(row + "#" * round((WIDTH - 47) * bucket["loss"] / highest))
+    if "overlap" in result:
+        lines += ["", *overlaps.table(result["overlap"])]
+    if "ablated" in result and result["ablated"] is None:
+        lines += ["", "  ablated: nothing, for this model has no shared state"]
+    elif "ablated" in result:
+        lines += ["", f"  {'with zeros for the':<26}{'loss':>8}{'added':>9}"]
+        for name, row in result["ablated"].items():
+            told = "state, but a row's own z" if name == "state" else f"retrieval of {name}"
+            lines.append(f"  {told:<26}{row['loss']:>8.4f}{row['added']:>+9.4f}")
+    return "\n".join(lines)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Arms in 80 columns: mean over their runs and standard deviation between them; then the mean loss by position."""
+    arms = {arm: [run["text"] for run in seeds.values()] for arm, seeds in by_arm(results).items()}
+    whole = [["arm", "runs", *(name.replace("_", " ") for name in MEASURES)]]
+    for arm, texts in arms.items():
+        cells = [cell([text[name] for text in texts], digits) for name, digits in MEASURES.items()]
+        whole.append([arm, str(len(texts)), *cells])
+    spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
+    grid = [[f"place in the {' or '.join(sorted({result['text']['place'] for result in results}))}", *arms]]
+    for first, span in sorted(spans.items()):
+        found = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
+        losses = [[one["loss"] for one in each if one["first"] == first] for each in found]
+        grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
+    return f"{grid_text(whole, WIDTH)}\n\n{grid_text(grid, WIDTH)}"
+
+
+def _span(bucket: Mapping[str, Any]) -> str:
+    """``5`` or ``4 to 7``."""
+    first, last = bucket["first"], bucket["last"]
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _number(number: float | None, digits: int) -> str:
+    """A number with so many digits after the point; ``-`` where there is none."""
+    return "-" if number is None else f"{number:.{digits}f}"
+
+
+def _error(error: float | None) -> str:
+    """`` +- 0.0100``, or nothing."""
+    return "" if error is None else f" +- {error:.4f}"

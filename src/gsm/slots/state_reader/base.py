@@ -1,0 +1,115 @@
+"""How decoder layers read the shared state: the slot ``model/state_reader`` (paper, section 3.3).
+
+A reader says which parts it wants of the state (``parts``), and makes the attention of each decoder layer (``layer``).
+To add one, write both: memory, cost, parameters and taps follow from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.costs.primitives import LayerCost
+from gsm.layers.attended import ENTRIES, SharedState, StatePart
+from gsm.layers.block import LayerOutput
+from gsm.layers.latent_attention import LatentAttention, attention_weights
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Angles, Rope
+from gsm.observe import tap
+from gsm.shapes import last
+from gsm.span import Span
+from gsm_kernels import attend, attend_band
+
+
+class StateAttention(LatentAttention):
+    """A decoder layer's attention: a new query on the last M entries of the shared state, and nothing to remember.
+
+    Args:
+        shape: shared widths.
+        state_size: entries that a row sees (M), its own included.
+        slots: entries of a position (J), side by side in the state.
+        rope: rotation of the state's entries.
+        name: what its taps are called, e.g. ``decoder/5``.
+        part: the part of the state that it reads.
+    """
+
+    # How many positions back of its input a row needs: the state has what lies before.
+    reach = 0
+
+    def __init__(self, shape: Shape, *, state_size: int, slots: int, rope: Rope, name: str, part: str = ENTRIES.name):
+        super().__init__(shape.dim, shape, window=state_size, rope=rope, name=name)
+        self.slots, self.part = slots, part
+
+    def start(self, batch: int, kind: str) -> Any:
+        """Nothing to remember: the state belongs to the writer."""
+        return None
+
+    def forward(self, x_BTD: Tensor, span: Span, cache: Any, below: SharedState) -> tuple[Tensor, LayerOutput]:
+        """Reads the state, ``below``, for the last R of T positions, and hands it on."""
+        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
+        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+        mixed_BRHC = self.attend(query_BRHC, below.parts[self.part], span.row_position_BR, angles)
+        return self.output(mixed_BRHC), LayerOutput(cache, below)
+
+    def attend(
+        self,
+        query_BRHC: Tensor,
+        state_BEC: Tensor,
+        position_BR: Tensor,
+        angles: Angles,
+        entry_BFC: Tensor | None = None,
+        chosen_BRK: Tensor | None = None,
+    ) -> Tensor:
+        """One softmax over the last M entries, with the sink in the denominator. [B, R, H, C].
+
+        Attention moves its band on by one entry a row. Where a position has J entries, it gets J rows, equal but for
+        where they stand, of which the last sees all J: that one counts.
+
+        Args:
+            query_BRHC: not rotated.
+            state_BEC: stored and new entries in stream order.
+            position_BR: int64, positions of the rows.
+            angles: rotation of the rows.
+            entry_BFC, chosen_BRK: other entries in the same softmax, and which of them each row sees; None: none.
+        """
+        count = self.slots
+        if count > 1:
+            repeated = (query_BRHC, *angles) if chosen_BRK is None else (query_BRHC, *angles, chosen_BRK)
+            query_BRHC, cos_BRP, sin_BRP, *rest = (x.repeat_interleave(count, dim=1) for x in repeated)
+            angles, chosen_BRK = Angles(cos_BRP, sin_BRP), rest[0] if rest else None
+            place_BRJ = position_BR[..., None] * count + torch.arange(count, device=position_BR.device)
+            position_BR = place_BRJ.where(position_BR[..., None] >= 0, -1).flatten(1)
+        band = (query_BRHC, state_BEC, position_BR, self.window_size, self.sink, *angles)
+        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK)
+        tap(f"{self.name}/weights", lambda: attention_weights(*band, *others)[:, count - 1 :: count])
+        mixed_BRHC = attend(*band, *others, None) if others else attend_band(*band)
+        return mixed_BRHC if count == 1 else mixed_BRHC[:, count - 1 :: count]
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs: the last M entries, J of each position."""
+        look = self.seeing(self.window_size // self.slots, each=self.slots, nearest=True)
+        return LayerCost(self.reading(), looks=(look,))
+
+
+class StateReader:
+    """Base of all readers; itself the paper's: one entry for a position, which is key and value of all layers."""
+
+    # What is asked of the state writer.
+    parts: tuple[StatePart, ...] = (ENTRIES,)
+
+    def layer(
+        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
+    ) -> StateAttention:
+        """The attention of one decoder layer.
+
+        Args:
+            shape: shared widths.
+            layer, layers: number of this decoder layer, from 0, and how many there are.
+            state_size: entries of a part that a row sees (M).
+            slots: entries of a position (J).
+            rope: rotation of the state's entries.
+            name: what its taps are called.
+        """
+        return StateAttention(shape, state_size=state_size, slots=slots, rope=rope, name=name)

@@ -1,0 +1,54 @@
+"""Keys and values of their own: what a row looks for in an entry need not be what it takes from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.costs.primitives import LayerCost, attention
+from gsm.layers.attended import SharedState, StatePart
+from gsm.layers.block import LayerOutput
+from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
+from gsm.shapes import last
+from gsm.slots.state_reader.base import StateAttention, StateReader
+from gsm.span import Span
+
+
+class SeparateKV(StateReader):
+    """Two parts: keys, rotated by their positions, and values, which are not. An entry of the same M takes twice the
+    bytes; ``model.state_size`` at half makes them equal."""
+
+    parts = (StatePart("key"), StatePart("value", rotated=False))
+
+    def layer(
+        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
+    ) -> StateAttention:
+        """Reads keys and values."""
+        return KeyValueAttention(shape, state_size=state_size, slots=slots, rope=rope, name=name)
+
+
+class KeyValueAttention(StateAttention):
+    """``out = sum_i softmax_i(RoPE_t q . key_i / sqrt(C)) value_i``, with the sink in the denominator.
+
+    The kernels know entries that are key and value at once. An entry of width 2 C, ``[value, key]``, is that for a
+    query ``[0, q]``: the values do not count in the logits, and of what is mixed the first half is taken. The last
+    channels are those that are rotated, so values stay as they are. It computes twice the products that the equation
+    needs.
+    """
+
+    def forward(self, x_BTD: Tensor, span: Span, cache: None, below: SharedState) -> tuple[Tensor, LayerOutput]:
+        """Reads the state for the last R of T positions, and hands it on."""
+        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
+        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+        wide_BRHC = torch.cat([torch.zeros_like(query_BRHC), query_BRHC * 2**0.5], dim=-1)  # logits over sqrt(2 C)
+        state_BEC = torch.cat([below.parts["value"], below.parts["key"]], dim=-1)
+        mixed_BRHC = self.attend(wide_BRHC, state_BEC, span.row_position_BR, angles)
+        return self.output(mixed_BRHC[..., : query_BRHC.shape[-1]]), LayerOutput(cache, below)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs: the last M keys and values."""
+        inner, each = self.query.width, self.slots
+        width = 2 * inner // self.query.heads
+        look = attention(inner, width, self.window_size // each, each=each, nearest=True)
+        return LayerCost(self.reading(), looks=(look,))

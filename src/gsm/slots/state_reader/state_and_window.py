@@ -1,0 +1,82 @@
+"""The shared state beside a small window of each layer's own: what the decoder has made of the last few positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.cache.store import Window, WindowStore
+from gsm.costs.primitives import LayerCost, Store, products
+from gsm.layers.attended import SharedState
+from gsm.layers.block import LayerOutput
+from gsm.layers.projections import Entry, Shape
+from gsm.layers.rope import Rope
+from gsm.shapes import last
+from gsm.slots.state_reader.base import StateAttention, StateReader
+from gsm.span import Span
+
+
+class StateAndWindow(StateReader):
+    """The paper's state, and in the same softmax the last W_d entries that the layer has written itself.
+
+    Each layer then remembers W_d entries, so that the decoder has a cache after all; at equal bytes the state has as
+    many fewer.
+
+    Args:
+        window: entries of a layer's own that a row sees (W_d), its own included.
+
+    Raises:
+        ValueError: for a window below 1.
+    """
+
+    def __init__(self, window: int):
+        if window < 1:
+            raise ValueError(f"state_reader.window must be at least 1, got {window}; for none take state_reader=shared")
+        self.window = window
+
+    def layer(
+        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
+    ) -> StateAttention:
+        """Reads the state and its own window."""
+        common = {"state_size": state_size, "slots": slots, "rope": rope, "name": name}
+        return WindowedStateAttention(shape, window=self.window, **common)
+
+
+class WindowedStateAttention(StateAttention):
+    """Attention on the state and on a window of the layer's own.
+
+    Args:
+        shape, common: as of ``StateAttention``.
+        window: entries of its own that a row sees (W_d).
+    """
+
+    def __init__(self, shape: Shape, *, window: int, **common):
+        super().__init__(shape, **common)
+        self.own_size, self.reach = window, window - 1
+        self.window = Entry(shape)
+
+    def start(self, batch: int, kind: str) -> Window:
+        """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        like = self.window.projection.weight
+        return Window.empty(f"{kind}_window", self.own_size, like.new_empty(batch, like.shape[0]))
+
+    def forward(self, x_BTD: Tensor, span: Span, cache: WindowStore, below: SharedState) -> tuple[Tensor, LayerOutput]:
+        """Writes entries of all T positions, and reads for the last R of them."""
+        angles = self.rope.at(span, x_BTD.dtype)
+        own_BFC, cache = cache.extend(self.window(x_BTD, angles))
+        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+        position_BR = span.row_position_BR
+        stored, rows = own_BFC.shape[1], span.rows
+        back_K = torch.arange(self.own_size - 1, -1, -1, device=position_BR.device)
+        place_RK = torch.arange(stored - rows, stored, device=position_BR.device)[:, None] - back_K
+        chosen_BRK = place_RK.where(back_K <= position_BR[..., None], -1)
+        state_BEC = below.parts[self.part]
+        mixed_BRHC = self.attend(query_BRHC, state_BEC, position_BR, angles.last(rows), own_BFC, chosen_BRK)
+        return self.output(mixed_BRHC), LayerOutput(cache, below)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs: the state, and its own window."""
+        near = self.seeing(self.own_size, nearest=True)
+        kept = Store(f"{kind}_window", near.width, self.own_size)
+        written = {"entries": products(self.window)}
+        return super().work(kind, below) + LayerCost(per_token=written, looks=(near,), stores=(kept,))

@@ -1,0 +1,139 @@
+"""`global_batch` is the sequences of a step on all devices: however many there are, or it is refused with what fits."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from short_runs import TINY, arguments
+
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.experiments import fit, phases, trainers
+from gsm.experiments.experiment import Experiment
+
+
+@lru_cache
+def composed(*given: str) -> dict[str, Any]:
+    return compose(given)
+
+
+def config(*given: str, **trainer: Any) -> dict[str, Any]:
+    made = copy.deepcopy(composed("trainer=cpu", *given))
+    made["trainer"] |= trainer
+    return made
+
+
+@pytest.mark.parametrize("size", ["0p5b", "1p5b", "8b_a1p5b"])
+@pytest.mark.parametrize(
+    ("devices", "nodes", "batches"), [(1, 1, 32), ("auto", 1, 32), (8, 1, 4), (8, 2, 2), (16, 2, 1)]
+)
+def test_the_papers_steps_have_128_sequences_on_any_number_of_devices(
+    size: str, devices: int | str, nodes: int, batches: int
+):
+    """Two nodes of eight took 256, and 64 devices accumulated no batch at all. `auto` on a processor is one."""
+    made = config(f"size={size}", devices=devices, num_nodes=nodes, strategy="ddp")
+    world = trainers.world_size(made)
+    assert world == (1 if devices == "auto" else devices) * nodes
+    assert trainers.batches_a_step(made, world) == batches
+    assert batches * world * made["data"]["batch_size"] == 128
+
+
+def test_auto_is_as_many_as_lightning_finds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", lambda *_: 8)
+    assert trainers.world_size(config(devices="auto", num_nodes=2, strategy="ddp")) == 16
+
+
+def test_what_torchrun_has_started_counts(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert trainers.world_size(config("trainer=ddp")) == 16
+
+
+@pytest.mark.parametrize(
+    ("total", "batch", "world", "said"),
+    [
+        (
+            128,
+            4,
+            64,
+            "64 devices with data.batch_size=4 take 256 sequences at a time: say data.batch_size=2 or global_b",
+        ),
+        (100, 4, 8, "take 32 sequences at a time: say global_batch=96 or 128$"),
+        (
+            12,
+            8,
+            1,
+            "1 devices with data.batch_size=8 take 8 sequences at a time: say data.batch_size=6 or global_batch=8 or",
+        ),
+        (1, 4, 2, "say global_batch=8$"),
+    ],
+)
+def test_a_remainder_is_refused_with_values_that_fit(total: int, batch: int, world: int, said: str):
+    with pytest.raises(ConfigError, match=f"^global_batch is {total}, but .*{said}"):
+        trainers.batches_a_step({"global_batch": total, "data": {"batch_size": batch}}, world)
+
+
+@pytest.mark.parametrize("experiment", ["paper_long_context", "paper_cot", "paper_ablate_indexer"])
+@pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (8, 1)])
+def test_every_phase_of_the_papers_runs_has_its_step(experiment: str, devices: int, nodes: int):
+    made = composed(f"experiment={experiment}", "size=0p5b")
+    steps = {"train": 128, "extend": 32, "tune": 8}
+    for name, phase in made["phases"].items():
+        if name not in steps:
+            continue
+        lines = [f"{key.removeprefix('/')}={value}" for key, value in (phase or {}).items()]
+        given = config(f"experiment={experiment}", "size=0p5b", "phases=null", *lines, devices=devices, num_nodes=nodes)
+        assert given["global_batch"] == steps[name]
+        per_device = trainers.batches_a_step(given, devices * nodes) * given["data"]["batch_size"]
+        assert per_device * devices * nodes == steps[name]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("global_batch=many", "global_batch is 'many', but takes a whole number of sequences, or null"),
+        ("global_batch=1.5", "global_batch is 1.5, but takes a whole number"),
+        ("global_batch=0", "global_batch is 0, but has to be 1 or more"),
+    ],
+)
+def test_what_is_no_number_of_sequences_is_refused(word: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        compose([word])
+
+
+def test_accumulation_is_not_said_beside_it():
+    with pytest.raises(ConfigError, match="trainer.accumulate_grad_batches follows from global_batch"):
+        trainers.settings(config("+trainer.accumulate_grad_batches=2"))
+
+
+def test_the_last_phase_is_refused_before_the_first_one_trains(tmp_path: Path):
+    words = ["experiment=paper_cot", "size=nano", "arms=null", "seeds=null", "trainer=ddp", "trainer.accelerator=cpu"]
+    words += ["trainer.devices=3", f"logs={tmp_path}"]
+    said = "^phase tune: global_batch is 8, but 3 devices with data.batch_size=1 take 3 sequences at a time: say "
+    with pytest.raises(ConfigError, match=f"{said}global_batch=6 or 9$"):
+        phases.Phased(compose(words), words)
+
+
+def test_an_arm_is_refused_before_another_one_trains(tmp_path: Path):
+    words = ["arms={a: [], b: ['global_batch=6']}", f"logs={tmp_path}"]
+    with pytest.raises(ConfigError, match="^arm b: global_batch is 6, but "):
+        Experiment(compose(words), words).jobs()
+
+
+def test_a_run_is_refused_before_it_reads_or_writes_anything(tmp_path: Path):
+    given = compose([*TINY, f"data.path={tmp_path / 'nowhere'}", f"logs={tmp_path / 'logs'}", "global_batch=6"])
+    with pytest.raises(ConfigError, match=r"^global_batch is 6, .* say data.batch_size=3 or global_batch=4 or 8$"):
+        fit.train(given)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_steps_are_validated_whole(home: Path):
+    """The interval is in steps; Lightning counts batches, and validated in the middle of a step."""
+    run = fit.assemble(compose(arguments(home, "whole_steps", "trainer.val_check_interval=7")))
+    assert (run.trainer.accumulate_grad_batches, run.trainer.val_check_interval) == (2, 14)

@@ -1,0 +1,302 @@
+"""Runs that start after one another: from which weights, what is done again, and what is said in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+import torch
+from short_runs import TINY, composed
+
+from gsm.config import command_line
+from gsm.config.check import ConfigError
+from gsm.config.load import read_checkpoint
+from gsm.evaluation import plots
+from gsm.evaluation.commands import commands, scoring
+from gsm.experiments import experiment as experiments
+from gsm.experiments import weights
+from gsm.experiments.experiment import Experiment, Trial, parse_runs, read_arms, train_all
+from gsm.experiments.fit import train
+from gsm.experiments.jobs import Job
+from gsm.files import write_json
+
+# The second one does not learn.
+EXTEND = "{after: train, data.context: 64, trainer.max_steps: 1, optimizer.learning_rate: 0.0}"
+LOSS = "loss: {after: extend, evaluate: {context: 64}}"
+THREE = f"runs={{train: {{trainer.max_steps: 2}}, extend: {EXTEND}, {LOSS}}}"
+ARMS = "arms={one: [], two: ['++runs.extend.data.batch_size=2']}"
+
+
+class InThisProcess:
+    """In place of a child process."""
+
+    def __init__(self, job: Job, environment: object = None, follow: bool = False) -> None:
+        self.code = self.run(job)
+
+    def run(self, job: Job) -> int:
+        if job.log.name == "train.log":
+            train(composed(job.command))
+        else:
+            chosen, words = commands.choose(job.command[2:])
+            command_line.call(chosen.evaluate, chosen.name, words)
+        return 0
+
+    def poll(self) -> int:
+        return self.code
+
+    def forward(self, signals: object) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return 0.0
+
+    def tail(self) -> list[str]:
+        return ["its last words"]
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Jobs leave what a run leaves, and train nothing; the list says which were started, in order. What a test adds to
+    `fails` in front of a name fails."""
+    names: list[str] = []
+
+    class Pretends(InThisProcess):
+        def run(self, job: Job) -> int:
+            if f"fails {job.name}" in names:
+                return 3
+            names.append(job.name)
+            if job.log.name == "train.log":
+                pretend(composed(job.command))
+            else:
+                measured = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
+                write_json(job.log.parent / "evaluation.json", {"text": measured})
+            return 0
+
+    monkeypatch.setattr(experiments, "Child", Pretends)
+    return names
+
+
+def pretend(config: dict[str, Any]) -> None:
+    place = Path(config["folder"])
+    write_json(place / "summary.json", {"status": "finished", "steps": config["trainer"]["max_steps"]})
+    (place / "checkpoints").mkdir(exist_ok=True)
+    known = {"state_dict": {}, "global_step": 1, "started_from": weights.digest(config["start_from"])}
+    torch.save({**known, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Experiment]:
+    """What a command with these overrides asks for."""
+    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(experiments, "compose", lambda overrides: composed(tuple(overrides)))
+    (tmp_path / "text").mkdir()
+    places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
+
+    def make(*given: str) -> Experiment:
+        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
+        return Experiment(composed(tuple(overrides)), overrides)
+
+    return make
+
+
+def only(experiment: Experiment) -> Trial:
+    (trial,) = experiment.trials()
+    return trial
+
+
+def summary(experiment: Experiment, arm: str = "gsm") -> dict[str, Any]:
+    return json.loads((experiment.folder / arm / "seed0/summary.json").read_text())
+
+
+def test_each_run_starts_from_the_weights_of_the_one_before(
+    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
+):
+    """One that does not learn has those of the first one, in a longer context, after one step of its own."""
+    monkeypatch.setattr(experiments, "Child", InThisProcess)
+    made = asked(THREE, "table=[loss/loss, runs.train.steps]")
+    table = train_all(made)
+    home, found = only(made).folder, summary(made)
+    first, second = (read_checkpoint(home / name) for name in ("train", "extend"))
+    torch.testing.assert_close(second["state_dict"], first["state_dict"], rtol=0, atol=0)
+    assert second["global_step"] == 1 and second["hyper_parameters"]["config"]["data"]["context"] == 64
+    assert found["loss/loss"] == pytest.approx(found["val_loss"], abs=1e-4), "measured is what was trained last"
+    assert found["runs"]["train"]["steps"] == 2 and found["steps"] == 1 and found["status"] == "finished"
+    assert table.runs[0].value("runs.train.steps") == 2
+    assert scoring.checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
+    assert only(made).finished()
+
+
+def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Callable[..., Experiment], done: list[str]):
+    train_all(asked(THREE))
+    assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
+    changed = (THREE, "++runs.extend.data.batch_size=2")
+    assert only(asked(THREE)).finished() and not only(asked(*changed)).finished()
+    del done[:]
+    train_all(asked(THREE))
+    assert done == []
+    train_all(asked(*changed))
+    assert done == ["gsm/seed0/extend", "gsm/seed0/loss"]
+    del done[:]
+    train_all(asked(THREE, "++runs.loss.evaluate.context=32", "++runs.extend.data.batch_size=2"))
+    assert done == ["gsm/seed0/loss"]
+    del done[:]
+    train_all(asked(*changed, "force=true"))
+    assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
+
+
+def test_what_two_arms_train_alike_is_trained_once(asked: Callable[..., Experiment], done: list[str]):
+    """Also where one command trains the one arm, and another command the other, whichever was first."""
+    train_all(asked(THREE, ARMS))
+    assert sorted(done) == [f"one/seed0/{name}" for name in ("extend", "loss", "train")] + [
+        f"two/seed0/{name}" for name in ("extend", "loss")
+    ]
+    assert summary(asked(THREE, ARMS), "two")["runs"]["train"]["folder"] == "../../one/seed0/train"
+    assert summary(asked(THREE, ARMS), "two")["curves"] == "../../one/seed0/train"
+    del done[:]
+    for arm in ("arm=two", "arm=one"):
+        train_all(asked(THREE, ARMS, "name=again", arm))
+    assert done == [
+        *(f"two/seed0/{name}" for name in ("train", "extend", "loss")),
+        "one/seed0/extend",
+        "one/seed0/loss",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_stops_no_other_arm_and_the_same_command_goes_on_there(
+    asked: Callable[..., Experiment], done: list[str], capsys: pytest.CaptureFixture[str]
+):
+    done.append("fails one/seed0/extend")
+    with pytest.raises(SystemExit) as stopped:
+        train_all(asked(THREE, ARMS))
+    assert stopped.value.code == 1
+    said = capsys.readouterr().out
+    assert "one/seed0/extend: ended with exit code 3" in said
+    assert "one/seed0/loss: not started, as one/seed0/extend has failed" in said
+    assert said.rindex("its last words") > said.index("sample standard deviation"), "last words come last"
+    found = summary(asked(THREE, ARMS), "one")
+    assert (found["status"], found["reason"]) == ("failed", "run extend ended with exit code 3")
+    assert done[1:] == ["one/seed0/train", "two/seed0/extend", "two/seed0/loss"]
+    assert summary(asked(THREE, ARMS), "two")["status"] == "finished"
+    del done[:]
+    train_all(asked(THREE, ARMS))
+    assert done == ["one/seed0/extend", "one/seed0/loss"]
+
+
+def test_a_run_that_chooses_a_group_drops_what_was_said_of_it(asked: Callable[..., Experiment]):
+    """data.path=... is for the text of the main training, and questions take no path."""
+    made = asked("runs={train: null, tune: {after: train, /data: ruler, data.answers: cot, data.template: short}}")
+    jobs: Any = only(made).jobs
+    config = jobs["tune"].config["data"]
+    assert (config["answers"], config["template"]) == ("cot", "short") and "path" not in config
+    assert jobs["train"].config["data"]["batch_size"] == 4
+
+
+def test_what_every_run_says_otherwise_is_known(asked: Callable[..., Experiment]):
+    both = "runs={a: {trainer.max_steps: 2}, b: {after: a, trainer.max_steps: 1, optimizer.warmup_steps: 1}}"
+    assert experiments._without_effect(only(asked(both))) == ["trainer.max_steps=30"]
+
+
+def test_a_value_of_one_run_can_be_given_on_the_command_line(asked: Callable[..., Experiment]):
+    given = ("++runs.train.trainer.max_steps=7", "++runs.loss.evaluate.sequences=2", "trainer.max_steps=9")
+    jobs: Any = only(asked(THREE, *given)).jobs
+    assert [jobs[name].config["trainer"]["max_steps"] for name in ("train", "extend")] == [7, 1]
+    assert jobs["loss"].words == ("context=64", "sequences=2")
+
+
+def test_a_run_can_be_left_out_or_be_a_checkpoint_that_is_there(asked: Callable[..., Experiment], done: list[str]):
+    """In place of the main training, or of all of it, where only measuring is left."""
+    train_all(asked("runs={train: null}", "name=first"))
+    first = only(asked("runs={train: null}", "name=first")).jobs["train"].folder
+    jobs: Any = only(asked(THREE, f"runs.train={first}", "~runs.loss")).jobs
+    assert list(jobs) == ["extend"] and jobs["extend"].after is None
+    assert jobs["extend"].config["start_from"] == str(first / "checkpoints/last.ckpt")
+    del done[:]
+    measured = asked(THREE, f"runs.extend={first}", "~runs.train")
+    train_all(measured)
+    assert done == ["gsm/seed0/loss"] and summary(measured)["loss/perplexity"] == 7.4
+
+
+def test_an_arm_that_starts_from_another_waits_for_it(asked: Callable[..., Experiment], done: list[str]):
+    arms = "arms={one: [], two: ['optimizer.warmup_steps=3','start_from=${logs}/${name}/one/seed0']}"
+    train_all(asked(arms, "jobs=2"))
+    assert done == ["one/seed0", "two/seed0"]
+    train_all(asked(arms, "jobs=2"))
+    assert done == ["one/seed0", "two/seed0"]
+
+
+def test_a_summary_that_a_killed_command_has_not_written_is_made_up_for(
+    asked: Callable[..., Experiment], done: list[str]
+):
+    train_all(asked(THREE))
+    whole = summary(asked(THREE))
+    write_json(only(asked(THREE)).folder / "summary.json", {"status": "running", "run": "loss"})
+    del done[:]
+    train_all(asked(THREE))
+    assert done == [] and summary(asked(THREE)) == whole
+
+
+@pytest.mark.parametrize("wanted", ["{ruler: true, ruler.examples: 20}", "{ruler: {examples: 20}}", "{ruler: true}"])
+def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_word(
+    asked: Callable[..., Experiment], wanted: str
+):
+    made = asked(f"runs={{a: null, ask: {{after: a, evaluate: {wanted}}}}}", "++runs.ask.evaluate.ruler.examples=5")
+    jobs: Any = only(made).jobs
+    assert commands.choose(jobs["ask"].words) == (commands.RULER, ["examples=5"])
+
+
+def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):
+    """What lies in its folder is of an entry of `runs` that it does not have any more."""
+    for arm in ("one", "two"):
+        (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
+        (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
+    write_json(tmp_path / "two/seed0/summary.json", {"trained": ["new"]})
+    assert scoring.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
+
+
+def test_values_come_through_the_command_line_as_they_are():
+    read = parse_runs({"a": {"name_of": "it's", "x": {"y": [1, "b c", None, True]}, "z": 2.5e-4}})
+    assert read[0].lines == (r"name_of='it\'s'", "x.y=[1,'b c',null,true]", "z=0.00025")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([], r"runs is \[\], but maps names to what differs"),
+        ({"a b": {}}, "runs has the name 'a b'"),
+        ({"a": 3}, "runs.a is 3, but maps keys to values"),
+        ({"a": {"model.stages[": 1}}, r"runs.a: cannot read 'model.stages\[=1'"),
+        ({"a": {"seed": 3}}, "runs.a sets seed, which is the experiment's: leave seed=3 out"),
+        ({"a": {"data": "ruler"}}, "runs.a.data is 'ruler', but data is a group: write /data: ruler"),
+        ({"b": {"after": "a"}}, r"runs.b is after a, but no run of that name stands before it .*runs.a=PATH takes"),
+        ({"a": {}, "b": {"after": "a", "evaluate": {}, "seed": 1}}, "runs.b has evaluate beside other keys"),
+        ({"a": {}, "b": {"evaluate": {}}}, "runs.b measures, but does not say what: give it after: <run>"),
+        ({"a": "x", "b": {"after": "a", "evaluate": {}}, "c": {"after": "b"}}, "runs.c is after b, which measures"),
+        ({"a": "logs/x"}, "runs has a alone, which are there already: one has to train or to measure"),
+        ({"a": {"evaluate": {"contxt": 4}}}, "runs.a.evaluate: unknown argument 'contxt'; did you mean context"),
+        ({"a": {"evaluate": {"ruler.words": "many"}}}, "runs.a.evaluate: words is 'many', but takes int"),
+        (
+            {"a": {"evaluate": {"checkpoint": "x"}}},
+            "runs.a.evaluate has checkpoint=x, which is the experiment's to say",
+        ),
+        ({"a": {"evaluate": {"ruler": {"output": "x"}}}}, "runs.a.evaluate has output=x, which is the experiment's"),
+        ({"a": {"evaluate": {"ruler": {}}}}, "runs.a.evaluate has ruler without a value: give it one, or leave it out"),
+    ],
+)
+def test_what_cannot_be_a_run_is_said(wrong: Any, said: str):
+    with pytest.raises(ConfigError, match=said):
+        parse_runs(wrong)
+
+
+def test_a_run_that_does_not_compose_is_named_before_anything_trains(asked: Callable[..., Experiment]):
+    with pytest.raises(ConfigError, match="^arm gsm: run b: unknown key 'data.contxt'; did you mean context"):
+        asked("runs={a: null, b: {after: a, data.contxt: 64}}").trials()
+
+
+def test_an_experiment_leaves_out_arms_of_the_one_it_builds_on():
+    assert list(read_arms({"gsm": None, "mine": []})) == ["mine"]
