@@ -15,14 +15,15 @@ from short_runs import TINY, composed
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
-from gsm.evaluation import plots
-from gsm.evaluation.commands import commands, scoring
+from gsm.evaluation import commands, plots
+from gsm.evaluation.checkpoints import checkpoints
 from gsm.experiments import experiment as experiments
 from gsm.experiments import weights
 from gsm.experiments.experiment import Experiment, Trial, parse_runs, read_arms, train_all
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Job
 from gsm.files import write_json
+from gsm.training.resume import FORMAT
 
 # The second one does not learn.
 EXTEND = "{after: train, data.context: 64, trainer.max_steps: 1, optimizer.learning_rate: 0.0}"
@@ -85,6 +86,7 @@ def pretend(config: dict[str, Any]) -> None:
     write_json(place / "summary.json", {"status": "finished", "steps": config["trainer"]["max_steps"]})
     (place / "checkpoints").mkdir(exist_ok=True)
     known = {"state_dict": {}, "global_step": 1, "started_from": weights.digest(config["start_from"])}
+    known["format"] = FORMAT
     torch.save({**known, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
 
 
@@ -127,7 +129,7 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
     assert found["loss/loss"] == pytest.approx(found["val_loss"], abs=1e-4), "measured is what was trained last"
     assert found["runs"]["train"]["steps"] == 2 and found["steps"] == 1 and found["status"] == "finished"
     assert table.runs[0].value("runs.train.steps") == 2
-    assert scoring.checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
+    assert checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
     assert only(made).finished()
 
 
@@ -256,7 +258,7 @@ def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_o
         (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
         (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
     write_json(tmp_path / "two/seed0/summary.json", {"trained": ["new"]})
-    assert scoring.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
+    assert checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
 
 
 def test_values_come_through_the_command_line_as_they_are():
