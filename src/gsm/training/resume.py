@@ -4,7 +4,8 @@ A checkpoint to resume from is taken only where nothing is pending: after a step
 metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. What
 is left are the random numbers and how far the data were read, which follows from the number of steps.
 
-This file also holds every use of Lightning's own counters, which it does not document.
+This file also holds what depends on undocumented parts of Lightning: its loops' counters, and the options of the writer
+that its TensorBoard logger makes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
 FORMAT = 2  # of checkpoints; changes with what is in them
 STATE = "training_state"  # the key of a checkpoint that holds what is kept here
@@ -86,6 +88,15 @@ def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
     passes["total"] = dict.fromkeys(passes["total"], passes["total"]["completed"])
     passes["current"] = dict.fromkeys(passes["current"], passes["current"]["completed"])
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # which decides what is logged
+
+
+def hide_after(logger: TensorBoardLogger, step: int) -> None:
+    """Has TensorBoard hide what was logged after ``step``, before the logger's first event.
+
+    Lightning 2.6 keeps what is for its SummaryWriter in ``_kwargs`` from the logger's construction to its first event,
+    and has no other way to give it a ``purge_step`` in between.
+    """
+    logger._kwargs["purge_step"] = step + 1
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -61,8 +61,11 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Appends one line for each metric. Raises OSError, which names the file."""
-        lines = [f"{step},{name},{value:.8g}\n" for name, value in metrics.items() if name != "epoch"]
+        """Appends one line for each metric, by name: Lightning gives them in the order in which they first came.
+
+        Raises OSError, which names the file.
+        """
+        lines = [f"{step},{name},{value:.8g}\n" for name, value in sorted(metrics.items()) if name != "epoch"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

@@ -11,6 +11,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from gsm.training.resume import hide_after
+
 # The CUSTOM SCALARS tab: what belongs together on one chart, of all runs at once. tab -> chart -> tags, as regular
 # expressions. Tags that a model does not log are left out of its lines.
 LAYOUT = {
@@ -86,7 +88,7 @@ class TensorBoard(TensorBoardLogger):
     def rewind(self, step: int) -> None:
         """Hides what was logged after ``step``; has to be called before anything is logged."""
         self.continues = any(Path(self.log_dir).glob("events.out.tfevents.*"))
-        self._kwargs["purge_step"] = step + 1  # Lightning keeps what is for its SummaryWriter there
+        hide_after(self, step)
 
 
 class Charts(lightning.Callback):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -101,7 +102,7 @@ class Sharded(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As the optimiser has it; of what is divided, this rank's share."""
-        return getattr(optimizer, "_optimizer", optimizer).state_dict()  # what Lightning wraps
+        return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Copies this rank's share to the host and writes it in a thread of its own; ``finish`` waits for that.
