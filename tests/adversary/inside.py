@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
+import gsm
 from gsm.callbacks.summary import commit, versions
+from gsm.distributed import shards
 from gsm.runs.command_line import REMEDIES
 from gsm.runs.compose import compose
 from gsm.runs.estimate import refuse_endless
@@ -22,12 +25,14 @@ __all__ = [
     "commit",
     "compose",
     "ids",
+    "in_parts",
     "left",
     "open_data",
     "prepare",
     "resumed",
     "train",
     "versions",
+    "whole",
 ]
 
 
@@ -43,6 +48,31 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
     return read_checkpoint(start.checkpoint)
+
+
+def in_parts(checkpoint: Mapping[str, Any], written: Path, path: Path, files: bool) -> None:
+    """The checkpoint as several ranks would have written it; ``files``: a file of each tensor.
+
+    Args:
+        checkpoint: an ordinary one.
+        written: its file.
+        path: of the small file that stands for the parts.
+        files: whether each tensor has a file of its own.
+    """
+    model = gsm.load_model(written)
+    names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+    ordered = [names[id(parameter)] for group in model.parameter_groups().values() for parameter in group]
+    tensors, rest = shards.take_apart(checkpoint, ordered)
+    folder = path.parent / shards.FOLDER / "00000006-parts"
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=not files, thread_count=1)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    shards.seal(folder)
+    torch.save({**rest, shards.FOLDER: {"folder": folder.name, "names": ordered}}, path)
+
+
+def whole(path: Path) -> dict[str, Any]:
+    """What a checkpoint in parts stands for."""
+    return shards.whole(torch.load(path, weights_only=True), path)
 
 
 def ids(config: Mapping[str, Any]) -> list[torch.Tensor]:

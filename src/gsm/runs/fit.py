@@ -140,7 +140,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: Data |
     trainer = trainers.build(config, model, summary)
     trainers.refuse_divided(trainer, task)
     if start and start.checkpoint:
-        refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
+        refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
         _refuse_other_steps(start, config, trainer.world_size)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | TensorBoard):
