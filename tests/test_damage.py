@@ -115,6 +115,34 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda saved: saved[STATE][0]["state"].update({999: saved[STATE][0]["state"][0]}),
         "holds no state of this model's optimiser",
     ),
+    "a missing moment, of which nothing says that it was there": (
+        lambda saved: (saved.pop("optimizer_entries"), saved[STATE][0]["state"][2].pop("exp_avg")),
+        r"the optimiser's exp_avg of model\..* is missing",
+    ),
+    "no state of a parameter, and nothing says that there was one": (
+        lambda saved: (saved.pop("optimizer_entries"), saved[STATE][0]["state"].pop(3)),
+        r"the optimiser's exp_avg of model\..* is missing, the optimiser's exp_avg_sq of",
+    ),
+    "a moment that the optimiser does not have": (
+        lambda saved: saved[STATE][0]["state"][2].update(momentum=saved[STATE][0]["state"][2]["exp_avg"]),
+        r"the optimiser's momentum of model\..* is not what it keeps",
+    ),
+    "a counter that is a word": (
+        lambda saved: saved["loops"]["fit_loop"]["epoch_progress"]["total"].update(completed="one"),
+        r"loops\.fit_loop\.epoch_progress\.total\.completed is 'one', but has to be a number",
+    ),
+    "a counter that is missing": (
+        lambda saved: saved["loops"]["fit_loop"].pop("epoch_loop.batch_progress"),
+        r"loops\.fit_loop\.epoch_loop\.batch_progress is missing",
+    ),
+    "a verdict that is a word": (
+        lambda saved: next(v for v in saved["callbacks"].values() if "lowest" in v).update(lowest="low"),
+        r"callbacks\.lowest is 'low', but has to be a number",
+    ),
+    "random numbers of nothing": (
+        lambda saved: saved["standing"]["random"].update(torch=torch.zeros(3)),
+        r"standing\.random cannot be taken up",
+    ),
     "a count of steps of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
         r"the optimiser's step of model\..* is float32 \[7\], but has to be float32 \[\]",
@@ -172,6 +200,63 @@ def test_state_that_does_not_fit_is_named_before_anything_is_loaded(name: str, h
     change(checkpoint)
     torch.save(checkpoint, last)
     with pytest.raises(CheckpointError, match=said):
+        going_on(home, copy)()
+
+
+ODD: dict[str, Callable[[dict], object]] = {
+    "hyper_parameters is 7": lambda saved: saved.update(hyper_parameters=7),
+    "hyper_parameters is missing": lambda saved: saved.pop("hyper_parameters"),
+    "hyper_parameters.config is 7": lambda saved: saved["hyper_parameters"].update(config=7),
+    "hyper_parameters.config.trainer is 7": lambda saved: saved["hyper_parameters"]["config"].update(trainer=7),
+    "hyper_parameters.config.size is 7": lambda saved: saved["hyper_parameters"]["config"].update(size=7),
+    "hyper_parameters.config.data.batch_size is 'x'": (
+        lambda saved: saved["hyper_parameters"]["config"]["data"].update(batch_size="x")
+    ),
+    "hyper_parameters.config.model is missing": lambda saved: saved["hyper_parameters"]["config"].pop("model"),
+    "global_step is 'six'": lambda saved: saved.update(global_step="six"),
+    "global_step is True": lambda saved: saved.update(global_step=True),
+    "global_step is missing": lambda saved: saved.pop("global_step"),
+    "standing is 7": lambda saved: saved.update(standing=7),
+    "standing.step is None": lambda saved: saved["standing"].update(step=None),
+    "standing.random.python is {}": lambda saved: saved["standing"]["random"].update(python={}),
+    "state_dict is []": lambda saved: saved.update(state_dict=[]),
+    "state_dict is missing": lambda saved: saved.pop("state_dict"),
+    "state_dict.model.embedding.weight is 3": lambda saved: saved["state_dict"].update({"model.embedding.weight": 3}),
+    "optimizer_states[0].state is 7": lambda saved: saved[STATE][0].update(state=7),
+    "optimizer_states[0].param_groups is {}": lambda saved: saved[STATE][0].update(param_groups={}),
+    "loops is None": lambda saved: saved.update(loops=None),
+    "tokenizer is 3": lambda saved: saved.update(tokenizer=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_a_file_of_another_shape_is_one_sentence_wherever_it_is_read(said: str, home: Path, copy: Path):
+    last = copy / "checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    ODD[said](checkpoint)
+    torch.save(checkpoint, last)
+    for use in (lambda: gsm.load_model(last), lambda: gsm.load_model(copy), going_on(home, copy)):
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"no checkpoint of a run of this project: {said}")
+        ) as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [7, [], "text", None, torch.ones(2)])
+def test_what_is_no_mapping_is_no_checkpoint(value: object, tmp_path: Path):
+    torch.save(value, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="no checkpoint of a run of this project: its content is"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_a_model_alone_can_be_loaded_but_not_gone_on_from(home: Path, copy: Path):
+    last = copy / "checkpoints/last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["hyper_parameters"]["config"]["trainer"]
+    torch.save(checkpoint, last)
+    assert gsm.load_model(last)
+    with pytest.raises(CheckpointError, match=r"not gone on from: its trainer\.max_steps is missing"):
         going_on(home, copy)()
 
 

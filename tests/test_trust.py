@@ -245,6 +245,22 @@ def in_parts(folder: Path, index: bytes | None = None, **more: Any) -> Path:
     return folder / "checkpoints/last.ckpt"
 
 
+def test_parts_that_have_changed_places_are_not_taken_for_each_other(tmp_path):
+    """Each is sound in itself, and says nowhere which one it is."""
+    path = in_parts(tmp_path)
+    parts, other = path.parent / "shards/p", tmp_path / "other"
+    other.mkdir()
+    shards.seal(parts)
+    assert read_checkpoint(path)["state_dict"]["model.x"].tolist() == [1, 1, 1]
+    place = next(parts.glob("*.distcp"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        dcp.save({"weights/model.x": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(other), no_dist=True)
+    place.write_bytes(next(other.glob("*.distcp")).read_bytes())
+    with pytest.raises(CheckpointError, match=f"{place.name}, a part of .* is damaged, or another one in its place"):
+        read_checkpoint(path)
+
+
 class Runs:
     """Unpickled, it makes a file."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def same(one: Any, two: Any) -> bool:
 
 def flipped(draw: random.Random, world: World) -> Case:
     """One file of a run or of its cache, damaged on the disk, then used."""
-    return _checkpoint(draw, world) if draw.random() < 0.5 else _cache(draw, world)
+    return draw.choice([_checkpoint, _checkpoint, _cache, _cache, _parts])(draw, world)
 
 
 def _checkpoint(draw: random.Random, world: World) -> Case:
@@ -82,6 +83,58 @@ def _checkpoint(draw: random.Random, world: World) -> Case:
                 raise Wrong("it goes on from another content than was written")
 
     return Case(run, f"last.ckpt, {how}, {use}", ("last.ckpt",), outside=(world.home / "cache",))
+
+
+def _parts(draw: random.Random, world: World) -> Case:
+    """A checkpoint in parts, of which one is damaged, missing, another's, or in another's place."""
+    use = draw.choice(["load_model", "resume", "start_from"])
+    how = draw.choice(["mutated", "mutated", "mutated", "exchanged", "missing", "all missing", "older"])
+    files, state = draw.random() < 0.5, draw.getstate()
+
+    def run(folder: Path) -> None:
+        draw.setstate(state)
+        last = folder / "run/checkpoints/last.ckpt"
+        last.parent.mkdir(parents=True)
+        inside.in_parts(world.saved, world.last, last, files)
+        _harm_parts(draw, how, last, world)
+        if use == "load_model":
+            _same_weights(gsm.load_model(last), world.saved["state_dict"])
+        elif use == "start_from":
+            inside.build(world.config("started", f"start_from={last}", f"folder={folder / 'new'}"))
+        else:
+            inside.resumed(world.config("resumed", f"folder={folder / 'run'}"))
+        if not same(inside.whole(last), world.saved):
+            raise Wrong("it was taken for another content than was written")
+
+    title = f"parts, {'a file each, ' if files else ''}{how}, {use}"
+    return Case(run, title, ("last.ckpt", "shards"), outside=(world.home / "cache",))
+
+
+def _harm_parts(draw: random.Random, how: str, last: Path, world: World) -> None:
+    parts = sorted(path for path in last.parent.rglob("*") if path.is_file() and path != last)
+    big = [path for path in parts if path.suffix == ".distcp"]
+    chosen = draw.choice([*big, *(path for path in parts if path not in big)])
+    if how == "mutated":
+        chosen.write_bytes(mutate(draw, chosen.read_bytes())[1])
+    elif how == "exchanged":
+        one, two = draw.choice(big), draw.choice(parts)
+        content = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(content)
+    elif how == "missing":
+        chosen.unlink()
+    elif how == "all missing":
+        shutil.rmtree(chosen.parent)
+    else:  # parts of another step below the same index
+        other = last.parent.parent / "other/last.ckpt"
+        other.parent.mkdir()
+        changed = world.checkpoint()
+        for value in changed["state_dict"].values():
+            value.add_(1)
+        inside.in_parts(changed, world.last, other, files=len(big) > 1)
+        place = other.parent / chosen.relative_to(last.parent)
+        if place.is_file():
+            chosen.write_bytes(place.read_bytes())
 
 
 def _content(world: World) -> bytes:
@@ -132,12 +185,20 @@ def entries(draw: random.Random, world: World) -> Case:
         elif not same(ended, world.saved["state_dict"]):
             raise Wrong("it trained on without a word, to other weights")
 
-    return Case(run, "; ".join(titles), ("last.ckpt", "not finite", "model."), 60, (world.home / "cache",))
+    return Case(
+        run,
+        "; ".join(titles),
+        ("last.ckpt", "not finite", "model.", "the unfinished run in"),
+        60,
+        (world.home / "cache",),
+    )
 
 
 def _change(draw: random.Random, checkpoint: dict[str, Any]) -> str:
     """Changes one entry in place, and says which."""
-    where = draw.choice(["weight", "moment", "moment", "moment", "state", "group", "whole"])
+    where = draw.choice(["weight", "moment", "moment", "moment", "state", "group", "whole", "anywhere", "anywhere"])
+    if where == "anywhere":
+        return _anywhere(draw, checkpoint)
     if where == "weight" and isinstance(checkpoint.get("state_dict"), dict) and checkpoint["state_dict"]:
         weights = checkpoint["state_dict"]
         name = draw.choice(sorted(weights))
@@ -167,6 +228,20 @@ def _change(draw: random.Random, checkpoint: dict[str, Any]) -> str:
         return _replaced(draw, state, number, f"state {number}")
     key = draw.choice(sorted(state[number]))
     return _other(draw, state[number], key, f"moment {key} of {number}")
+
+
+def _anywhere(draw: random.Random, checkpoint: dict[str, Any]) -> str:
+    """Something is gone, or of another kind, at any depth; not in the configuration, which may be another."""
+    place, holder = "", checkpoint
+    while True:
+        keys = [key for key in holder if key not in ("config", "pytorch-lightning_version")]
+        if not keys:
+            return f"{place} as it was"
+        key = draw.choice(keys)
+        place += f".{key}"
+        if not isinstance(holder[key], dict) or not holder[key] or draw.random() < 0.3:
+            return _replaced(draw, holder, key, place[1:])
+        holder = holder[key]
 
 
 def _replaced(draw: random.Random, holder: dict, key: Any, name: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
+import gsm
 import gsm.experiments.experiment  # noqa: F401 - what train.py imports late: whoever is forked from here has it
 from gsm.config.command_line import REMEDIES
 from gsm.config.compose import compose
@@ -23,12 +26,14 @@ __all__ = [
     "commit",
     "compose",
     "ids",
+    "in_parts",
     "open_data",
     "prepare",
     "resumed",
     "small_shards",
     "train",
     "versions",
+    "whole",
 ]
 
 
@@ -44,6 +49,31 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
     return read_checkpoint(start.checkpoint)
+
+
+def in_parts(checkpoint: Mapping[str, Any], written: Path, path: Path, files: bool) -> None:
+    """The checkpoint as several ranks would have written it; ``files``: a file of each tensor.
+
+    Args:
+        checkpoint: an ordinary one.
+        written: its file.
+        path: of the small file that stands for the parts.
+        files: whether each tensor has a file of its own.
+    """
+    model = gsm.load_model(written)
+    names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+    ordered = [names[id(parameter)] for group in model.parameter_groups().values() for parameter in group]
+    tensors, rest = parts.take_apart(checkpoint, ordered)
+    folder = path.parent / parts.FOLDER / "00000006-parts"
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=not files, thread_count=1)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    parts.seal(folder)
+    torch.save({**rest, parts.FOLDER: {"folder": folder.name, "names": ordered}}, path)
+
+
+def whole(path: Path) -> dict[str, Any]:
+    """What a checkpoint in parts stands for."""
+    return parts.whole(torch.load(path, weights_only=True), path)
 
 
 def ids(config: Mapping[str, Any]) -> list[torch.Tensor]:

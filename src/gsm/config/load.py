@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import torch
@@ -20,7 +20,44 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
-from gsm.training.resume import FORMAT
+from gsm.training.resume import ENTRIES, FORMAT, STATE
+
+NUMBER = (int, float)
+NONE = type(None)
+# What a checkpoint consists of: the kind of every entry, or in curly brackets what lies below it (under ..., of
+# any name), in square brackets what all in a list are. What `NEEDED` names has to be there.
+SHAPE: dict[Any, Any] = {
+    "hyper_parameters": {
+        "config": {
+            "model": Mapping,
+            "data": Mapping,
+            "trainer": {"max_steps": int},
+            "global_batch": (int, NONE),
+            "size": Mapping,
+            "choices": {...: (str, NONE)},
+            "callbacks": (Mapping, NONE),
+            "start_from": (str, NONE),
+        }
+    },
+    "state_dict": {...: torch.Tensor},
+    shards.FOLDER: {"folder": str, "names": [str]},
+    "global_step": int,
+    "optimizer_states": [{"state": {...: Mapping}, "param_groups": [{"params": list}]}],
+    ENTRIES: [{...: [str]}],
+    "lr_schedulers": [{"base_lrs": [NUMBER], "last_epoch": int}],
+    "loops": {"fit_loop": Mapping},
+    "callbacks": {...: Mapping},
+    STATE: {
+        "random": {"torch": torch.Tensor, "python": (list, tuple), "numpy": (list, tuple), "cuda": torch.Tensor},
+        "world": int,
+    },
+    "format": int,
+    "tokenizer": (Mapping, NONE),
+    "fingerprint": (Mapping, NONE),
+    "origin": (str, NONE),
+    "started_from": (str, NONE),
+}
+NEEDED = ("hyper_parameters", "config", "model", "global_step")
 
 
 class CheckpointError(ConfigError):
@@ -157,11 +194,11 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
-    config = checkpoint.get("hyper_parameters", {}).get("config") if isinstance(checkpoint, Mapping) else None
-    if not (isinstance(config, Mapping) and "model" in config and {"state_dict", shards.FOLDER} & checkpoint.keys()):
-        raise CheckpointError(
-            f"{path} is a file of PyTorch, but no checkpoint of a run of this project: it holds no configuration"
-        )
+    wrong = list(_misshapen(checkpoint, SHAPE, ""))
+    if not wrong and not {"state_dict", shards.FOLDER} & checkpoint.keys():
+        wrong = ["state_dict is missing"]
+    if wrong:
+        raise CheckpointError(f"{path} is a file of PyTorch, but no checkpoint of a run of this project: {few(wrong)}")
     if checkpoint.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is of format {checkpoint.get('format', 1)}, and this version reads format {FORMAT}: use the "
@@ -172,6 +209,25 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
     except shards.Broken as error:
         raise CheckpointError(str(error)) from error
+
+
+def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:
+    """What a checkpoint has otherwise than `SHAPE` says, in words."""
+    kinds: Any = Mapping if isinstance(shape, dict) else list if isinstance(shape, list) else shape
+    fits = isinstance(value, kinds) and (type(value) is not bool or kinds not in (int, NUMBER))
+    if not fits:
+        yield f"{place or 'its content'} is {value!r:.40}"
+    if fits and isinstance(shape, list):
+        for number, below in enumerate(cast(list, value)):
+            yield from _misshapen(below, shape[0], f"{place}[{number}]")
+    if fits and isinstance(shape, dict):
+        entries = cast(Mapping, value)
+        missing = [key for key in shape if key in NEEDED and key not in entries]
+        yield from (f"{place}.{key} is missing".removeprefix(".") for key in missing)
+        for key, below in entries.items():
+            known = shape.get(key, shape.get(...))
+            if known is not None:
+                yield from _misshapen(below, known, f"{place}.{key}" if place else str(key))
 
 
 def usable(device: str) -> str:

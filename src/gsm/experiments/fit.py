@@ -160,7 +160,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
     summary = Summary(Path(config["folder"]) / "summary.json", facts)
     trainer = trainers.build(config, task, summary)
     if start.checkpoint:
-        refuse_other_state(start.checkpoint, model, task.optimizer, config["trainer"].get("precision"))
+        refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
         for logger in trainer.loggers:
             if callable(rewind := getattr(logger, "rewind", None)):
                 rewind(start.step)

@@ -37,6 +37,7 @@ MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers a
 BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
+SAID = (("trainer", "max_steps"),)  # by the configuration of every run
 # Of the data, which is made only where there is something to compare.
 Fingerprint = Callable[[], Mapping[str, str | int]]
 
@@ -272,7 +273,12 @@ def _read_last(last: Path) -> dict[str, Any]:
 
 
 def _config(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    return checkpoint["hyper_parameters"]["config"]
+    """The configuration of its run. Raises CheckpointError for one that does not say how it was trained."""
+    config = checkpoint["hyper_parameters"]["config"]
+    for part, key in SAID:
+        if key not in config.get(part, {}):
+            raise CheckpointError(f"a checkpoint can be loaded, but not gone on from: its {part}.{key} is missing")
+    return config
 
 
 def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) -> list[str]:

@@ -11,32 +11,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gsm.config.check import few
 from gsm.config.load import CheckpointError, not_finite, read_checkpoint
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
+from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
-from gsm.training.resume import ENTRIES
+from gsm.training.resume import ENTRIES, STATE, random_states, restore_random_states
 
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def refuse_other_state(path: Path, model: LanguageModel, settings: AdamW, precision: str | None) -> None:
+def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Trainer, precision: str | None) -> None:
     """Compares names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:
         path: of the checkpoint; its tensors stay on the disk.
-        model: before it is divided, or converted to the trainer's precision.
-        settings: of its optimiser.
-        precision: the trainer's.
+        task: with the model, before it is divided, or converted to the trainer's precision.
+        trainer: that is to go on.
+        precision: the trainer's, as it was chosen.
 
     Raises CheckpointError, which names what does not fit.
     """
-    checkpoint = read_checkpoint(path, mmap=True)
+    checkpoint, model, settings = read_checkpoint(path, mmap=True), task.model, task.optimizer
     half = HALVES.get(precision or "")
     known = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
@@ -50,7 +52,11 @@ def refuse_other_state(path: Path, model: LanguageModel, settings: AdamW, precis
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
     try:
         wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
-        wrong += [*_missing(checkpoint.get(ENTRIES, ()), found, ordered), *_wrong_settings(checkpoint, optimizer)]
+        wrong += [
+            *_wrong_entries(checkpoint, found, ordered, _kept(model, settings)),
+            *_wrong_settings(checkpoint, optimizer),
+        ]
+        wrong += _wrong_places(checkpoint, trainer)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
     if not wrong and shards.FOLDER not in checkpoint:  # of parts, each rank reads its share alone
@@ -119,13 +125,75 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
             yield f"{part} is missing"
 
 
-def _missing(saved: Any, found: Described, ordered: list[str]) -> Iterator[str]:
-    """Entries that were there when the checkpoint was written; an older one does not say."""
-    for state in saved:
-        for number, keys in state.items():
-            for key in keys:
-                if f"{shards.OPTIMIZER}{ordered[number]}/{key}" not in found:
-                    yield f"the optimiser's {key} of {ordered[number]} is missing"
+def _kept(model: LanguageModel, settings: AdamW) -> dict[str, set[str]]:
+    """The names of what the optimiser keeps for each parameter that it trains: found in a step of small ones."""
+    names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+    small: dict[Tensor, str] = {}
+
+    def like(parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(torch.zeros([1] * parameter.ndim), requires_grad=parameter.requires_grad)
+        made.grad = torch.zeros_like(made)
+        small[made] = names[id(parameter)]
+        return made
+
+    groups = {name: [like(parameter) for parameter in group] for name, group in model.parameter_groups().items()}
+    optimizer = settings.build(groups)
+    optimizer.step()
+    return {small[made]: set(state) for made, state in optimizer.state.items()}
+
+
+def _wrong_entries(
+    checkpoint: Mapping[str, Any], found: Described, ordered: list[str], kept: Mapping[str, set[str]]
+) -> Iterator[str]:
+    """Entries of the optimiser that are missing, or that it does not have.
+
+    It has none for a parameter that never had a gradient. Which those are the checkpoint says (an older one does not).
+    """
+    there: dict[str, set[str]] = {name: set() for name in ordered}
+    for key in found:
+        if key.startswith(shards.OPTIMIZER):
+            name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
+            there.setdefault(name, set()).add(entry)
+    told = checkpoint.get(ENTRIES)
+    without = {name for number, name in enumerate(ordered) if told and not told[0].get(number)}
+    for name in sorted(there.keys() | kept.keys()):
+        has, wanted = there.get(name, set()), kept.get(name, set())
+        if not has and (name in without or checkpoint["global_step"] == 0):
+            continue
+        yield from (f"the optimiser's {entry} of {name} is missing" for entry in sorted(wanted - has))
+        yield from (f"the optimiser's {entry} of {name} is not what it keeps" for entry in sorted(has - wanted))
+
+
+def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> Iterator[str]:
+    """What the trainer, its callbacks and the generators of random numbers could not take up."""
+    yield from _unlike(trainer.fit_loop.state_dict(), checkpoint["loops"]["fit_loop"], "loops.fit_loop")
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if callback.state_key in checkpoint["callbacks"]:
+            yield from _unlike(callback.state_dict(), checkpoint["callbacks"][callback.state_key], "callbacks")
+    states = checkpoint.get(STATE, {}).get("random")
+    if states is not None:
+        cpu, here = torch.device("cpu"), random_states(torch.device("cpu"))
+        try:
+            restore_random_states(states, cpu)
+        except Exception as error:  # whatever PyTorch, Python and numpy say to it
+            yield f"{STATE}.random cannot be taken up ({error!r:.80})"
+        finally:
+            restore_random_states(here, cpu)
+
+
+def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
+    """Where numbers or mappings of one's own stand for something else in what was saved, or for nothing."""
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            yield f"{place} is {saved!r:.40}"
+            return
+        for key, value in own.items():
+            if key in saved:
+                yield from _unlike(value, saved[key], f"{place}.{key}")
+            else:
+                yield f"{place}.{key} is missing"
+    elif isinstance(own, bool | int | float) and not isinstance(saved, bool | int | float):
+        yield f"{place} is {saved!r:.40}, but has to be a number"
 
 
 def _other(name: str, kind: tuple[Any, torch.dtype], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 from gsm.files import Damaged, verify_archive, write_json
 
 FOLDER = "shards"  # beside the small file; also the key in it
-SEAL = "index.json"  # beside the parts: the checksum of their index
+SEAL = "index.json"  # beside the parts: the checksum of their index, and of what each of them says of itself
+TAIL = 1 << 12  # bytes: where a piece of a part has its own checksums, at its end
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 Tensors = dict[str, Tensor]
 _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue] # the one in Python
@@ -123,10 +124,9 @@ def check(checkpoint: Mapping[str, Any], path: Path, verify: bool = False) -> No
     """
     if FOLDER not in checkpoint:
         return
-    reader, places = Reader(folder_of(checkpoint, path)), dict[Path, list[tuple[int, int]]]()
-    for place in reader.read_metadata().storage_data.values():
-        part = reader.part(place.relative_path)
-        places.setdefault(part, []).append((place.offset, place.length))
+    reader = Reader(folder_of(checkpoint, path))
+    places = reader.places()
+    sealed = reader.sealed().get("parts") or {}
     for part, pieces in sorted(places.items()):
         end = max(offset + length for offset, length in pieces)
         size = part.stat().st_size if part.is_file() else None
@@ -135,6 +135,8 @@ def check(checkpoint: Mapping[str, Any], path: Path, verify: bool = False) -> No
             raise Broken(f"{part}, a part of {path}, {harm}")
         if verify:
             _verify(part, pieces)
+        if sealed.get(part.name) not in (None, _tails(part, pieces)):
+            raise Broken(f"{part}, a part of {path}, is damaged, or another one in its place")
 
 
 def _verify(part: Path, pieces: Sequence[tuple[int, int]]) -> None:
@@ -148,9 +150,20 @@ def _verify(part: Path, pieces: Sequence[tuple[int, int]]) -> None:
                 raise Broken(f"{part} is damaged from byte {offset} on: {error}") from error
 
 
+def _tails(part: Path, pieces: Sequence[tuple[int, int]]) -> int:
+    """What a part is known by, however large it is: the checksum of the checksums that its pieces end with."""
+    value = 0
+    with part.open("rb") as file:
+        for offset, length in sorted(pieces):
+            file.seek(offset + max(0, length - TAIL))
+            value = zlib.crc32(file.read(min(length, TAIL)), value)
+    return value
+
+
 def seal(folder: Path) -> None:
-    """Notes the checksum of the index of complete parts beside it."""
-    write_json(folder / SEAL, {"crc32": zlib.crc32((folder / ".metadata").read_bytes())})
+    """Notes beside complete parts what they and their index are known by."""
+    parts = {part.name: _tails(part, pieces) for part, pieces in Reader(folder).places().items()}
+    write_json(folder / SEAL, {"crc32": zlib.crc32((folder / ".metadata").read_bytes()), "parts": parts})
 
 
 def folder_of(checkpoint: Mapping[str, Any], path: Path) -> Path:
@@ -189,10 +202,11 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The index. Raises Broken for one that is damaged, or holds anything else."""
-        path, seal = Path(self.path) / ".metadata", Path(self.path) / SEAL
+        path = Path(self.path) / ".metadata"
         try:
             content = path.read_bytes()
-            if seal.is_file() and json.loads(seal.read_text(encoding="utf-8")).get("crc32") != zlib.crc32(content):
+            sealed = self.sealed()
+            if sealed and sealed.get("crc32") != zlib.crc32(content):
                 raise ValueError("its checksum is another")
             metadata = _described(_Index(io.BytesIO(content)).load())
         except (
@@ -207,6 +221,21 @@ class Reader(dcp.FileSystemReader):
             raise Broken(f"{path}, the index of a checkpoint's parts, cannot be read: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def sealed(self) -> dict[str, Any]:
+        """What was noted with complete parts; nothing, of older ones. Raises ValueError."""
+        seal = Path(self.path) / SEAL
+        content = json.loads(seal.read_text(encoding="utf-8")) if seal.is_file() else {}
+        if not isinstance(content, dict) or not isinstance(content.get("parts", {}), dict):
+            raise ValueError(f"{seal} is not what was written")
+        return content
+
+    def places(self) -> dict[Path, list[tuple[int, int]]]:
+        """Where each part has its pieces: their first bytes and lengths. Raises Broken."""
+        found: dict[Path, list[tuple[int, int]]] = {}
+        for place in self.read_metadata().storage_data.values():
+            found.setdefault(self.part(place.relative_path), []).append((place.offset, place.length))
+        return found
 
     def part(self, name: str) -> Path:
         """The file of a part, by the name that the index has for it. Raises Broken for one that lies elsewhere."""
