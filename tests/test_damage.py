@@ -94,6 +94,7 @@ def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: 
 
 
 STATE = "optimizer_states"
+KEPT = "training_state"
 CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a moment of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(exp_avg=torch.zeros(3)),
@@ -140,8 +141,8 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         r"callbacks\.lowest is 'low', but has to be a number",
     ),
     "random numbers of nothing": (
-        lambda saved: saved["standing"]["random"].update(torch=torch.zeros(3)),
-        r"standing\.random cannot be taken up",
+        lambda saved: saved[KEPT]["random"].update(torch=torch.zeros(3)),
+        r"training_state\.random cannot be taken up",
     ),
     "a count of steps of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
@@ -209,16 +210,16 @@ ODD: dict[str, Callable[[dict], object]] = {
     "hyper_parameters.config is 7": lambda saved: saved["hyper_parameters"].update(config=7),
     "hyper_parameters.config.trainer is 7": lambda saved: saved["hyper_parameters"]["config"].update(trainer=7),
     "hyper_parameters.config.size is 7": lambda saved: saved["hyper_parameters"]["config"].update(size=7),
-    "hyper_parameters.config.data.batch_size is 'x'": (
-        lambda saved: saved["hyper_parameters"]["config"]["data"].update(batch_size="x")
+    "hyper_parameters.config.global_batch is 'x'": (
+        lambda saved: saved["hyper_parameters"]["config"].update(global_batch="x")
     ),
     "hyper_parameters.config.model is missing": lambda saved: saved["hyper_parameters"]["config"].pop("model"),
     "global_step is 'six'": lambda saved: saved.update(global_step="six"),
     "global_step is True": lambda saved: saved.update(global_step=True),
     "global_step is missing": lambda saved: saved.pop("global_step"),
-    "standing is 7": lambda saved: saved.update(standing=7),
-    "standing.step is None": lambda saved: saved["standing"].update(step=None),
-    "standing.random.python is {}": lambda saved: saved["standing"]["random"].update(python={}),
+    "training_state is 7": lambda saved: saved.update({KEPT: 7}),
+    "training_state.world is None": lambda saved: saved[KEPT].update(world=None),
+    "training_state.random.python is {}": lambda saved: saved[KEPT]["random"].update(python={}),
     "state_dict is []": lambda saved: saved.update(state_dict=[]),
     "state_dict is missing": lambda saved: saved.pop("state_dict"),
     "state_dict.model.embedding.weight is 3": lambda saved: saved["state_dict"].update({"model.embedding.weight": 3}),

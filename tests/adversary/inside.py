@@ -19,6 +19,7 @@ from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.fit import assemble, open_data, train
 from gsm.experiments.folder import prepare
 from gsm.training.callbacks.summary import commit, versions
+from gsm.training.distributed import shards as parts
 
 __all__ = [
     "REMEDIES",

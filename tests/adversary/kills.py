@@ -1,7 +1,7 @@
 """Commands that are killed at a random moment and given again: in the end all is as if nothing had been.
 
-Five kinds: a single run, an experiment of two arms, one of a run in phases, two ranks, and a text that is encoded by
-several processes. What is killed is the command, or one of the processes that it has started; whoever is left has to
+Five kinds: a single run, an experiment of two arms, one of runs after one another, two ranks, and a text that is
+encoded by several processes. What is killed is the command, or one of the processes that it has started; whoever is left has to
 end by itself. Weights, optimisers, curves, results and the cache are compared with those of an undisturbed run.
 """
 
@@ -48,7 +48,8 @@ arms:
   slow: []
   fast: [optimizer.learning_rate=0.01]
 """
-PHASES = "{train:{},extend:{trainer.max_steps:2,optimizer.learning_rate:0.01},loss:{evaluate:{context:64}}}"
+EXTEND = "{after:train,trainer.max_steps:2,optimizer.learning_rate:0.01}"
+RUNS = f"{{train:{{}},extend:{EXTEND},loss:{{after:extend,evaluate:{{context:64}}}}}}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Kind:
 KINDS = {
     "single": Kind(),
     "experiment": Kind(("experiment=two_arms",)),
-    "phases": Kind(("seeds=[0]", f"phases={PHASES}")),
+    "runs": Kind(("seeds=[0]", f"runs={RUNS}")),
     "two ranks": Kind(("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=2")),
     "encoding": Kind(
         ("data.tokenizer=bpe", "size.vocabulary=300", "data.prepare_workers=2", "trainer.max_steps=1"),

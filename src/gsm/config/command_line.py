@@ -61,7 +61,7 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
         directories = paths.config_folders()[1:]
         if arguments is None and directories and not any(word.startswith(SEARCH) for word in sys.argv):
             first = sys.argv.index(parsed.overrides[0]) if parsed.overrides else len(sys.argv)  # they stand together
-            sys.argv.insert(first, _search(directories))
+            sys.argv.insert(first, search(directories))
         check_available(parsed.overrides)
         check_overrides(parsed.overrides, directories, script)
 
@@ -115,7 +115,7 @@ def _own_configs(folder: str | None) -> None:
     os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *others]))
 
 
-def _search(directories: Sequence[Path]) -> str:
+def search(directories: Sequence[Path]) -> str:
     """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
     return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
 
@@ -168,7 +168,7 @@ def again(saved: bool = False) -> str:
     interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
     interpreter = sys.executable if interpreter.startswith("..") else interpreter
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
-    words = [word for word in words if word != _search(paths.config_folders()[1:])]
+    words = [word for word in words if word != search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
     return shlex.join([*_starter(interpreter), script, *words])
 

@@ -39,7 +39,7 @@ from hydra.types import RunMode
 
 from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
-from gsm.config.command_line import again, read_arguments
+from gsm.config.command_line import again, read_arguments, search
 from gsm.config.compose import compose, refuse_unnamed
 from gsm.config.load import CheckpointError
 from gsm.evaluation import commands, ruler
@@ -489,7 +489,8 @@ def _script() -> list[str]:
                 f"{flag} {value} was given, but an experiment composes its runs from configs/train.yaml: leave it out, "
                 "and add yaml files of your own with --config-dir"
             )
-    own = list(HydraConfig.get().overrides.hydra)
+    noted = search(paths.config_folders()[1:])  # by this script, as each that it starts does
+    own = [line for line in HydraConfig.get().overrides.hydra if line != noted]
     if any(line.startswith("hydra.searchpath=") for line in own):
         raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")
     own_yamls = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
