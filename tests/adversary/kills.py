@@ -1,8 +1,9 @@
 """Commands that are killed at a random moment and given again: in the end all is as if nothing had been.
 
 Five kinds: a single run, an experiment of two arms, one of runs after one another, two ranks, and a text that is
-encoded by several processes. What is killed is the command, or one of the processes that it has started; whoever is left has to
-end by itself. Weights, optimisers, curves, results and the cache are compared with those of an undisturbed run.
+encoded by several processes. What is killed is the command, or one of the processes that it has started; whoever is
+left has to end by itself. Weights, optimisers, curves, results and the cache are compared with those of an undisturbed
+run.
 """
 
 from __future__ import annotations
