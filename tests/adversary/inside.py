@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import gsm
 from gsm.callbacks.summary import commit, versions
 from gsm.distributed import shards
-from gsm.runs.command_line import REMEDIES
+from gsm.runs.command_line import REMEDIES, errors_as_sentences
 from gsm.runs.compose import compose
 from gsm.runs.estimate import refuse_endless
 from gsm.runs.fit import assemble, open_data, train
@@ -24,6 +24,7 @@ __all__ = [
     "build",
     "commit",
     "compose",
+    "errors_as_sentences",
     "ids",
     "in_parts",
     "left",
