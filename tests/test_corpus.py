@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -218,3 +219,17 @@ def test_ids_take_two_bytes_while_they_fit() -> None:
     encoded = encode_parcel(pieces, Large())  # type: ignore[arg-type]
     assert encoded.ids.dtype == np.uint32 and encoded.ids.tolist() == [69_000, 69_999] * 2
     assert encoded.ends_P.tolist() == [2, 4] and encoded.bytes_P.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("held_out", [None, "*fe*"])
+def test_a_file_whose_name_is_not_utf8_is_named(held_out: str | None, tmp_path: Path) -> None:
+    tiny_text.write(tmp_path)
+    try:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff_fe.txt")).write_text("some text of its own")
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    with pytest.raises(
+        ValueError, match=r"^the name of '.*\\udcff_fe\.txt' is not UTF-8; give it another one, or leave it"
+    ):
+        _ = Corpus(tmp_path, validation=held_out).digest
+    assert Corpus(tmp_path, files="module_*").digest

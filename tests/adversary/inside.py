@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import gsm
 import gsm.experiments.experiment  # noqa: F401 - what train.py imports late: whoever is forked from here has it
-from gsm.config.command_line import REMEDIES
+from gsm.config.command_line import REMEDIES, errors_as_sentences
 from gsm.config.compose import compose
 from gsm.config.load import read_checkpoint
 from gsm.data import shards
@@ -26,6 +26,7 @@ __all__ = [
     "build",
     "commit",
     "compose",
+    "errors_as_sentences",
     "ids",
     "in_parts",
     "open_data",

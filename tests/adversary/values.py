@@ -112,7 +112,8 @@ def sizes(draw: random.Random, world: World) -> Case:
     known = _keys(tuple(given), str(world.home / "text"))
     whole = sorted(key for key, value in known.items() if type(value) is int)
     key = draw.choice(whole)
-    return _tried(world, given, [f"{key}={draw.choice(HUGE)}"], [key], key not in LONG)
+    value = draw.choice(HUGE)
+    return _tried(world, given, [f"{key}={value}"], [key], key not in LONG and value != HUGE[0])  # which takes minutes
 
 
 @functools.cache
@@ -163,11 +164,15 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
     def run(folder: Path) -> None:
         places = [f"data.path={world.home / 'text'}", f"data.cache_dir={world.home / 'cache'}"] if text else []
         config = inside.compose([*given, *places, f"logs={folder / 'logs'}", f"folder={folder / 'run'}", *bad])
-        inside.build(config)
-        if trains and config["trainer"]["max_steps"] < 10:
-            facts = inside.train(config)
-            if facts.get("val_loss") is not None and not math.isfinite(facts["val_loss"]):
-                raise Wrong(f"it ended with a loss of {facts['val_loss']}")
+        try:
+            inside.build(config)
+            if trains and config["trainer"]["max_steps"] < 10:
+                facts = inside.train(config)
+                if facts.get("val_loss") is not None and not math.isfinite(facts["val_loss"]):
+                    raise Wrong(f"it ended with a loss of {facts['val_loss']}")
+        except (MemoryError, RuntimeError):
+            with inside.errors_as_sentences():  # where memory runs out, train.py says so
+                raise
 
     last = {word for key in keys for word in (key, *key.replace("/", ".").split("."))}
     if "size" in last:
@@ -178,7 +183,7 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
 
 
 def places(draw: random.Random, world: World) -> Case:
-    """Class 12: where a run may go. Nothing lies outside of the folder of logs afterwards."""
+    """Class 12: where a run may go. Nothing lies outside of the folder of logs afterwards, or of what was chosen."""
     words = [
         "../../x",
         "..",
@@ -196,9 +201,19 @@ def places(draw: random.Random, world: World) -> Case:
         "größer",
         "-",
         "' '",
+        "'a\u202eb'",
+        "/dev/null",
+        "/proc/self/x",
+        "logs/.replaced",
+        "...",
+        "-1",
+        "true",
+        "[a,b]",
+        "{a:1}",
     ]
-    key = draw.choice(["name", "arm", "logs", "folder", "seed"])
-    bad = f"{key}={draw.choice(words)}"
+    key = draw.choice([*["name", "arm", "logs", "folder"] * 2, "seed", "resume", "start_from"])
+    word = draw.choice([word for word in words if word != "/x" or key not in ("logs", "folder")])
+    bad = f"{key}={word}"
 
     def run(folder: Path) -> None:
         home, before = folder / "a/b/c", set(folder.iterdir())
@@ -206,13 +221,20 @@ def places(draw: random.Random, world: World) -> Case:
         os.chdir(home)
         logs = home / "logs"
         inside.train(world.config("placed", f"logs={logs}", bad))
+        chosen = logs if key not in ("logs", "folder") else (home / word.strip("'")).resolve()
         left = [
-            path for path in folder.rglob("*") if path.is_file() and path not in before and logs not in path.parents
+            path for path in folder.rglob("*") if path.is_file() and path not in before and chosen not in path.parents
         ]
         if left:
             raise Wrong(f"it wrote to {left[0].relative_to(folder)}")
 
-    return Case(run, _shown(bad), (key, *key.split(".")), 40, (world.home / "cache",))
+    return Case(
+        run,
+        _shown(bad),
+        (key, "not a directory", "file exists", *(["checkpoint"] if key in ("resume", "start_from") else [])),
+        40,
+        (world.home / "cache",),
+    )
 
 
 def _shown(word: str) -> str:

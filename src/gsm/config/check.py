@@ -28,8 +28,9 @@ SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, co
 
 MOST_PROCESSES = 1024  # of one machine
 MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
-LONGEST_NAME = 200  # bytes of the name of a folder, with room for what is added to it
-PLACES = ("name", "arm", "logs", "folder")
+LONGEST_NAME = 240  # bytes of the name of a folder, with room for what is added to it
+PATHS = ("logs", "folder", "resume", "start_from")
+PLACES = ("name", "arm", *PATHS)
 WHOLE = 2**63  # PyTorch's whole numbers are smaller
 
 # From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
@@ -114,11 +115,13 @@ def check_readable(word: str) -> None:
 
 
 def check_place(key: str, value: Any) -> None:
-    """Checks where a run goes: ``name`` and ``arm`` are one folder each, ``logs`` and ``folder`` are somewhere.
+    """Checks where a run goes, and what it begins with: ``name`` and ``arm`` are one folder each, others are somewhere.
 
     Raises ConfigError.
     """
-    is_path = key in ("logs", "folder")
+    is_path = key in PATHS
+    if key == "start_from" and value is None:
+        return
     if not (isinstance(value, str) or not is_path and type(value) in (int, float)):
         raise ConfigError(f"{key} is {value!r:.60}, but has to be {'a path' if is_path else 'the name of a folder'}")
     text = str(value)

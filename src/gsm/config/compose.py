@@ -78,11 +78,11 @@ def finish(
     if script == "train":
         plain = {**dict.fromkeys(NAMED_PARTS), **plain}
         plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
-        for key in PLACES:
-            if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
-                check_place(key, plain[key])
     known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}
     check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, _folders(directories))
+    for key in PLACES if script == "train" else ():
+        if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
+            check_place(key, plain[key])
     return {**plain, "choices": chosen}
 
 

@@ -129,12 +129,25 @@ class Corpus:
     def files(self) -> dict[str, list[str]]:
         """The sorted names of each split; where the only file is divided inside, both name it."""
         names = self._take()
+        self._require_readable(names)
         divided = self._as_told(names) if self.held_out is not None else self._divide(names)
+        self._require_readable(divided["validation"])
         if divided["train"] != divided["validation"]:
             train, held_out = (sum(self._bytes(name) for name in divided[split]) for split in SPLITS)
             if held_out > train:
                 log.warning("More is held out (%d bytes) than trained on (%d): set data.validation.", held_out, train)
         return divided
+
+    def _require_readable(self, names: Sequence[str]) -> None:
+        """Raises ValueError for a name that is not UTF-8: no index and no log could hold it."""
+        for name in names:
+            try:
+                str(self._path(name)).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the name of {str(self._path(name))!a} is not UTF-8; give it another one, or leave it out with "
+                    "data.files"
+                ) from error
 
     def _divide(self, names: list[str]) -> dict[str, list[str]]:
         """The splits where nobody said which files to hold out."""

@@ -6,6 +6,7 @@ is refused could not have been trained here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from gsm.layers.block import Block
 from gsm.models.base import LanguageModel
 
 FLOPS = {"cpu": 2e11, "cuda": 2e15}  # a second: of a core, of a GPU
+LEAST = 4  # of what products read and write, so many times less is kept for the backward pass: 0.7 to 0.9 on a CPU
 PAUSE = 1e-4  # seconds that a batch takes, however small it is
 DAY = 24 * 3600
 LONG, ENDLESS = 30 * DAY, 36525 * DAY
@@ -46,6 +48,12 @@ def refuse_endless(config: Mapping[str, Any], world: int = 1) -> str:
     try:
         with torch.device("meta"):
             model = instantiate_model(config)
+    except ConfigError as error:
+        if "verflow" not in str(error):
+            raise
+        raise ConfigError(
+            "size or model asks for what no machine has: a number of it is too large to count with"
+        ) from error
     except NotImplementedError:  # a part of one's own that takes values: nothing is known of it
         return ""
     except (RuntimeError, OverflowError, MemoryError, InstantiationException) as error:
@@ -84,7 +92,14 @@ def _activations(config: Mapping[str, Any], chosen: Mapping[str, Any], model: La
     if not gpu:
         windows = (getattr(part, name, 0) for part in model.modules() for name in ("window", "window_size"))
         each += 8 * max(window for window in windows if type(window) is int)
-    return batch * context * each
+    bound = batch * context * each
+    if config["model"].get("recompute") is not False:
+        return bound
+    with contextlib.suppress(ValueError):  # a part whose cost is not known
+        dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+        moved = cost(model).forward_bytes(context, dtype=dtype, batch=batch)
+        bound = max(bound, sum(size for part, size in moved.items() if part.endswith("activations")) / LEAST)
+    return bound
 
 
 def _there(gpu: bool) -> float:

@@ -86,7 +86,7 @@ def prepare(
         OSError: the folder cannot be written to.
     """
     folder, resume = Path(config["folder"]), str(config["resume"])
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     if leads:
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
@@ -148,7 +148,7 @@ def differences(
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds the folder for this process. Raises ConfigError where another one is training there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,6 +157,14 @@ def locked(folder: Path) -> Iterator[None]:
                 f"another process is training in {folder}: choose another seed=, arm= or name="
             ) from error
         yield
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder of a run, and those above it. Raises ConfigError where no disk has such a place, OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:
+        raise ConfigError(f"folder {folder} cannot be made: choose another folder= or logs=") from error
 
 
 def _status(folder: Path) -> str | None:
