@@ -31,7 +31,13 @@ def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
     (tmp_path / "text").mkdir()
     text = tiny_text.write(tmp_path / "text")
     given = ["experiment=toy", *TINY, f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]
-    given += [f"logs={tmp_path / 'logs'}", "trainer.max_steps=15", "callbacks.latest.minutes=1e-9", "seeds=1"]
+    given += [
+        f"logs={tmp_path / 'logs'}",
+        "trainer.max_steps=15",
+        "trainer.log_every_n_steps=1",
+        "callbacks.latest.minutes=1e-9",
+        "seeds=1",
+    ]
     command = [sys.executable, str(ROOT / "train.py"), "--config-dir", str(directory), *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -44,8 +44,10 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
     optimizer = settings.build(model.parameter_groups())
     groups = optimizer.param_groups
-    ordered = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    ordered = checkpoint.get(shards.FOLDER, {}).get("names", ordered)  # parts go by the names that they were given
+    own = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    ordered = checkpoint.get(shards.FOLDER, {}).get("names", own)  # parts go by the names that they were given
+    called = dict(zip(own, ordered, strict=False))
+    kept = {called.get(name, name): entries for name, entries in _kept(model, settings).items()}
     try:
         found = _described(checkpoint, path, ordered)
     except (shards.Broken, LookupError, TypeError, AttributeError) as error:
@@ -53,7 +55,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
     try:
         wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
         wrong += [
-            *_wrong_entries(checkpoint, found, ordered, _kept(model, settings)),
+            *_wrong_entries(checkpoint, found, ordered, kept),
             *_wrong_settings(checkpoint, optimizer),
         ]
         wrong += _wrong_places(checkpoint, trainer)
