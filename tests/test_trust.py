@@ -132,6 +132,14 @@ def test_what_is_no_plain_value_is_refused(change, said, config):
         vetted({**config["model"], **change}, "model")
 
 
+@pytest.mark.parametrize("change", [{"geometry": 3}, {"retriever": 3}, {"writer": [1]}, {"feed_forward": {}}])
+def test_values_that_fit_no_part_are_one_sentence(change, config, tmp_path):
+    path = saved(tmp_path, {**config, "model": {**config["model"], **change}})
+    with pytest.raises(CheckpointError, match="no longer fits this version of the code: ") as said:
+        load_model(path)
+    assert "\n" not in str(said.value)
+
+
 def test_a_value_nested_without_end_is_refused(config):
     deep: Any = 1
     for _ in range(2000):

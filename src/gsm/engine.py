@@ -130,6 +130,8 @@ class Engine:
         """
         if token_B.shape != (self.batch,):
             raise ValueError(f"token_B must have the shape [{self.batch}] of the batch, got {list(token_B.shape)}")
+        if token_B.is_meta and self.device.type != "meta":
+            raise ValueError("token_B lies on the meta device, where tensors have no values; give it some")
         if self._recorder is None:
             return self._plain(token_B.to(self.device)[:, None])
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)

@@ -91,7 +91,9 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
     """
     # What the others repeat comes first, so that an error names the place where it was made.
     ordered = sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model"))
-    _check_numbers(flat(dict(ordered)))
+    numbers = flat(dict(ordered))
+    # Data repeat numbers of the model (how far it reaches), which repeats those of its size.
+    _check_numbers({key: numbers[key] for key in sorted(numbers, key=_repeats)})
     for key, part in reference.items():
         if isinstance(part, Mapping) and "_target_" in part and not isinstance(config.get(key), Mapping):
             raise ConfigError(f"{key} is {config.get(key)!r:.40}, but a run needs one")
@@ -218,9 +220,15 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
+def _repeats(key: str) -> int:
+    """Whose numbers others repeat comes first."""
+    group = key.partition(".")[0]
+    return 3 if key.startswith("model.geometry.") else {key: 0, "size": 0, "model": 1}.get(group, 2)
+
+
 def _check_numbers(values: Mapping[str, Any]) -> None:
     """Checks that numbers are finite, and where they are in `RANGES`. Raises ConfigError."""
-    for key, value in sorted(values.items(), key=lambda one: not one[0].startswith("size.")):  # others follow from it
+    for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):

@@ -106,7 +106,8 @@ def load_model(
     node = vetted_node(checkpoint, "model", path, directories)
     try:
         check({"model": node}, {"model": node}, [])
-        model = instantiate_model({"model": node})
+        with as_in_file():
+            model = instantiate_model({"model": node})
     except ConfigError as error:
         raise CheckpointError(
             f"the configuration in {path} no longer fits this version of the code: {error}"
@@ -118,6 +119,15 @@ def load_model(
         raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
     load_weights(model, checkpoint)
     return model.to(device).eval()
+
+
+@contextlib.contextmanager
+def as_in_file() -> Iterator[None]:
+    """What parts say to values of a file is the file's fault, whatever they stumble on. Raises ConfigError."""
+    try:
+        yield
+    except InstantiationException as error:
+        raise ConfigError(f"its values fit no part: {error.__cause__!r:.200}") from error
 
 
 def vetted_node(

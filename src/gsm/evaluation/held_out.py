@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from gsm.analysis.interventions import ablations
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import instantiate_data, refusals, tokenizer_of, vetted_node
+from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of, vetted_node
 from gsm.data.packing import validation_indices
 from gsm.evaluation import overlap as overlaps
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, progress, write
@@ -321,7 +321,8 @@ def open_data(
             raise ConfigError(
                 "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
             )
-    made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
+    with as_in_file():
+        made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
     with refusals("data"):
         _ = getattr(made, f"{split}_set", None)
     return made
