@@ -4,7 +4,7 @@ training from generation, or one kind of memory from the other:
                  what it is                       entries of the past    values of a bank    a recurrence's state
     training     nothing is kept                  ``Forget``             ``Forget``          ``Forget``
     growing      immutable values                 ``Window``             ``Column``          ``State``
-    static       buffers that keep their place    ``FixedWindow``        ``StaticColumn``            ``State``
+    static       buffers that keep their place    ``FixedWindow``        ``StaticColumn``    ``State``
 
 Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
 forkable; a static memory takes the next stores over into its buffers when the whole call is done.

@@ -50,8 +50,12 @@ class StateAttention(LatentAttention):
         """Reads the state, ``below``, for the last R of T positions, and hands it on."""
         angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
         query_BRHC, _ = self.query(last(x_BTD, span.rows))
-        mixed_BRHC = self.attend(query_BRHC, below.parts[self.part], span.row_position_BR, angles)
+        mixed_BRHC = self.mix(query_BRHC, below, span.row_position_BR, angles)
         return self.output(mixed_BRHC), LayerOutput(cache, below)
+
+    def mix(self, query_BRHC: Tensor, state: SharedState, position_BR: Tensor, angles: Angles) -> Tensor:
+        """What the rows take from the state, [B, R, H, C]; arguments as of ``attend``."""
+        return self.attend(query_BRHC, state.parts[self.part], position_BR, angles)
 
     def attend(
         self,

@@ -7,12 +7,9 @@ from torch import Tensor
 
 from gsm.costs.primitives import LayerCost, attention
 from gsm.layers.attended import SharedState, StatePart
-from gsm.layers.block import LayerOutput
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Rope
-from gsm.shapes import last
+from gsm.layers.rope import Angles, Rope
 from gsm.slots.state_reader.base import StateAttention, StateReader
-from gsm.span import Span
 
 
 class SeparateKV(StateReader):
@@ -37,14 +34,11 @@ class KeyValueAttention(StateAttention):
     needs.
     """
 
-    def forward(self, x_BTD: Tensor, span: Span, cache: None, below: SharedState) -> tuple[Tensor, LayerOutput]:
-        """Reads the state for the last R of T positions, and hands it on."""
-        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
-        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+    def mix(self, query_BRHC: Tensor, state: SharedState, position_BR: Tensor, angles: Angles) -> Tensor:
+        """What the rows take from the values, [B, R, H, C]."""
         wide_BRHC = torch.cat([torch.zeros_like(query_BRHC), query_BRHC * 2**0.5], dim=-1)  # logits over sqrt(2 C)
-        state_BEC = torch.cat([below.parts["value"], below.parts["key"]], dim=-1)
-        mixed_BRHC = self.attend(wide_BRHC, state_BEC, span.row_position_BR, angles)
-        return self.output(mixed_BRHC[..., : query_BRHC.shape[-1]]), LayerOutput(cache, below)
+        state_BEC = torch.cat([state.parts["value"], state.parts["key"]], dim=-1)
+        return self.attend(wide_BRHC, state_BEC, position_BR, angles)[..., : query_BRHC.shape[-1]]
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs: the last M keys and values."""
