@@ -116,7 +116,7 @@ def finished(config: Mapping[str, Any]) -> bool:
     folder = Path(config["folder"])
     if _status(folder) != "finished" or not (folder / LAST).is_file():
         return False
-    return not _changes(read_checkpoint(folder / LAST, mmap=True), config)
+    return not _changes(_read(folder / LAST, verify=False), config)
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -192,11 +192,11 @@ def _trained_otherwise(
     checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
 ) -> list[str]:
     """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
-    before = checkpoint[STATE]["world"]
-    there, here = sequences_a_step(_config(checkpoint), before), sequences_a_step(config, world)
+    theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
+    there, here = sequences_a_step(theirs, before), sequences_a_step(config, world)
     ranks = "" if before == world else f", on {before} and {world} ranks"
     steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
-    return steps + differences(_config(checkpoint), config, by_path, divided=there == here)
+    return steps + differences(theirs, config, by_path, divided=there == here)
 
 
 def _from_path(
@@ -208,7 +208,7 @@ def _from_path(
     last = folder / LAST
     with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
         if last.is_file() and path != last.resolve():
-            checkpoint = read_checkpoint(last, mmap=True, verify=True)
+            checkpoint = _read(last)
             if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
                 if _status(folder) == "finished":
                     return _finished(folder)
@@ -216,7 +216,7 @@ def _from_path(
                     f"Going on with the unfinished run in {folder}, which began with {path} (resume=never starts over)."
                 )
                 return _start(last, checkpoint, sentence, str(path))
-    checkpoint = read_checkpoint(path, mmap=True, verify=True)
+    checkpoint = _read(path)
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
@@ -266,25 +266,31 @@ def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     )
 
 
+def _read(path: Path, verify: bool = True) -> dict[str, Any]:
+    """A checkpoint to go on from. Raises CheckpointError for one that does not say how it was trained."""
+    checkpoint = read_checkpoint(path, mmap=True, verify=verify)
+    for part, held, key in (("trainer", _config(checkpoint), "max_steps"), (STATE, checkpoint, "world")):
+        if key not in held.get(part, {}):
+            raise CheckpointError(f"{path} can be loaded, but not gone on from: its {part}.{key} is missing")
+    return checkpoint
+
+
 def _read_last(last: Path) -> dict[str, Any]:
     """``last.ckpt``; where it is broken, the error says what can be done instead of starting over without a word."""
     try:
-        return read_checkpoint(last, mmap=True, verify=True)
+        return _read(last)
     except CheckpointError as error:
         remedy = "resume=never starts over"
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             best = last.with_name("best.ckpt")
-            step = read_checkpoint(best, mmap=True, verify=True)["global_step"]
+            step = _read(best)["global_step"]
             remedy = f"resume={best} goes on from step {step}, {remedy}"
         raise CheckpointError(f"{error}; {remedy}") from error
 
 
 def _config(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of its run. Raises CheckpointError for one that does not say how it was trained."""
-    config = checkpoint["hyper_parameters"]["config"]
-    if "max_steps" not in config.get("trainer", {}):
-        raise CheckpointError("a checkpoint can be loaded, but not gone on from: its trainer.max_steps is missing")
-    return config
+    """The configuration of its run."""
+    return checkpoint["hyper_parameters"]["config"]
 
 
 def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) -> list[str]:
