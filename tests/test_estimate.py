@@ -45,7 +45,7 @@ def test_what_no_machine_has_is_refused(word: str, tmp_path: Path):
     [
         ("model.residual.sinkhorn_rounds=1000000000000", "has to be from 1 to 1000"),
         ("size.encoder_layers=1000000000", "has to be from 1 to 1000"),
-        ("size.vocabulary=9223372036854775808", "whole number of at most 64 bits"),
+        ("size.vocabulary=9223372036854775808", "whole number of at most 62 bits"),
         ("data.num_workers=1000000000", "has to be from 0 to 1024"),
         ("data.validation_sequences=1000000000", "has to be from 1 to 1e\\+07"),
     ],

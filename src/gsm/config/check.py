@@ -31,7 +31,7 @@ MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
 LONGEST_NAME = 240  # bytes of the name of a folder, with room for what is added to it
 PATHS = ("logs", "folder", "resume", "start_from")
 PLACES = ("name", "arm", *PATHS)
-WHOLE = 2**63  # PyTorch's whole numbers are smaller
+WHOLE = 2**62  # the sizes of tensors that PyTorch can tell from its own marks are smaller
 
 # From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
 # refuses by itself is not here, nor what may be any number. None: no end.
@@ -234,7 +234,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         if not math.isfinite(value):
             raise ConfigError(f"{key} is {value}, but has to be a finite number")
         if isinstance(value, int) and not -WHOLE <= value < WHOLE:
-            raise ConfigError(f"{key} is {value:.3g}, but has to be a whole number of at most 64 bits")
+            raise ConfigError(f"{key} is {value:.3g}, but has to be a whole number of at most 62 bits")
         low, high = RANGES.get(key.rpartition(".")[2] if key.startswith(SIZES) else key, (-math.inf, None))
         if value < low or (high is not None and value > high):
             limits = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
