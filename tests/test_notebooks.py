@@ -119,6 +119,18 @@ def test_the_map_of_a_decoder_layer_is_a_band_of_the_positions_in_the_state(writ
     assert torch.allclose(map_RT.sum(1) + sink_R, torch.ones_like(sink_R))
 
 
+def test_the_map_of_a_layer_with_a_window_of_its_own_has_it_beside_the_state():
+    model = build("gsm-state_reader=state_and_window", state_size=2)
+    own = model.get_submodule("decoder.blocks.0.attention").own_size
+    assert own > 2
+    with gsm.record() as seen:
+        model(random_tokens(1, 20))
+    map_RT, weight_RE = attention_map(model, seen, "decoder/5"), seen["decoder/5/weights"][0].mean(1)
+    assert torch.allclose(map_RT[19, 18], weight_RE[19, 0] + weight_RE[19, 2 + own - 2])
+    assert torch.allclose(map_RT[19, 20 - own], weight_RE[19, 2])
+    assert torch.allclose(map_RT.sum(1) + weight_RE[:, -1], torch.ones_like(weight_RE[:, -1]))
+
+
 @pytest.mark.parametrize("name", ["encoder/2", "encoder/4", "stage/1"])
 def test_the_map_of_a_layer_with_a_bank_shows_the_window_and_the_tokens_that_were_selected(name: str):
     model = build("gsm-retriever=shared_topk")

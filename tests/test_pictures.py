@@ -19,7 +19,8 @@ from gsm.analysis.attention import decoder_attention
 from gsm.config.compose import compose
 from gsm.experiments.fit import assemble
 from gsm.observe import tap
-from gsm.training.callbacks.pictures import TAPS, Pictures, heat_map, histograms
+from gsm.paths import variants
+from gsm.training.callbacks.pictures import TAPS, Pictures, heat_map, histograms, images
 
 STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 
@@ -116,6 +117,26 @@ def test_the_decoders_attention_is_the_mean_over_heads_and_rows_that_see_a_whole
     last = seen["decoder/8/weights"]  # of rows 1 to 19, at positions -1, -1, 0, ... and 1, 2, ...
     whole = torch.cat([last[0, positions + 1 :], last[1, positions - 2 :]])
     assert torch.allclose(found[3].double(), whole.mean((0, 1)), atol=1e-6)
+
+
+@pytest.mark.parametrize("reader", variants("model/state_reader"))
+def test_every_reader_of_the_state_is_drawn(reader: str):
+    """Layers that keep a window of their own compute rows for one another, each another number."""
+    model = build(f"gsm-state_reader={reader}")
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(2, 20), rows=5)
+    assert torch.allclose(decoder_attention(model, seen).sum(1), torch.ones(4))
+    maps = {name: heat_map(value_YX) for name, value_YX in images(model, seen)}
+    assert all(one.dtype == torch.uint8 for one in maps.values()) and "decoder/attention" in maps
+
+
+def test_rows_that_are_all_padding_draw_nothing():
+    model = build("gsm-writer=additive")
+    documents = torch.tensor([[0] * 10 + [-1] * 10])
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(1, 20), documents=documents, rows=5)
+    maps = {name: heat_map(value_YX) for name, value_YX in images(model, seen)}
+    assert (maps["decoder/attention"].flatten(1) == maps["decoder/attention"][:, 0, 0, None]).all()
 
 
 def test_a_writers_gate_has_a_histogram():

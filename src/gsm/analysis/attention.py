@@ -7,6 +7,8 @@ of all rows, D distances.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from gsm.cache.slots import plan_slots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
 from gsm.shapes import last
+from gsm.slots.state_reader.base import StateAttention
 
 
 def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tensor:
@@ -39,9 +42,8 @@ def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tup
     weight_RE, length = seen[f"{name}/weights"][sequence].mean(dim=1), seen["position"].shape[1]
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
-    entries = model.writer.slots if name.startswith("decoder/") else 1  # of a position
     row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
-    position_RW = row_R1 - torch.arange(window - 1, -1, -1, device=weight_RE.device) // entries
+    position_RW = row_R1 - _back(model, name, window).to(weight_RE.device)
     near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
     near_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
     if chosen_BRK is not None:
@@ -52,15 +54,26 @@ def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tup
     return near_RT, far_RT
 
 
+def _back(model: GSM, name: str, entries: int) -> Tensor:
+    """How many positions before its row each of the entries was written that an attention sees besides those of a bank,
+    int64 [W]: of a decoder layer the state's, and then those of a window of its own."""
+    own, each = 0, 1
+    if name.startswith("decoder/"):
+        layer = list(model.decoder)[int(name.removeprefix("decoder/")) - model.geometry.encoder_layers - 1]
+        own, each = cast(StateAttention, layer.attention).own_size, model.writer.slots
+    return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
+
+
 def decoder_attention(model: GSM, seen: Seen) -> Tensor:
     """What the decoder's layers look at, float32 [L, E]: the mean over heads, and over the rows that see a whole state;
     where none does, over all but padding."""
-    first = model.geometry.encoder_layers + 1
-    weights = [seen[f"decoder/{layer}/weights"] for layer in range(first, model.geometry.depth + 1)]
-    position_BR = last(seen["position"], weights[0].shape[1])
-    whole_BR = position_BR >= model.writer.positions - 1
-    counted_BR = whole_BR if whole_BR.any() else position_BR >= 0
-    return torch.stack([weight_BRHE[counted_BR].float().mean(dim=(0, 1)) for weight_BRHE in weights])
+    first, found = model.geometry.encoder_layers + 1, []
+    for layer in range(first, model.geometry.depth + 1):
+        weight_BRHE = seen[f"decoder/{layer}/weights"]
+        position_BR = last(seen["position"], weight_BRHE.shape[1])
+        whole_BR = position_BR >= model.writer.positions - 1
+        found.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
+    return torch.stack(found)
 
 
 def names_of(model: GSM) -> list[str]:
@@ -95,9 +108,8 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     """
     weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
     slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
-    each = model.writer.slots if name.startswith("decoder/") else 1  # entries of a position
     position_BR1 = last(seen["position"], weight_BRE.shape[1])[..., None]
-    back_W = torch.arange(weight_BRE.shape[2] - slots - 2, -1, -1, device=weight_BRE.device) // each
+    back_W = _back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
     distance_BRE = back_W.expand(*weight_BRE.shape[:2], -1)
     if chosen_BRK is not None:
         far_BRK = position_BR1 - chosen_BRK * model.geometry.encoder_ratio

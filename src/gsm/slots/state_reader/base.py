@@ -37,6 +37,8 @@ class StateAttention(LatentAttention):
 
     # How many positions back of its input a row needs: the state has what lies before.
     reach = 0
+    # Entries of its own that a row sees besides those of the state, its own included.
+    own_size = 0
 
     def __init__(self, shape: Shape, *, state_size: int, slots: int, rope: Rope, name: str, part: str = ENTRIES.name):
         super().__init__(shape.dim, shape, window=state_size, rope=rope, name=name)

@@ -8,6 +8,7 @@ B sequences, T positions, N values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -97,7 +98,8 @@ class Pictures(lightning.Callback):
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        task.log_dict(scalars(model, seen), rank_zero_only=True)
+        told = {name: value for name, value in scalars(model, seen).items() if math.isfinite(value)}  # not of padding
+        task.log_dict(told, rank_zero_only=True)
         for writer in writers:
             for name, value_N in histograms(model, seen):
                 writer.add_histogram(name, value_N, step)
@@ -146,6 +148,7 @@ def images(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
 def heat_map(value_YX: Tensor) -> Tensor:
     """Values from 0 to their highest as a picture, uint8 [3, height, width], on a square-root scale."""
     colour_N3 = torch.tensor(COLOURS, dtype=torch.float32)
+    value_YX = value_YX.nan_to_num()  # a mean over no rows, where all are padding
     level_YX = (value_YX.cpu() / value_YX.max().cpu().clamp(min=1e-12)).clamp(0, 1).sqrt() * (len(COLOURS) - 1)
     below_YX = level_YX.long().clamp(max=len(COLOURS) - 2)
     part_YX1 = (level_YX - below_YX)[..., None]
