@@ -147,7 +147,7 @@ def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys:
         (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
         (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
         (["tasks=/none/mine.yaml"], "tasks: .*/none/mine.yaml"),
-        (["tasks=piqa", "output=/proc/none"], "/proc/none cannot be written"),
+        (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json cannot be written"),
     ],
 )
 def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):

@@ -152,12 +152,12 @@ def home(file: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(place: Path, instead: str = "a file elsewhere") -> Iterator[None]:
+def writing(place: Path) -> Iterator[None]:
     """What cannot be written becomes a ConfigError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{place} cannot be written ({error.strerror}); say output=, {instead}") from error
+        raise ConfigError(f"{place} cannot be written ({error.strerror}); say output=, a place elsewhere") from error
 
 
 def progress(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from gsm.config.load import refusals
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import loglikelihood, ruler, task_files
 from gsm.evaluation.checkpoints import Trained, home
-from gsm.evaluation.loglikelihood import Score
+from gsm.evaluation.loglikelihood import Question, Score
 from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.paper import Published, published
 from gsm.evaluation.results import (
@@ -36,7 +36,6 @@ from gsm.evaluation.results import (
     means,
     side_by_side,
     silent,
-    write_samples,
 )
 from gsm.evaluation.ruler import Ruler
 from gsm.evaluation.task_files import Sample, Task
@@ -198,8 +197,8 @@ def measure(
         progress: passes on the batches that are still to do.
 
     Returns:
-        ``task``, ``settings``, ``scores`` (see ``conclude``) and ``samples``: of each, the number of its document,
-        ``subtask``, ``gold``, ``loglikelihoods`` and ``greedy`` of its pairs, ``cut`` tokens, and its metrics.
+        ``settings``, ``scores`` (see ``conclude``) and ``samples``: of each, the number of its document, ``subtask``,
+        ``gold``, ``loglikelihoods`` and ``greedy`` of its pairs, ``cut`` tokens, and its metrics.
 
     Raises:
         ValueError: as ``loglikelihoods``.
@@ -208,46 +207,42 @@ def measure(
     pairs = loglikelihood.encode_pairs(tokenizer.encode_batch, tokenizer.end_of_text, texts)
     batches = loglikelihood.plan(pairs, max_length=max_length, rows=rows)
 
-    def pack(scores: Mapping[int, Score]) -> dict[str, Any]:
-        records, left = [], iter(range(len(pairs)))
-        for sample in samples:
-            records.append(record(task, sample, [scores.get(next(left)) for _ in sample.pairs]))
-        done = {"scores": conclude(task.metrics, records)} if len(scores) == len(pairs) else {}
-        return {"task": task.name, **done, "samples": records}
+    def places(batch: Sequence[Question]) -> list[str]:
+        return [str(place) for question in batch for place in question.places]
 
-    def unpack(content: Mapping[str, Any]) -> dict[int, Score]:
-        if content["task"] != task.name or len(content["samples"]) != len(samples):
-            raise ValueError("these are other samples")
-        each = [
-            Score(value, greedy, one["cut"])
-            for one in content["samples"]
-            for value, greedy in zip(one["loglikelihoods"], one["greedy"], strict=True)
-        ]
-        return {place: score for place, score in enumerate(each) if score.loglikelihood is not None}
+    def compute(batch: Sequence[Question]) -> dict[str, Any]:
+        return {str(place): astuple(score) for place, score in loglikelihood.score(model, batch).items()}
 
-    results = Results(file, settings or {}, pack=pack, unpack=unpack, write=write_samples)
-    places = lambda batch: [place for question in batch for place in question.places]  # noqa: E731
-    results.fill(batches, places, partial(loglikelihood.score, model), progress)
+    results = Results(file, {"task": task.name, **(settings or {})})
+    if "samples" not in results.conclusion:
+        results.fill(batches, places, compute, progress)
+        scores = iter([Score(*results.cells[str(place)]) for place in range(len(pairs))])
+        finish(results, task, [record(task, sample, [next(scores) for _ in sample.pairs]) for sample in samples])
     return results.content()
 
 
-def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[str, Any]:
-    """What is kept of a sample; its metrics only once all of its pairs have a score.
+def finish(results: Results, task: Task, records: Sequence[Mapping[str, Any]]) -> None:
+    """Saves the records of all samples, with the scores of the task, in place of the cells that they were made of."""
+    results.cells.clear()
+    results.save(scores=conclude(task.metrics, records), samples=records)
+
+
+def record(task: Task, sample: Sample, scores: Sequence[Score]) -> dict[str, Any]:
+    """What is kept of a sample.
 
     The likeliest choice is taken, the first of equals; of a single pair, whether every token of it was the likeliest.
     """
-    done = [score for score in scores if score is not None]
     kept: dict[str, Any] = {
         **{"document": sample.document, "subtask": sample.subtask, "gold": sample.gold},
-        "loglikelihoods": [None if score is None else score.loglikelihood for score in scores],
-        "greedy": [None if score is None else score.greedy for score in scores],
-        "cut": max((score.cut for score in done), default=0),
+        "loglikelihoods": [score.loglikelihood for score in scores],
+        "greedy": [score.greedy for score in scores],
+        "cut": max(score.cut for score in scores),
     }
-    for metric in task.metrics if len(done) == len(scores) else ():
-        each = [score.loglikelihood for score in done]
+    for metric in task.metrics:
+        each = [score.loglikelihood for score in scores]
         if metric == "acc_norm" and sample.lengths:
             each = [value / length for value, length in zip(each, sample.lengths, strict=True)]
-        right = done[0].greedy if len(done) == 1 else each.index(max(each)) == sample.gold
+        right = scores[0].greedy if len(scores) == 1 else each.index(max(each)) == sample.gold
         kept |= {metric: float(right)} if metric in ACCURACIES else {}
     return kept
 

@@ -150,7 +150,7 @@ class Lengths(Measure):
         results.fill(asked, lambda part: [_name(*part)], compute, progress)
         found = concluded([results.cells], lengths, len(windows), masks)
         results.save(**found)
-        return {**results.content(), **found}
+        return results.content()
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
         """Raises ConfigError where windows are not the same."""

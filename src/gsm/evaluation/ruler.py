@@ -214,7 +214,7 @@ class Ruler(Measure):
             "unmarked": 1 - sum(marked) / len(marked),
         }
         results.save(**further)
-        return {**results.content(), "cells": cells, **further}
+        return {**results.content(), "cells": cells}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         if len(results) > 1:
