@@ -90,7 +90,7 @@ class Tasks(Measure):
             raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
         _ = self.needles
 
-    @property
+    @cached_property
     def table(self) -> Published | None:
         """The paper's table, where the tasks are those of one."""
         return published(",".join(self.tasks))

@@ -46,11 +46,13 @@ class Measure(ABC):
         """
         if not self.checkpoint:
             raise ConfigError(f"{self.script} needs checkpoint=...; python {self.script} --help says what it is")
-        files = checkpoints(self.checkpoint)
-        folder = home(files[0]) if len(files) == 1 else Path(self.checkpoint)
-        place = Path(self.output) / (self.file if self.takes_folder else "") if self.output else folder / self.file
-        several = len(files) > 1 or not self.output
-        results = [self.of(one, self.own_file(one.file) if several else place) for one in opened(files, self.device)]
+        files, place = checkpoints(self.checkpoint), Path(self.output)
+        if not self.output:
+            place = (home(files[0]) if len(files) == 1 else Path(self.checkpoint)) / self.file
+        elif self.takes_folder:
+            place = place / self.file
+        in_place = self.output and len(files) == 1
+        results = [self.of(one, place if in_place else self.own_file(one.file)) for one in opened(files, self.device)]
         self.conclude(results, place)
         return results
 

@@ -601,7 +601,7 @@ def _parse_run(name: str, asked: Any) -> Run:
         if word.partition("=")[0] in TOLD:
             raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
     try:  # what evaluate.py would not take is refused now, not when everything is trained
-        read_arguments(words, chosen, chosen.script)
+        chosen(**read_arguments(words, chosen, chosen.script))
     except ConfigError as error:
         raise ConfigError(f"runs.{name}.evaluate: {error}") from error
     return Run(name, after, tuple(lines), measures=True)
