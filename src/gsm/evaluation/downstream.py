@@ -213,7 +213,7 @@ def measure(
     def compute(batch: Sequence[Question]) -> dict[str, Any]:
         return {str(place): astuple(score) for place, score in loglikelihood.score(model, batch).items()}
 
-    results = Results(file, {"task": task.name, **(settings or {})})
+    results = Results(file, {"task": task.name, "samples": len(samples), **(settings or {})})
     if "samples" not in results.conclusion:
         results.fill(batches, places, compute, progress)
         scores = iter([Score(*results.cells[str(place)]) for place in range(len(pairs))])
