@@ -31,8 +31,8 @@ from gsm.evaluation.results import (
     Progress,
     Results,
     by_arm,
-    conclude,
     difference,
+    finish,
     means,
     side_by_side,
     silent,
@@ -217,14 +217,10 @@ def measure(
     if "samples" not in results.conclusion:
         results.fill(batches, places, compute, progress)
         scores = iter([Score(*results.cells[str(place)]) for place in range(len(pairs))])
-        finish(results, task, [record(task, sample, [next(scores) for _ in sample.pairs]) for sample in samples])
+        finish(
+            results, task.metrics, [record(task, sample, [next(scores) for _ in sample.pairs]) for sample in samples]
+        )
     return results.content()
-
-
-def finish(results: Results, task: Task, records: Sequence[Mapping[str, Any]]) -> None:
-    """Saves the records of all samples, with the scores of the task, in place of the cells that they were made of."""
-    results.cells.clear()
-    results.save(scores=conclude(task.metrics, records), samples=records)
 
 
 def record(task: Task, sample: Sample, scores: Sequence[Score]) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import task_files
-from gsm.evaluation.downstream import finish
 from gsm.evaluation.loglikelihood import Pair, Score, cut, encode_pairs, loglikelihoods
-from gsm.evaluation.results import ACCURACIES, Progress, Results, silent
+from gsm.evaluation.results import ACCURACIES, Progress, Results, finish, silent
 from gsm.evaluation.task_files import Sample, Task
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample as draw
@@ -181,7 +180,7 @@ def measure(
     results = Results(file, {"task": task.name, **(settings or {})})
     if "samples" not in results.conclusion:
         records = _records_of_the_hub(adapter, task, limit) if samples is None else _records(adapter, task, samples)
-        finish(results, task, sorted(records, key=lambda one: one["document"]))
+        finish(results, task.metrics, sorted(records, key=lambda one: one["document"]))
     return results.content()
 
 

@@ -204,6 +204,12 @@ def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> di
     return found
 
 
+def finish(results: Results, metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    """Saves the records of all samples, with the scores of the task, in place of the cells that they were made of."""
+    results.cells.clear()
+    results.save(scores=conclude(metrics, records), samples=records)
+
+
 def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
     """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
     if metric == "perplexity":
