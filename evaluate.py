@@ -6,11 +6,9 @@ from gsm.paths import hide_root
 
 hide_root()
 
-from gsm.config import command_line  # noqa: E402
 from gsm.evaluation import commands  # noqa: E402
 from gsm.experiments import jobs  # noqa: E402
 
 if __name__ == "__main__":
     jobs.leave_with_parent()
-    command, words = commands.choose(sys.argv[1:])
-    command_line.call(command.evaluate, command.name, words)
+    commands.call(sys.argv[1:])

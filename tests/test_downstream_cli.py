@@ -14,11 +14,11 @@ import tiny_text
 from short_runs import TINY
 
 import gsm.evaluation
-from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import load_model
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import commands, downstream, loglikelihood, ruler
+from gsm.evaluation import commands, loglikelihood, ruler
+from gsm.evaluation.downstream import Tasks
 from gsm.experiments.fit import train
 
 PAPERS = "arc_easy arc_challenge piqa sciq blimp hellaswag winogrande mmlu openbookqa lambada".split()
@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(place: Path, run: str, *more: str) -> None:
     arguments = [f"checkpoint={place / 'logs' / run}", f"data={place / 'data'}", *more]
-    command_line.call(downstream.evaluate, "evaluate.py", arguments)
+    commands.call(arguments)
 
 
 def test_the_papers_table_stands_beside_ours(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -98,17 +98,16 @@ def test_ruler_is_asked_beside_the_tasks_once_and_stands_in_the_same_table(
     asked = "tasks=niah_single_1 lengths=240,300 template=short words=2 new_tokens=2 examples=2".split()
     words = ["tasks=ablation", "ruler=true", *(f"ruler.{word}" for word in asked), f"output={tmp_path}"]
     given = [f"checkpoint={place / 'logs/gsm/seed1'}", f"data={place / 'data'}", *words]
-    command, arguments = commands.choose(given)
-    command_line.call(command.evaluate, command.name, arguments)
+    commands.call(given)
     answered = json.loads((place / "logs/gsm/seed1/ruler.json").read_text())["averages"]
     found = json.loads((tmp_path / "tasks.json").read_text())
     rows = {row[0]: row[1] for row in found["tables"][0]}
     assert rows["RULER Avg."] == f"{answered['average']:.2f}"
     assert rows["RULER longest"] == f"{answered['by_length']['300']:.2f}"
-    assert downstream.metrics(found)["ruler_average"] == answered["average"]
+    assert Tasks.metrics(found)["ruler_average"] == answered["average"]
     with monkeypatch.context() as patch:
         patch.setattr(ruler, "complete", lambda *_: pytest.fail("this is answered already"))
-        command_line.call(command.evaluate, command.name, arguments)
+        commands.call(given)
     with pytest.raises(SystemExit, match="unknown argument 'lenths'; did you mean lengths"):
         ask(place, "gsm/seed1", "tasks=ablation", "ruler=lenths=5")
     with pytest.raises(SystemExit, match="only tasks=ablation has it in its table: leave it out"):
@@ -148,7 +147,7 @@ def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys:
         (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
         (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
         (["tasks=/none/mine.yaml"], "tasks: .*/none/mine.yaml"),
-        (["tasks=piqa", "output=/proc/none"], "/proc/none cannot be written"),
+        (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json cannot be written"),
     ],
 )
 def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):

@@ -15,11 +15,11 @@ import torch
 from small import build, random_tokens
 from test_train_cli import arguments
 
-from gsm.config import command_line
 from gsm.config.compose import compose
+from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
 from gsm.evaluation.checkpoints import progress
-from gsm.evaluation.held_out import buckets, measure, positions, token_losses
+from gsm.evaluation.held_out import HeldOut, buckets, measure, positions, token_losses
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
 
@@ -155,7 +155,7 @@ def test_it_finds_the_loss_that_the_run_found(
     runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ):
     folder, summaries = runs
-    command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder / 'gsm' / 'seed1'}"])
+    commands.call([f"checkpoint={folder / 'gsm' / 'seed1'}"])
     printed = capsys.readouterr().out
     result = json.loads((folder / "gsm" / "seed1" / "evaluation.json").read_text())
     summary = summaries[1]
@@ -179,7 +179,7 @@ def test_a_folder_of_runs_becomes_one_table(
     folder, summaries = runs
     output = tmp_path / "found" / "table.json"
     (folder / "gsm" / "seed0" / "evaluation.json").unlink(missing_ok=True)
-    script.evaluate(str(folder), sequences=2, output=str(output))
+    HeldOut(str(folder), sequences=2, output=str(output)).evaluate()
     found = json.loads(output.read_text())["runs"]
     assert [(run["arm"], run["seed"]) for run in found] == [("baseline", 0), ("gsm", 0), ("gsm", 1)]
     assert all(run["text"]["sequences"] == 2 for run in found)
@@ -197,10 +197,11 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
     (tmp_path / "letter.txt").write_text("Something else, and long enough to be cut in sequences. " * 40)
     (tmp_path / "second.txt").write_text("Held out or not, it is text all the same, and it goes on. " * 40)
     run, output = str(folder / "gsm" / "seed0"), str(tmp_path / "out.json")
-    own = script.evaluate(run, output=output)[0]
-    longer = script.evaluate(run, context=64, batch_size=1, output=output)[0]
+    own = HeldOut(run, output=output).evaluate()[0]
+    longer = HeldOut(run, context=64, batch_size=1, output=output).evaluate()[0]
     assert longer["context"] == 64 and longer["text"]["by_position"][-1]["last"] == 63
-    other = script.evaluate(run, path=str(tmp_path), split="train", sequences=3, position="sequence", output=output)[0]
+    asked = {"path": str(tmp_path), "split": "train", "sequences": 3, "position": "sequence"}
+    other = HeldOut(run, **asked, output=output).evaluate()[0]
     assert other["data"]["digest"] != own["data"]["digest"] == longer["data"]["digest"]
     assert other["text"]["sequences"] == 3 and other["text"]["place"] == "sequence"
     assert other["data"]["tokenizer"] == "bytes", "the checkpoint's own"
@@ -208,7 +209,7 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
 
 def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
     shutil.copy(runs[0] / "gsm" / "seed0" / "checkpoints" / "best.ckpt", tmp_path / "mine.ckpt")
-    script.evaluate(str(tmp_path / "mine.ckpt"))
+    HeldOut(str(tmp_path / "mine.ckpt")).evaluate()
     assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"].endswith("mine.ckpt")
 
 
@@ -229,12 +230,12 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
 )
 def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]], given: list[str], said: str):
     with pytest.raises(SystemExit, match=f"^error: {said}"):
-        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={runs[0] / 'gsm' / 'seed0'}", *given])
+        commands.call([f"checkpoint={runs[0] / 'gsm' / 'seed0'}", *given])
 
 
 def test_a_folder_without_runs_is_explained(tmp_path: Path):
     with pytest.raises(SystemExit, match="^error: no checkpoint at .*, and no run below it"):
-        command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={tmp_path}"])
+        commands.call([f"checkpoint={tmp_path}"])
 
 
 def test_long_evaluations_say_how_far_they_are(capsys: pytest.CaptureFixture[str]):
@@ -256,11 +257,11 @@ def test_other_text_than_the_run_had_is_said(
 ):
     folder, output = runs[0] / "gsm" / "seed0", runs[0].parent / "out.json"
     note = "not the text that the run validated on"
-    script.evaluate(str(folder), output=str(output))
+    HeldOut(str(folder), output=str(output)).evaluate()
     assert note not in capsys.readouterr().out
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "data": {"digest": "of another machine"}}))
-    script.evaluate(str(folder), output=str(output))
+    HeldOut(str(folder), output=str(output)).evaluate()
     (folder / "summary.json").write_text(json.dumps(summary))
     assert note in capsys.readouterr().out
 
@@ -286,29 +287,29 @@ def test_it_is_said_how_much_of_other_text_was_measured():
 def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
     """The numbers are those of the interventions; the model is whole again, and one without a state says so."""
     folder = runs[0] / "gsm" / "seed0"
-    command_line.call(script.evaluate, "evaluate.py", [f"checkpoint={folder}", "ablate=true"])
+    commands.call([f"checkpoint={folder}", "ablate=true"])
     assert "state, but a row's own z" in capsys.readouterr().out
     found = json.loads((folder / "evaluation.json").read_text())
     assert list(found["ablated"]) == ["state", "stage 1", "stage 2", "all stages"]
     for row in found["ablated"].values():
         assert row["added"] == pytest.approx(row["loss"] - found["text"]["loss"]) != 0
-    assert script.metrics(found)["without/all_stages"] == found["ablated"]["all stages"]["loss"]
-    (again,) = script.evaluate(str(folder), device="cpu")
+    assert HeldOut.metrics(found)["without/all_stages"] == found["ablated"]["all stages"]["loss"]
+    (again,) = HeldOut(str(folder), device="cpu").evaluate()
     assert again["text"] == found["text"] and "ablated" not in again
-    (baseline,) = script.evaluate(str(runs[0] / "baseline" / "seed0"), ablate=True, device="cpu")
+    (baseline,) = HeldOut(str(runs[0] / "baseline" / "seed0"), ablate=True, device="cpu").evaluate()
     assert baseline["ablated"] is None
 
 
 def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
     checkpoint = f"checkpoint={runs[0] / 'gsm' / 'seed0'}"
-    command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap=true"])
+    commands.call([checkpoint, "overlap=true"])
     assert "overlap with the encoder, %" in capsys.readouterr().out
     found = json.loads((runs[0] / "gsm" / "seed0" / "evaluation.json").read_text())["overlap"]
     assert found["mean"] == 1.0, "its stages share the selection"
     assert [row["length"] for row in found["by_length"]] == [8, 16, 32, 64]
-    (whole,) = script.evaluate(checkpoint.partition("=")[2], overlap_lengths="64,16", masks="off", device="cpu")
+    (whole,) = HeldOut(checkpoint.partition("=")[2], overlap_lengths=[64, 16], masks="off", device="cpu").evaluate()
     assert [row["length"] for row in whole["overlap"]["by_length"]] == [16, 64]
     with pytest.raises(SystemExit, match="overlap_lengths is '4k', but takes whole numbers"):
-        command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap_lengths=4k"])
+        commands.call([checkpoint, "overlap_lengths=4k"])
     with pytest.raises(SystemExit, match="overlap is 'perhaps', but takes true or false"):
-        command_line.call(script.evaluate, "evaluate.py", [checkpoint, "overlap=perhaps"])
+        commands.call([checkpoint, "overlap=perhaps"])

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import small
 import torch
 from test_train_cli import arguments
 
-from gsm.config import command_line
 from gsm.config.check import ConfigError
+from gsm.config.command_line import whole_numbers
 from gsm.config.compose import compose
 from gsm.evaluation import commands, lengths
 from gsm.evaluation.bootstrap import interval
 from gsm.evaluation.held_out import read_masks, token_losses
-from gsm.evaluation.lengths import measure, read_lengths, score
+from gsm.evaluation.lengths import Lengths, score
 from gsm.experiments.fit import train
 
 LONG, SCORED = 37, 9
@@ -74,7 +75,7 @@ def test_context_counts_only_where_documents_are_not_apart():
 
 def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
     model, cut = small.build("gsm"), windows()
-    found = measure(model, cut, [SCORED, LONG], SCORED, masks=["off"], path=tmp_path / "lengths.json")
+    found = Lengths(lengths=[SCORED, LONG], masks="off").measure(model, cut, tmp_path / "lengths.json")
     cells = [found["cells"][f"off/{LONG}/{n}"] for n in range(3)]
     loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
     cell = found["by_length"]["off"][str(LONG)]
@@ -96,8 +97,8 @@ def test_an_interval_is_that_of_means_drawn_anew():
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
-    model, cut, asked = small.build("gsm"), windows(), [SCORED, 20]
-    whole = measure(model, cut[:2], asked, SCORED)
+    model, cut, asked = small.build("gsm"), windows(), Lengths(lengths=[SCORED, 20])
+    whole = asked.measure(model, cut[:2])
 
     def first(cells: Iterable[Any], count: int, note: str) -> Iterator[Any]:
         for done, cell in enumerate(cells):
@@ -107,27 +108,28 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
     path, computed = tmp_path / "lengths.json", []
     with pytest.raises(KeyboardInterrupt):
-        measure(model, cut[:2], asked, SCORED, path=path, progress=first)
+        asked.measure(model, cut[:2], path, progress=first)
     monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
-    assert measure(model, cut[:2], asked, SCORED, path=path) == whole
+    assert asked.measure(model, cut[:2], path) == whole
     assert len(computed) == 8 - 3
-    measure(model, cut, asked, SCORED, path=path, masks=["on"])
+    replace(asked, masks="on").measure(model, cut, path)
     assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
     assert path.with_suffix(".previous").is_file()
 
 
 @pytest.mark.parametrize(
-    ("asked", "scored", "masks", "said"),
+    ("asked", "scored", "said"),
     [
-        ([20, 9], 9, ["on"], r"lengths \[20, 9\] must ascend"),
-        ([20], 21, ["on"], "scored 21 goes beyond the shortest length 20"),
-        ([20], 9, ["maybe"], r"masks \['maybe'\] must be some of on, off"),
-        ([40], 9, ["on"], r"windows have \[37, 37, 37\] tokens and the longest length is 40"),
+        ([20, 9], 9, r"lengths \[20, 9\] must ascend"),
+        ([20], 21, "scored 21 goes beyond the shortest length 20"),
+        ([40], 9, r"windows have \[37, 37, 37\] tokens and the longest length is 40"),
     ],
 )
-def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, masks: list[str], said: str):
+def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, said: str):
     with pytest.raises(ValueError, match=said):
-        measure(small.build("gsm"), windows(), asked, scored, masks=masks)
+        Lengths(lengths=asked, scored=scored).measure(small.build("gsm"), windows())
+    with pytest.raises(ConfigError, match="masks is 'maybe'"):
+        Lengths(masks="maybe")
 
 
 def test_documents_are_kept_apart_or_not_or_both():
@@ -144,17 +146,18 @@ def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"b has read other windows than a, by the data's tokenizer \(a there, b here"
     ):
-        lengths._conclude([one, other], [4], 1, ["off"], tmp_path / "lengths.json")
+        Lengths(lengths=[4]).conclude([one, other], tmp_path / "lengths.json")
 
 
 def test_lengths_are_read_as_a_list_or_a_range():
-    assert read_lengths("512,256") == [256, 512]
-    assert read_lengths("256:1024") == [256, 512, 768, 1024]
-    assert read_lengths("256:1024:384") == [256, 640, 1024]
-    assert read_lengths("paper") == list(range(4096, 65537, 4096))
-    for wrong in ("4k", "256:1000", "1:2:3:4", "512:256"):
-        with pytest.raises(ConfigError, match=f"lengths is '{wrong}', but takes whole numbers"):
-            read_lengths(wrong)
+    assert whole_numbers("512,256") == [256, 512]
+    assert whole_numbers("256:1024") == [256, 512, 768, 1024]
+    assert whole_numbers("[256:1024:384]") == [256, 640, 1024]
+    assert whole_numbers("4096:65536") == list(Lengths().lengths)
+    assert commands.choose(["checkpoint=x", "lengths=paper"]) == (Lengths, ["checkpoint=x"])
+    for wrong in ("4k", "256:1000", "1:2:3:4", "512:256", "0,1"):
+        with pytest.raises(SystemExit, match=f"lengths is '{wrong}', but takes whole numbers"):
+            commands.call(["checkpoint=x", f"lengths={wrong}"])
 
 
 def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -162,9 +165,7 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
         train(compose([*given, f"model={model}", f"seed={seed}"]))
     folder = tmp_path / "logs/default"
-    words = [f"checkpoint={folder}", "lengths=[16,64]", "windows=2", "scored=8"]
-    chosen, words = commands.choose(words)
-    command_line.call(chosen.evaluate, chosen.name, words)
+    commands.call([f"checkpoint={folder}", "lengths=[16,64]", "windows=2", "scored=8"])
     printed = capsys.readouterr().out
     assert "perplexity, the window as one document" in printed and "nats minus baseline" in printed
     rows = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))
@@ -174,7 +175,7 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
     losses = [one["by_length"]["off"]["64"]["loss"] for one in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)
-    found = lengths.metrics(single[0])
+    found = Lengths.metrics(single[0])
     assert found["64"] == pytest.approx(math.exp(losses[0]))
     assert {"16", "apart/64", "full", "apart/full", "held_out"} <= set(found)
     held_out = [one["held_out"] for one in single]
@@ -182,4 +183,4 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)
     assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
     with pytest.raises(SystemExit, match="windows is 99 and the longest of the lengths 64, but .* has .* room for"):
-        command_line.call(lengths.evaluate, "evaluate.py", [f"checkpoint={folder}", "lengths=64", "windows=99"])
+        commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])

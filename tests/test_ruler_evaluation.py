@@ -19,9 +19,9 @@ from gsm.config.compose import compose
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import Needles, write_samples
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import ruler as script
-from gsm.evaluation.held_out import evaluate as losses_of
-from gsm.evaluation.ruler import averages, complete, deviations, final_answer, measure, score, shown, table
+from gsm.evaluation import commands
+from gsm.evaluation.held_out import HeldOut
+from gsm.evaluation.ruler import Ruler, averages, complete, deviations, final_answer, score, shown, table
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
 
@@ -54,9 +54,9 @@ RIGHT = Oracle(lambda key, value: f" {value}")
 THINKS = Oracle(lambda key, value: f" told here: 99 or 10. Final answer: {value}")
 
 
-def ask(model: Any, **options) -> dict[str, Any]:
-    given = {"tasks": TASKS, "lengths": (400, 512), "examples": 5, "ingredients": SHORT, **options}
-    return measure(model, BYTES, **given)
+def ask(model: Any, path: Path | None = None, identity: Any = None, say: Any = str, **options: Any) -> dict[str, Any]:
+    given = {"tasks": TASKS, "lengths": (400, 512), "examples": 5, **options}
+    return Ruler(**given).measure(model, BYTES, ingredients=SHORT, path=path, identity=identity, say=say)
 
 
 @pytest.mark.parametrize(
@@ -177,19 +177,19 @@ def test_files_of_the_benchmark_are_asked_instead(tmp_path: Path):
     for task in TASKS:
         made = [Needles(task, BYTES, SHORT).sample(index, 400, seed=1) for index in range(6)]
         write_samples(tmp_path / "400" / f"{task}.jsonl", made)
-    result = ask(RIGHT, lengths=(400,), files=tmp_path)
+    result = ask(RIGHT, lengths=(400,), files=str(tmp_path))
     assert result["averages"]["average"] == 100 and result["settings"]["files"] == str(tmp_path)
     with pytest.raises(ValueError, match="holds 6 samples, and examples is 7; take fewer"):
-        ask(RIGHT, lengths=(400,), files=tmp_path, examples=7)
+        ask(RIGHT, lengths=(400,), files=str(tmp_path), examples=7)
     with pytest.raises(FileNotFoundError, match=r"no samples at .*512.niah_single_1.jsonl"):
-        ask(RIGHT, lengths=(512,), files=tmp_path)
+        ask(RIGHT, lengths=(512,), files=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"lengths": (100,)}, "length 100 is too short for niah_single_1"),
-        ({"lengths": ()}, "must be at least 1"),
+        ({"lengths": (0,)}, "must be at least 1"),
         ({"examples": 0}, "examples 0"),
         ({"tasks": ("niah",)}, "must be some of niah_single_1"),
         ({"answers": "long"}, "answers 'long' is unknown"),
@@ -223,6 +223,7 @@ def test_what_is_as_in_the_benchmark_is_no_deviation():
     assert deviations({**own, "haystack": "mine", "digits": 2}) == ["haystack: mine", "digits: 2"]
 
 
+RULER = ("ruler.tasks=niah_single_2", "ruler.examples=2")
 ADAPTED = [
     *TINY[: TINY.index("data=folder")],
     *"size.context=300 data=ruler data.tokenizer=bytes data.template=short data.words=2 data.new_tokens=6".split(),
@@ -234,19 +235,19 @@ ADAPTED = [
 def test_a_run_is_adapted_and_asked_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     facts = train(compose([*ADAPTED, f"logs={tmp_path}"]))
     assert facts["status"] == "finished" and 0 <= facts["accuracy"] <= 1
-    (result,) = script.evaluate(str(tmp_path), examples=2, device="cpu")
+    (result,) = Ruler(str(tmp_path), examples=2, device="cpu").evaluate()
     assert result["asked"] == [f"niah_single_{task}/{length}" for task in (1, 2) for length in (240, 300)]
     assert result["settings"]["new_tokens"] == 6 and result["settings"]["template"] == "short"
     capsys.readouterr()
-    script.evaluate(str(tmp_path), lengths="[240, 300]", tasks="niah_single_2", examples=2, device="cpu")
+    commands.call([f"checkpoint={tmp_path}", "device=cpu", *RULER, "ruler.lengths=[240, 300]"])
     said = capsys.readouterr().out
     assert said.count(", from ") == 2 and "\nniah_single_2  " in said and "niah_single_1" not in said
-    (held_out,) = losses_of(str(tmp_path), device="cpu")
+    (held_out,) = HeldOut(str(tmp_path), device="cpu").evaluate()
     assert held_out["text"]["targets"] == 2 * 4, "of each example a blank, two digits and the end"
-    with pytest.raises(ConfigError, match="lengths is '4K', but takes whole numbers"):
-        script.evaluate(str(tmp_path), lengths="4K", device="cpu")
+    with pytest.raises(SystemExit, match="lengths is '4K', but takes whole numbers"):
+        commands.call([f"checkpoint={tmp_path}", "ruler.lengths=4K", "device=cpu"])
     with pytest.raises(ConfigError, match="unknown template 'shrt'"):
-        script.evaluate(str(tmp_path), template="shrt", device="cpu")
+        Ruler(str(tmp_path), template="shrt", device="cpu").evaluate()
 
 
 def test_the_script_takes_its_names_with_ruler_before_them(monkeypatch: pytest.MonkeyPatch, capsys):

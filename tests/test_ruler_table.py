@@ -137,9 +137,9 @@ def test_a_result_is_found_beside_its_checkpoint_or_in_the_phase_that_measured_i
 def test_runs_side_by_side_leave_tables_and_a_picture(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     results = [everywhere(4, 2), everywhere(4, 4, arm="b", answers="cot")]
-    lines = ruler.write_side_by_side(results, tmp_path)
-    assert any(line.split() == ["a", "100.00", "50.00", "75.00"] for line in lines)
+    said = ruler.side_by_side_of(results, tmp_path / "ruler.json")
+    assert any(line.split() == ["a", "100.00", "50.00", "75.00"] for line in said.splitlines())
     assert "| b | 100.00 | 100.00 | 100.00 |" in (tmp_path / "ruler.md").read_text()
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    other = ruler.write_side_by_side([results[0], everywhere(4, 4, arm="c", seed=3, examples=5)], tmp_path)
-    assert "were not asked the same" in "\n".join(other)
+    other = [results[0], everywhere(4, 4, arm="c", seed=3, examples=5)]
+    assert "were not asked the same" in ruler.side_by_side_of(other, tmp_path / "ruler.json")

@@ -12,10 +12,10 @@ import tiny_text
 import torch
 from short_runs import TINY, composed
 
-from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
 from gsm.evaluation import checkpoints, commands, plots
+from gsm.evaluation.ruler import Ruler
 from gsm.experiments import experiment as experiments
 from gsm.experiments import weights
 from gsm.experiments.experiment import Experiment, Trial, parse_runs, read_arms, train_all
@@ -41,8 +41,7 @@ class InThisProcess:
         if job.log.name == "train.log":
             train(composed(job.command))
         else:
-            chosen, words = commands.choose(job.command[2:])
-            command_line.call(chosen.evaluate, chosen.name, words)
+            commands.call(job.command[2:])
         return 0
 
     def poll(self) -> int:
@@ -253,7 +252,7 @@ def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_wo
 ):
     made = asked(f"runs={{a: null, ask: {{after: a, evaluate: {wanted}}}}}", "++runs.ask.evaluate.ruler.examples=5")
     jobs: Any = only(made).jobs
-    assert commands.choose(jobs["ask"].words) == (commands.RULER, ["examples=5"])
+    assert commands.choose(jobs["ask"].words) == (Ruler, ["examples=5"])
 
 
 def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):

@@ -16,7 +16,7 @@ from test_train_cli import arguments
 from werkzeug.test import Client
 
 from gsm.config.compose import compose
-from gsm.evaluation.held_out import evaluate
+from gsm.evaluation.held_out import HeldOut
 from gsm.experiments.fit import train
 from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS
 
@@ -125,7 +125,7 @@ def test_summaries_say_what_every_model_remembers(logs: Path):
 
 
 def test_a_comparator_is_evaluated_like_any_other_model(logs: Path):
-    (result,) = evaluate(str(logs / "gated_delta_net"), overlap=True, device="cpu")
+    (result,) = HeldOut(str(logs / "gated_delta_net"), overlap=True, device="cpu").evaluate()
     summary = json.loads((logs / "gated_delta_net" / "seed0" / "summary.json").read_text())
     assert result["text"]["loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert result["overlap"] is None

@@ -20,7 +20,7 @@ from adversary.outcome import Case, Wrong
 from adversary.world import World
 from gsm import notebook
 from gsm.evaluation.generate import generate
-from gsm.evaluation.held_out import evaluate
+from gsm.evaluation.held_out import HeldOut
 
 # What a stranger might have called, with {folder} for the folder of the case.
 CALLS: tuple[dict[str, Any], ...] = (
@@ -284,9 +284,9 @@ def _resumed_by_path(path: Path, world: World, folder: Path) -> None:
 
 USES: dict[str, Callable[[Path, World, Path], Any]] = {
     "load_model": lambda path, world, folder: gsm.load_model(path),
-    "evaluate": lambda path, world, folder: evaluate(str(path), sequences=2, device="cpu") and None,
+    "evaluate": lambda path, world, folder: HeldOut(str(path), sequences=2, device="cpu").evaluate() and None,
     "evaluate other data": lambda path, world, folder: (
-        evaluate(str(path), data="folder", path=str(world.home / "text"), sequences=2, device="cpu") and None
+        HeldOut(str(path), data="folder", path=str(world.home / "text"), sequences=2, device="cpu").evaluate() and None
     ),
     "generate": lambda path, world, folder: generate(str(path), "a", max_new_tokens=3, device="cpu"),
     "notebook.load": lambda path, world, folder: notebook.load(path.parent.parent)[0],

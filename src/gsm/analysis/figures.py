@@ -15,13 +15,13 @@ from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.rollout import Routes
 from gsm.evaluation import plots
+from gsm.evaluation.plots import SMALL, finish
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMALL = 8  # points of the smallest letters
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for what nothing was done to
 
 
@@ -42,8 +42,7 @@ def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> Non
         at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": "#000000", "markersize": 6}
         axes.plot(list(told), [-0.02] * len(told), "^", label="the needle", zorder=3, **at)
     axes.set_xlim(-2, row + 2)
-    _name(axes, "source position (tokens)", f"share of the entry at {row}")
-    axes.legend(frameon=False, fontsize=SMALL)
+    finish(axes, "source position (tokens)", f"share of the entry at {row}")
 
 
 def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: Sequence[int] = ()) -> None:
@@ -54,10 +53,9 @@ def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: S
     picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="Greys")
     if told:
         axes.plot(list(told), range(len(rows)), "o", color=plots.COLOURS[1], fillstyle="none", label="the needle")
-        axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
     axes.set_yticks(range(len(rows)), [str(row) for row in rows])
-    axes.set_title(f"by {way}: {float(share_RT.sum()) / len(rows):.0%}", fontsize=9)
-    _name(axes, "source position (tokens)", "entry of position")
+    title = f"by {way}: {float(share_RT.sum()) / len(rows):.0%}"
+    finish(axes, "source position (tokens)", "entry of position", title, loc="upper right")
     _scale(axes, picture, "share of the entry")
 
 
@@ -68,8 +66,8 @@ def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
     said_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
     kept_N = (said_N > 0) & (moved_N > 0)
     axes.loglog(said_N[kept_N], moved_N[kept_N], ".", color=style.colour, markersize=4, alpha=0.6)
-    axes.set_title(f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}", fontsize=9)
-    _name(axes, way.replace("_", " x "), "movement of z (its units)")
+    title = f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}"
+    finish(axes, way.replace("_", " x "), "movement of z (its units)", title)
 
 
 def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
@@ -83,8 +81,7 @@ def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
     weight_N = map_RT[map_RT > 0]
     most = float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values)
     picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=most), interpolation="nearest")
-    axes.set_title(title, fontsize=9)
-    _name(axes, "position that is read", "position that reads")
+    finish(axes, "position that is read", "position that reads", title)
     _scale(axes, picture, "weight", extend="max")
 
 
@@ -104,23 +101,21 @@ def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
     axes.tick_params(axis="x", rotation=30 if len(ticks) > 14 else 0)
-    _name(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
-    axes.legend(frameon=False, fontsize=SMALL)
+    finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
 
 
 def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
     """A needle map: a row for each length, a column for each depth, the fraction answered in each cell; empty where no
     needle can lie."""
     axes.imshow(found.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
-    for (row, column), value in _cells(found.accuracy_LD):
-        if value == value:  # else no needle lies there
-            colour = "white" if value < 0.6 else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=SMALL)
+    for row, column in found.count_LD.nonzero().tolist():
+        value = float(found.accuracy_LD[row, column])
+        colour = "white" if value < 0.6 else "black"
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=SMALL)
     middles = [(low + high) / 2 for low, high in zip(found.edges, found.edges[1:], strict=False)]
     axes.set_xticks(range(len(middles)), [f"{middle:.0%}" for middle in middles])
     axes.set_yticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-    axes.set_title(title, fontsize=9)
-    _name(axes, "depth of the needle (of the length)", "length (tokens)")
+    finish(axes, "depth of the needle (of the length)", "length (tokens)", title)
 
 
 def tests(axes: Axes, found: Mapping[str, NeedleTest], chance: float | None = None) -> None:
@@ -155,9 +150,8 @@ def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: flo
     axes.set_xticks(range(len(found)), list(found))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylim(0, 1.3)
-    _name(axes, "", "questions answered (fraction)")
-    axes.set_title(f"{' or '.join(str(count) for count in sorted(counts))} questions a bar", fontsize=9)
-    axes.legend(frameon=False, fontsize=SMALL, ncols=5, loc="upper center")
+    title = f"{' or '.join(str(count) for count in sorted(counts))} questions a bar"
+    finish(axes, "", "questions answered (fraction)", title, ncols=5, loc="upper center")
 
 
 def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:
@@ -169,8 +163,7 @@ def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -
         axes.plot(range(len(labels)), weight_D, style.marker + style.line, color=style.colour, markersize=4, label=name)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, None)
-    _name(axes, "distance (tokens)", "attention (fraction)")
-    axes.legend(frameon=False, fontsize=SMALL)
+    finish(axes, "distance (tokens)", "attention (fraction)")
 
 
 def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
@@ -182,7 +175,7 @@ def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
         axes.plot([place] * len(weight_H), weight_H.tolist(), ".", color="#000000", markersize=4)
     axes.set_xticks(range(len(found)), names_of(model), rotation=40, ha="right")
     axes.set_ylim(0, None)
-    _name(axes, "", "weight of the sink (fraction)")
+    finish(axes, "", "weight of the sink (fraction)")
 
 
 def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
@@ -190,8 +183,7 @@ def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
     axes.plot(found, color=plots.COLOURS[0], linewidth=1.4)
     axes.axhline(most, color="#888888", linewidth=1, label="at most")
     axes.set_ylim(0, None)
-    _name(axes, "position (tokens)", "effective rank of the state")
-    axes.legend(frameon=False, fontsize=SMALL)
+    finish(axes, "position (tokens)", "effective rank of the state")
 
 
 def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:
@@ -199,13 +191,3 @@ def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:
     bar = axes.figure.colorbar(picture, ax=axes, shrink=0.85, **options)
     bar.ax.tick_params(labelsize=SMALL - 1)
     bar.set_label(label, fontsize=SMALL)
-
-
-def _cells(value_YX: Tensor) -> list[tuple[tuple[int, int], float]]:
-    rows, columns = value_YX.shape
-    return [((row, column), float(value_YX[row, column])) for row in range(rows) for column in range(columns)]
-
-
-def _name(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)

@@ -143,18 +143,43 @@ def read_arguments(
             raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
         if name not in taken:
             raise unknown("argument", name, taken, script)
-        kind = taken[name].annotation
-        kind = kind if kind in (int, float, bool) else str
+        read, takes = KINDS.get(taken[name].annotation, (str, "str"))
         try:
-            values[name] = TRUTH[text.lower()] if kind is bool else kind(text)
+            values[name] = read(text)
         except (ValueError, KeyError) as error:
-            raise ConfigError(
-                f"{name} is '{text}', but takes {'true or false' if kind is bool else kind.__name__}"
-            ) from error
+            raise ConfigError(f"{name} is '{text}', but takes {takes}") from error
     missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
     if missing:
         raise ConfigError(f"{script} needs {missing[0]}=...; python {script} --help says what it is")
     return values
+
+
+def listed(text: str) -> list[str]:
+    """`a,b` or `[a, b]` as a list."""
+    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """`256,512`, or a range `first:last` or `first:last:step`, ascending. Raises ValueError for anything else."""
+    if ":" in text:
+        first, last, *steps = [int(word) for word in text.strip("[]").split(":")]
+        found = list(range(first, last + 1, (steps or [first])[0]))
+        if len(steps) > 1 or found[-1:] != [last]:
+            raise ValueError(text)
+    else:
+        found = sorted({int(word) for word in listed(text)})
+    if min(found, default=1) < 1:
+        raise ValueError(text)
+    return found
+
+
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a word is read, and what it has to be
+    int: (int, "int"),
+    float: (float, "float"),
+    bool: (lambda text: TRUTH[text.lower()], "true or false"),
+    Sequence[str]: (listed, "names with commas between them"),
+    Sequence[int]: (whole_numbers, "whole numbers from 1 on: 256,512, or 256:4096:256, whose steps end there"),
+}
 
 
 def again(saved: bool = False) -> str:

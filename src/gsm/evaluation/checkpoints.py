@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
 from gsm.experiments import weights
 from gsm.experiments.trainers import best_precision
-from gsm.files import read_json, write_json
+from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.training.callbacks.progress import clock
 
@@ -152,18 +152,12 @@ def home(file: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(place: Path, instead: str = "a file elsewhere") -> Iterator[None]:
+def writing(place: Path) -> Iterator[None]:
     """What cannot be written becomes a ConfigError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{place} cannot be written ({error.strerror}); say output=, {instead}") from error
-
-
-def write(place: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON. Raises ConfigError."""
-    with writing(place):
-        write_json(place, content)
+        raise ConfigError(f"{place} cannot be written ({error.strerror}); say output=, a place elsewhere") from error
 
 
 def progress(

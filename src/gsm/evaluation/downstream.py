@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import read_arguments
 from gsm.config.load import refusals
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import loglikelihood, task_files
-from gsm.evaluation import ruler as needles
-from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
-from gsm.evaluation.loglikelihood import Score
+from gsm.evaluation import loglikelihood, ruler, task_files
+from gsm.evaluation.checkpoints import Trained, home
+from gsm.evaluation.loglikelihood import Question, Score
+from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.paper import Published, published
 from gsm.evaluation.results import (
     ACCURACIES,
@@ -31,17 +31,14 @@ from gsm.evaluation.results import (
     Progress,
     Results,
     by_arm,
-    conclude,
     difference,
+    finish,
     means,
     side_by_side,
     silent,
-    write_samples,
 )
+from gsm.evaluation.ruler import Ruler
 from gsm.evaluation.task_files import Sample, Task
-from gsm.experiments.report import shown
-from gsm.experiments.table import WIDTH, grid_markdown, grid_text
-from gsm.files import replacing, write_json
 from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
@@ -52,27 +49,16 @@ HUB = "hub"  # in the settings of results, where documents are not local files
 Result = Mapping[str, Any]
 
 
-def evaluate(
-    checkpoint: str,
-    tasks: str,
-    data: str = "",
-    limit: int = 0,
-    context: int = 0,
-    batch_size: int = ROWS,
-    harness: bool = False,
-    ruler: str = "",
-    device: str = "auto",
-    output: str = "",
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Tasks(Measure):
     """Scores trained models on downstream tasks, and prints the paper's table with ours beside it.
 
     Every task leaves a file with the scores of all samples in tasks/ below the folder of its run; the same command goes
     on where it was interrupted. With several runs: mean and spread over the seeds of every arm, and how the arms differ
     from the first on the same questions. Of tasks=ablation RULER is a part: what lies in the ruler.json of a run, if
-    that is of the same checkpoint.
+    that is of the same checkpoint. What output= names is the folder for the table: tasks.md, tasks.json.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
         tasks: paper (its Table 1), ablation (its retrieval ablation), or some of them: tasks=piqa,sciq, also yaml files
             of your own
         data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each
@@ -83,86 +69,107 @@ def evaluate(
         harness: let lm-evaluation-harness do it (extra eval), without data with the documents of the hub
         ruler: true: for tasks=ablation, ask RULER too, as ruler=true does alone, and of what is not there yet; its own
             arguments as ruler.examples=20 ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
-        device: cpu, cuda, ...; auto: a GPU if there is one
-        output: the folder for the table (tasks.md, tasks.json); left out: the folder of the run, or above several
-
-    Raises:
-        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
     """
-    for name, number, least in (("limit", limit, 0), ("context", context, 0), ("batch_size", batch_size, 1)):
-        if number < least:
-            raise ConfigError(f"{name} is {number}, but has to be {least} or more")
-    if not data and not harness:
-        raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
-    files = checkpoints(checkpoint)
-    with refusals("tasks"):
-        table = published(tasks)
-        chosen = [task_files.load(name) for name in (table.rows if table else tasks.strip("[]").split(","))]
-        if data:
-            task_files.require(chosen, Path(data))
-        texts = [(task, task_files.samples(task, Path(data), limit) if data else None) for task in chosen]
-    asked = ruler_words(ruler, table)
-    options = {"limit": limit, "context": context, "rows": batch_size, "harness": harness}
-    results = [measure_trained(one, texts, Path(data) if data else None, **options) for one in opened(files, device)]
-    if asked is not None:
-        needles.evaluate(checkpoint, device=device, **asked)
-    results = [{**result, "ruler": needles.known(file)} for result, file in zip(results, files, strict=True)]
-    place = Path(output) if output else (home(files[0]) if len(files) == 1 else Path(checkpoint))
-    _conclude(results, chosen, table, place)
-    return results
 
+    file: ClassVar[str] = "tasks.json"
+    takes_folder: ClassVar[bool] = True
 
-def ruler_words(ruler: str, table: Published | None) -> dict[str, Any] | None:
-    """The arguments that RULER is asked with, checked; None: it is not asked. Raises ConfigError."""
-    if ruler in ("", "false"):
-        return None
-    if not (table and table.ruler):
-        raise ConfigError("ruler=true stands beside tasks, but only tasks=ablation has it in its table: leave it out")
-    words = [] if ruler == "true" else ruler.split()
-    return read_arguments(words, needles.evaluate, "evaluate.py ruler=true", {"checkpoint", "device", "output"})
+    tasks: Sequence[str] = ("paper",)
+    data: str = ""
+    limit: int = 0
+    context: int = 0
+    batch_size: int = ROWS
+    harness: bool = False
+    ruler: str = ""
 
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 0), ("context", 0), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but has to be {least} or more")
+        if not self.data and not self.harness:
+            raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
+        _ = self.needles
 
-def measure_trained(
-    trained: Trained,
-    texts: Sequence[tuple[Task, list[Sample] | None]],
-    data: Path | None = None,
-    *,
-    limit: int = 0,
-    context: int = 0,
-    rows: int = ROWS,
-    harness: bool = False,
-) -> dict[str, Any]:
-    """The results of one checkpoint, by task; arguments as in ``evaluate``, and tasks with their samples (None: those
-    of the hub). Raises ConfigError."""
-    by_harness = _harness() if harness else None
-    model, tokenizer = trained.model, trained.tokenizer
-    settings = {
-        **{"checkpoint": trained.digest, "context": context or min(LONGEST, trained.config["data"]["context"])},
-        **{"rows": rows, "limit": limit, "precision": trained.precision},
-        **{"device": trained.device_kind, "versions": versions()},
-        "scorer": by_harness.version() if by_harness else "built in",
-    }
-    folder = home(trained.file) / (f"tasks_limit{limit}" if limit else "tasks")
-    found = {}
-    with trained.computing():
-        for task, samples in texts:
-            own = {**settings, "documents": documents_digest(task, data) if data else HUB}
-            options = {"max_length": settings["context"], "rows": rows}
-            options["progress"] = trained.progress("batches", f"{task.name}: ")
-            if by_harness:
-                adapter, file = by_harness.Adapter(model, tokenizer, **options), folder / f"{task.name}_harness.json"
-                found[task.name] = by_harness.measure(adapter, task, samples, limit=limit, file=file, settings=own)
-            else:
-                assert samples is not None
-                options |= {"file": folder / f"{task.name}.json", "settings": own}
-                found[task.name] = measure(model, tokenizer, task, samples, **options)
-    report = model.parameter_report()
-    return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
+    @cached_property
+    def table(self) -> Published | None:
+        """The paper's table, where the tasks are those of one."""
+        return published(",".join(self.tasks))
 
+    @cached_property
+    def texts(self) -> list[tuple[Task, list[Sample] | None]]:
+        """The tasks with their samples; None: those of the hub. Raises ConfigError."""
+        with refusals("tasks"):
+            chosen = [task_files.load(name) for name in (self.table.rows if self.table else self.tasks)]
+            if self.data:
+                task_files.require(chosen, Path(self.data))
+            return [
+                (task, task_files.samples(task, Path(self.data), self.limit) if self.data else None) for task in chosen
+            ]
 
-def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-    """The score in percent of every task of one run's table, and their `average`."""
-    return written["runs"][0]["values"]
+    @property
+    def needles(self) -> Ruler | None:
+        """How RULER is asked; None: it is not. Raises ConfigError."""
+        if self.ruler in ("", "false"):
+            return None
+        if not (self.table and self.table.ruler):
+            raise ConfigError(
+                "ruler=true stands beside tasks, but only tasks=ablation has it in its table: leave it out"
+            )
+        words = [] if self.ruler == "true" else self.ruler.split()
+        without = {"checkpoint", "device", "output"}
+        return Ruler(self.checkpoint, self.device, **read_arguments(words, Ruler, Ruler.script, without))
+
+    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        by_harness = _harness() if self.harness else None
+        texts, data = self.texts, Path(self.data) if self.data else None
+        model, tokenizer = trained.model, trained.tokenizer
+        longest = self.context or min(LONGEST, trained.config["data"]["context"])
+        settings = {
+            **{"checkpoint": trained.digest, "context": longest, "rows": self.batch_size, "limit": self.limit},
+            **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
+            "scorer": by_harness.version() if by_harness else "built in",
+        }
+        folder = home(trained.file) / (f"tasks_limit{self.limit}" if self.limit else "tasks")
+        found = {}
+        with trained.computing():
+            for task, samples in texts:
+                own = {**settings, "documents": documents_digest(task, data) if data else HUB}
+                options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size}
+                options["progress"] = trained.progress("batches", f"{task.name}: ")
+                if by_harness:
+                    adapter, place = by_harness.Adapter(model, tokenizer, **options), f"{task.name}_harness.json"
+                    options = {"limit": self.limit, "file": folder / place, "settings": own}
+                    found[task.name] = by_harness.measure(adapter, task, samples, **options)
+                else:
+                    assert samples is not None  # there are data
+                    options |= {"file": folder / f"{task.name}.json", "settings": own}
+                    found[task.name] = measure(model, tokenizer, task, samples, **options)
+        report = model.parameter_report()
+        return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
+
+    def conclude(self, results: Sequence[Result], place: Path) -> None:
+        if self.needles:
+            self.needles.evaluate()
+        results = [{**result, "ruler": ruler.known(Path(result["checkpoint"]))} for result in results]
+        tasks, table, arms = [task for task, _ in self.texts], self.table, by_arm(results)
+        grids, said = [grid(tasks, arms, table), *differences(arms, table)], notes(arms, tasks, table)
+        kept = [  # without their samples, which have a file of their own
+            {
+                **result,
+                "tasks": {
+                    name: {"settings": one["settings"], **one["scores"]} for name, one in result["tasks"].items()
+                },
+                **{"ruler": ruler.numbers(result["ruler"]), "values": values(result, table)},
+            }
+            for result in results
+        ]
+        print(f"\n{publish(place, grids, said, {'runs': kept, 'tables': grids, 'notes': said})}")
+        print("The scores of all samples are in the folders of the runs")
+
+    @staticmethod
+    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+        """The score in percent of every task, and their `average`."""
+        return written["runs"][0]["values"]
 
 
 def measure(
@@ -190,8 +197,8 @@ def measure(
         progress: passes on the batches that are still to do.
 
     Returns:
-        ``task``, ``settings``, ``scores`` (see ``conclude``) and ``samples``: of each, the number of its document,
-        ``subtask``, ``gold``, ``loglikelihoods`` and ``greedy`` of its pairs, ``cut`` tokens, and its metrics.
+        ``settings``, ``scores`` (see ``conclude``) and ``samples``: of each, the number of its document, ``subtask``,
+        ``gold``, ``loglikelihoods`` and ``greedy`` of its pairs, ``cut`` tokens, and its metrics.
 
     Raises:
         ValueError: as ``loglikelihoods``.
@@ -200,46 +207,38 @@ def measure(
     pairs = loglikelihood.encode_pairs(tokenizer.encode_batch, tokenizer.end_of_text, texts)
     batches = loglikelihood.plan(pairs, max_length=max_length, rows=rows)
 
-    def pack(scores: Mapping[int, Score]) -> dict[str, Any]:
-        records, left = [], iter(range(len(pairs)))
-        for sample in samples:
-            records.append(record(task, sample, [scores.get(next(left)) for _ in sample.pairs]))
-        done = {"scores": conclude(task.metrics, records)} if len(scores) == len(pairs) else {}
-        return {"task": task.name, **done, "samples": records}
+    def places(batch: Sequence[Question]) -> list[str]:
+        return [str(place) for question in batch for place in question.places]
 
-    def unpack(content: Mapping[str, Any]) -> dict[int, Score]:
-        if content["task"] != task.name or len(content["samples"]) != len(samples):
-            raise ValueError("these are other samples")
-        each = [
-            Score(value, greedy, one["cut"])
-            for one in content["samples"]
-            for value, greedy in zip(one["loglikelihoods"], one["greedy"], strict=True)
-        ]
-        return {place: score for place, score in enumerate(each) if score.loglikelihood is not None}
+    def compute(batch: Sequence[Question]) -> dict[str, Any]:
+        return {str(place): astuple(score) for place, score in loglikelihood.score(model, batch).items()}
 
-    results = Results(file, settings or {}, pack=pack, unpack=unpack, write=write_samples)
-    places = lambda batch: [place for question in batch for place in question.places]  # noqa: E731
-    results.fill(batches, places, partial(loglikelihood.score, model), progress)
+    results = Results(file, {"task": task.name, "samples": len(samples), **(settings or {})})
+    if "samples" not in results.conclusion:
+        results.fill(batches, places, compute, progress)
+        scores = iter([Score(*results.cells[str(place)]) for place in range(len(pairs))])
+        finish(
+            results, task.metrics, [record(task, sample, [next(scores) for _ in sample.pairs]) for sample in samples]
+        )
     return results.content()
 
 
-def record(task: Task, sample: Sample, scores: Sequence[Score | None]) -> dict[str, Any]:
-    """What is kept of a sample; its metrics only once all of its pairs have a score.
+def record(task: Task, sample: Sample, scores: Sequence[Score]) -> dict[str, Any]:
+    """What is kept of a sample.
 
     The likeliest choice is taken, the first of equals; of a single pair, whether every token of it was the likeliest.
     """
-    done = [score for score in scores if score is not None]
     kept: dict[str, Any] = {
         **{"document": sample.document, "subtask": sample.subtask, "gold": sample.gold},
-        "loglikelihoods": [None if score is None else score.loglikelihood for score in scores],
-        "greedy": [None if score is None else score.greedy for score in scores],
-        "cut": max((score.cut for score in done), default=0),
+        "loglikelihoods": [score.loglikelihood for score in scores],
+        "greedy": [score.greedy for score in scores],
+        "cut": max(score.cut for score in scores),
     }
-    for metric in task.metrics if len(done) == len(scores) else ():
-        each = [score.loglikelihood for score in done]
+    for metric in task.metrics:
+        each = [score.loglikelihood for score in scores]
         if metric == "acc_norm" and sample.lengths:
             each = [value / length for value, length in zip(each, sample.lengths, strict=True)]
-        right = done[0].greedy if len(done) == 1 else each.index(max(each)) == sample.gold
+        right = scores[0].greedy if len(scores) == 1 else each.index(max(each)) == sample.gold
         kept |= {metric: float(right)} if metric in ACCURACIES else {}
     return kept
 
@@ -262,35 +261,13 @@ def _harness() -> Any:
     return harness
 
 
-def _conclude(results: Sequence[Result], tasks: Sequence[Task], table: Published | None, place: Path) -> None:
-    """Prints the table and writes it. Raises ConfigError."""
-    arms = by_arm(results)
-    grids, said = [grid(tasks, arms, table), *differences(arms, table)], notes(arms, tasks, table)
-    print("\n\n".join(["", *map(grid_text, grids), "\n".join(textwrap.fill(note, WIDTH) for note in said)]))
-    kept = [  # without their samples, which have a file of their own
-        {
-            **result,
-            "tasks": {name: {"settings": one["settings"], **one["scores"]} for name, one in result["tasks"].items()},
-            **{"ruler": needles.numbers(result["ruler"]), "values": values(result, table)},
-        }
-        for result in results
-    ]
-    with writing(place, "another folder"):
-        write_json(place / "tasks.json", {"runs": kept, "tables": grids, "notes": said})
-        with replacing(place / "tasks.md") as file:
-            file.write("\n\n".join([*map(grid_markdown, grids), *said, ""]).encode())
-    print(
-        f"\nWritten to {shown(place)}: tasks.md, tasks.json; the scores of all samples are in the folders of the runs"
-    )
-
-
 def values(result: Result, table: Published | None) -> dict[str, float]:
     """The score of every task and their unweighted mean (``average``), in percent; where the table has RULER, and the
     result too, also ``ruler_average`` and ``ruler_longest``."""
     each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
-    further = needles.numbers(result.get("ruler")) if table and table.ruler else {}
-    ruler = {f"ruler_{name}": value for name, value in further.items()}
-    return {**each, "average": statistics.fmean(each.values()), **ruler}
+    further = ruler.numbers(result.get("ruler")) if table and table.ruler else {}
+    beside = {f"ruler_{name}": value for name, value in further.items()}
+    return {**each, "average": statistics.fmean(each.values()), **beside}
 
 
 def metric(task: str, result: Result, table: Published | None) -> str:
@@ -307,7 +284,7 @@ def grid(tasks: Sequence[Task], arms: Mapping[str, Mapping[Any, Result]], table:
         rows = {task.name: task.title for task in tasks} | {"average": title}
         return side_by_side("task (%)", arms, rows, lambda result, name: values(result, None)[name])
     rows = {task.name: task.title + "+" * _depends(table, task.name) for task in tasks}
-    rows |= {"average": title, **{f"ruler_{name}": needles.TITLES[name] for name in table.ruler}}
+    rows |= {"average": title, **{f"ruler_{name}": ruler.TITLES[name] for name in table.ruler}}
     theirs = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average}
     theirs |= {f"ruler_{name}": numbers for name, numbers in table.ruler.items()}
     return side_by_side(
@@ -327,10 +304,10 @@ def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | Non
         scores = lambda results, wanted=wanted: {task: _questions(results, task, table) for task in wanted}  # noqa: E731
         rows.append([title, *(difference(first, other, scores) for _, other in others)])
     asked = [{seed: one["ruler"] for seed, one in seeds.items() if one["ruler"]} for seeds in arms.values()]
-    last = next((str(needles.longest(one)) for one in asked[0].values()), "")
+    last = next((str(ruler.longest(one)) for one in asked[0].values()), "")
     for name in table.ruler if table else ():
         which = lambda task, length, name=name: name != "longest" or length == last  # noqa: E731
-        rows.append([needles.TITLES[name], *(needles.apart(asked[0], other, which) for other in asked[1:])])
+        rows.append([ruler.TITLES[name], *(ruler.apart(asked[0], other, which) for other in asked[1:])])
     return [rows]
 
 
@@ -365,7 +342,7 @@ def notes(arms: Mapping[str, Mapping[Any, Result]], tasks: Sequence[Task], table
             said.append(f"{task.title}: {cut} to what the model reads.")
     if table and table.ruler:
         names = [f"{arm}/seed{result['seed']}" for arm, seeds in arms.items() for result in seeds.values()]
-        said += needles.notes([result["ruler"] for result in results], names)
+        said += ruler.notes([result["ruler"] for result in results], names)
     return said
 
 

@@ -26,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import task_files
 from gsm.evaluation.loglikelihood import Pair, Score, cut, encode_pairs, loglikelihoods
-from gsm.evaluation.results import ACCURACIES, Progress, Results, conclude, silent, write_samples
+from gsm.evaluation.results import ACCURACIES, Progress, Results, finish, silent
 from gsm.evaluation.task_files import Sample, Task
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample as draw
@@ -172,23 +172,15 @@ def measure(
         settings: whatever the numbers depend on, as plain containers.
 
     Returns:
-        ``task``, ``settings``, ``scores`` and ``samples`` as of ``downstream.measure``.
+        ``settings``, ``scores`` and ``samples`` as of ``downstream.measure``.
 
     Raises:
         ValueError: the harness has no such task.
     """
-    results = Results(
-        file,
-        settings or {},
-        pack=lambda cells: {"task": task.name, **cells},
-        unpack=lambda content: {name: content[name] for name in ("scores", "samples")},
-        write=write_samples,
-    )
-    if not results.cells:
+    results = Results(file, {"task": task.name, **(settings or {})})
+    if "samples" not in results.conclusion:
         records = _records_of_the_hub(adapter, task, limit) if samples is None else _records(adapter, task, samples)
-        records.sort(key=lambda one: one["document"])
-        results.cells |= {"scores": conclude(task.metrics, records), "samples": records}
-        results.save()
+        finish(results, task.metrics, sorted(records, key=lambda one: one["document"]))
     return results.content()
 
 

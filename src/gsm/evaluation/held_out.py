@@ -12,9 +12,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from gsm.config.compose import compose
 from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of, vetted_node
 from gsm.data.packing import validation_indices
 from gsm.evaluation import overlap as overlaps
-from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, progress, write
+from gsm.evaluation.checkpoints import Trained, home, progress
+from gsm.evaluation.measure import Measure, write
 from gsm.evaluation.results import by_arm, cell
 from gsm.experiments.table import grid_text
 from gsm.files import read_json
@@ -42,22 +44,8 @@ WIDTH = 78
 MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
 
 
-def evaluate(
-    checkpoint: str,
-    data: str = "",
-    path: str = "",
-    split: str = "validation",
-    context: int = 0,
-    sequences: int = 0,
-    batch_size: int = 0,
-    position: str = "document",
-    masks: str = "on",
-    overlap: bool = False,
-    overlap_lengths: str = "",
-    ablate: bool = False,
-    device: str = "auto",
-    output: str = "",
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class HeldOut(Measure):
     """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
 
     Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
@@ -67,7 +55,6 @@ def evaluate(
     context (lengths=paper --help)
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
         path: other text: a folder or a file of your own, divided as for training; the part that split says is measured
         split: validation; or train, which the model has seen
@@ -79,87 +66,94 @@ def evaluate(
         overlap: also how much of what the stages select the encoder selects too, at four lengths around context
         overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
         ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
-        device: cpu, cuda, ...; auto: a GPU if there is one
-        output: the file to write; left out: evaluation.json in the folder of the run, and in the folder above several
-
-    Raises:
-        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
     """
-    _check(split, position, context=context, sequences=sequences, batch_size=batch_size)
-    (mask,), lengths = read_masks(masks, both=False), _lengths(overlap_lengths)
-    files, several = checkpoints(checkpoint), Path(checkpoint) / "evaluation.json"
-    text = {"data": data, "path": path, "split": split, "context": context, "sequences": sequences}
-    results = []
-    for trained in opened(files, device):
-        further = {"overlap": overlap or bool(lengths), "overlap_lengths": lengths, "ablate": ablate}
-        result = measure_trained(trained, **text, batch_size=batch_size, position=position, masks=mask, **further)
-        if not output:
-            write(home(trained.file) / "evaluation.json", result)
-        said = _share(result) if data or path else _caution(trained.file, result)
+
+    file: ClassVar[str] = "evaluation.json"
+
+    data: str = ""
+    path: str = ""
+    split: str = "validation"
+    context: int = 0
+    sequences: int = 0
+    batch_size: int = 0
+    position: str = "document"
+    masks: str = "on"
+    overlap: bool = False
+    overlap_lengths: Sequence[int] = ()
+    ablate: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("split", SPLITS), ("position", PLACES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is '{getattr(self, name)}', but has to be {' or '.join(known)}")
+        for name, least in (("context", 2), ("sequences", 1), ("batch_size", 1)):
+            number = getattr(self, name)
+            if number and number < least:
+                raise ConfigError(
+                    f"{name} is {number}, but has to be {least} or more; leave it out for what the run had"
+                )
+        read_masks(self.masks, both=False)
+
+    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        result = self.measured(trained)
+        if not self.output:
+            write(file, result)
+        said = _share(result) if self.data or self.path else _caution(trained.file, result)
         print(f"{_title(result)}\n{said}\n{one(result)}\n", flush=True)
-        results.append(result)
-    place = Path(output) if output else several if len(files) > 1 else home(files[0]) / "evaluation.json"
-    if len(files) > 1:
-        print(f"{len(files)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
-    if output or len(files) > 1:
-        write(place, results[0] if len(files) == 1 else {"runs": results})
-    print(f"Written to {place}")
-    return results
+        return result
 
+    def measured(self, trained: Trained) -> dict[str, Any]:
+        """What is known of a checkpoint and what was measured, as plain containers. Raises ConfigError."""
+        text = {name: getattr(self, name) for name in ("data", "path", "split", "context", "batch_size", "sequences")}
+        data, start = open_data(trained.saved, **text), time.perf_counter()
+        model, apart = trained.model, read_masks(self.masks, both=False) == ["on"]
 
-def measure_trained(
-    trained: Trained,
-    *,
-    split: str = "validation",
-    sequences: int = 0,
-    position: str = "document",
-    masks: str = "on",
-    overlap: bool = False,
-    overlap_lengths: Sequence[int] = (),
-    ablate: bool = False,
-    **text: Any,
-) -> dict[str, Any]:
-    """What is known of a checkpoint and what was measured, as plain containers; arguments as of ``evaluate``, ``text``
-    those of ``open_data``."""
-    data, start = open_data(trained.saved, split=split, sequences=sequences, **text), time.perf_counter()
-    model = trained.model
+        def loss(note: str = "") -> dict[str, Any]:
+            rows, count = _sequences(data, self.split, self.sequences)
+            rows = progress(rows if apart else map(_as_one_document, rows), count, trained.note + note)
+            bytes_V = data.bytes_of_tokens(self.split) if data.tokenizer else None
+            return measure(model, rows, batch_size=data.batch_size, token_bytes_V=bytes_V, place=self.position)
 
-    def measured(note: str = "") -> dict[str, Any]:
-        rows, count = _sequences(data, split, sequences)
-        rows = progress(rows if masks == "on" else map(_as_one_document, rows), count, trained.note + note)
-        bytes_V = data.bytes_of_tokens(split) if data.tokenizer else None
-        return measure(model, rows, batch_size=data.batch_size, token_bytes_V=bytes_V, place=position)
+        def of_length(length: int) -> list[Mapping[str, Tensor]]:
+            rows = data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
+            return rows if apart else [*map(_as_one_document, rows)]
 
-    def of_length(length: int) -> list[Mapping[str, Tensor]]:
-        rows = data.of_length(length, most=sequences or overlaps.SEQUENCES, split=split)
-        return rows if masks == "on" else [*map(_as_one_document, rows)]
+        with trained.computing():
+            found: dict[str, Any] = {"text": loss()}
+            if self.overlap or self.overlap_lengths:
+                found["overlap"] = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
+            if self.ablate:
+                found["ablated"] = _ablated(model, loss, found["text"]["loss"])
+        return {
+            **trained.facts,
+            **{"split": self.split, "masks": "on" if apart else "off", "context": data.context},
+            **found,
+            "data": data.description([self.split]),
+            "split_sequences": len(getattr(data, f"{self.split}_set")) if data.tokenizer else data.validation_sequences,
+            **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
+            "seconds": round(time.perf_counter() - start, 3),
+            **{"versions": versions(), "commit": commit()},
+        }
 
-    with trained.computing():
-        whole = measured()
-        found = {"overlap": overlaps.measure(model, of_length, data.context, overlap_lengths)} if overlap else {}
-        found |= {"ablated": _ablated(model, measured, whole["loss"])} if ablate else {}
-    return {
-        **trained.facts,
-        **{"split": split, "masks": masks, "context": data.context, "text": whole},
-        **found,
-        "data": data.description([split]),
-        "split_sequences": len(getattr(data, f"{split}_set")) if data.tokenizer else data.validation_sequences,
-        **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
-        "seconds": round(time.perf_counter() - start, 3),
-        **{"versions": versions(), "commit": commit()},
-    }
+    def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
+        if len(results) > 1:
+            print(f"{len(results)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
+        if self.output or len(results) > 1:
+            write(place, results[0] if len(results) == 1 else {"runs": results})
+        print(f"Written to {place}")
 
-
-def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-    """Of one run's file: `loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean
-    and what `overlap/<length>/<stage>` names; `without/<part>`: the loss without it."""
-    found = {name: written["text"][name] for name in MEASURES}
-    overlap = written.get("overlap") or {"mean": None, "by_length": []}
-    found["overlap"] = overlap["mean"]
-    for row in overlap["by_length"]:
-        found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
-    found |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in (written.get("ablated") or {}).items()}
-    return {name: value for name, value in found.items() if value is not None}
+    @staticmethod
+    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+        """`loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean and what
+        `overlap/<length>/<stage>` names; `without/<part>`: the loss without it."""
+        found = {name: written["text"][name] for name in MEASURES}
+        overlap = written.get("overlap") or {"mean": None, "by_length": []}
+        found["overlap"] = overlap["mean"]
+        for row in overlap["by_length"]:
+            found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+        ablated = written.get("ablated") or {}
+        found |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @torch.no_grad()
@@ -306,7 +300,8 @@ def open_data(
     batch_size: int = 0,
     sequences: int = 0,
 ) -> Any:
-    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer. Raises ConfigError.
+    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer; arguments as of
+    ``HeldOut``. Raises ConfigError.
 
     Only ``split`` is prepared: the other may take hours, or lie on the hub.
     """
@@ -388,24 +383,6 @@ def read_masks(text: str, *, both: bool = True) -> list[str]:
     if text not in known:
         raise ConfigError(f"masks is '{text}', but has to be on, off{' or both' if both else ''}: of documents")
     return known[text]
-
-
-def _check(split: str, position: str, **numbers: int) -> None:
-    for name, word, known in (("split", split, SPLITS), ("position", position, PLACES)):
-        if word not in known:
-            raise ConfigError(f"{name} is '{word}', but has to be {' or '.join(known)}")
-    for name, number in numbers.items():
-        if number < 0 or (name == "context" and number == 1):
-            least = 2 if name == "context" else 1
-            raise ConfigError(f"{name} is {number}, but has to be {least} or more; leave it out for what the run had")
-
-
-def _lengths(text: str) -> list[int]:
-    """`4096,65536` as numbers; none for an empty text. Raises ConfigError."""
-    words = [word.strip() for word in text.strip("[]").split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"overlap_lengths is '{text}', but takes whole numbers of at least 1, such as 4096,65536")
-    return [int(word) for word in words]
 
 
 def _title(result: Mapping[str, Any]) -> str:

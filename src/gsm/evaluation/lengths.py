@@ -16,30 +16,27 @@ import io
 import math
 import os
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gsm.config.check import ConfigError, few
 from gsm.data.packing import validation_indices
-from gsm.evaluation import held_out as held_out_loss
 from gsm.evaluation import paper, plots
 from gsm.evaluation.bootstrap import interval, paired
-from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened
-from gsm.evaluation.held_out import open_data, read_masks, row_losses
+from gsm.evaluation.checkpoints import Trained
+from gsm.evaluation.held_out import HeldOut, open_data, read_masks, row_losses
+from gsm.evaluation.measure import Measure, publish, write
 from gsm.evaluation.results import Grid, Progress, Results, by_arm, silent
 from gsm.experiments.folder import unlike
-from gsm.experiments.report import shown
-from gsm.experiments.table import WIDTH, grid_markdown, grid_text
-from gsm.files import replacing, write_json
 from gsm.models.base import IGNORED, LanguageModel
 from gsm.training.callbacks.summary import versions
 
-PAPER, PAPERS_LONGEST = "4096:65536", 65536
+PAPERS_LONGEST = 65536
 MASKS = {"on": True, "off": False}  # whether nothing crosses the border of a document, or the window is one document
 TITLES = {"off": "the window as one document", "on": "documents apart"}
 NOTE = (
@@ -49,28 +46,15 @@ NOTE = (
 Window = Mapping[str, Tensor]
 
 
-def evaluate(
-    checkpoint: str,
-    lengths: str,
-    scored: int = 0,
-    windows: int = 16,
-    masks: str = "both",
-    held_out: bool = True,
-    data: str = "",
-    path: str = "",
-    split: str = "validation",
-    chunk: int = 4096,
-    device: str = "auto",
-    output: str = "",
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Lengths(Measure):
     """Measures the perplexity of the same text after more and more context, and prints, draws and writes it.
 
     Every window of held-out text is cut from its beginning to each length, and its last tokens are scored: so only the
     context changes. All targets of the full windows are scored too. Given again, the same command goes on where it was
-    interrupted.
+    interrupted. Beside lengths.json lie .md, .csv and .png.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
         lengths: tokens of context and targets: 256,512,4096; 256:4096 (in steps of 256) or 256:4096:768; or paper,
             which is 4096:65536
         scored: targets at the end of a window; 0: the shortest length
@@ -83,95 +67,173 @@ def evaluate(
         path: other text: a folder or a file of your own
         split: validation; or train, which the model has seen
         chunk: tokens read at a time
-        device: cpu, cuda, ...; auto: a GPU if there is one
-        output: the JSON file to write, with .md, .csv and .png beside it; left out: lengths.json in the folder of the
-            run, or above several
-
-    Raises:
-        ConfigError, FileNotFoundError: a value out of range, too little text, or a file that cannot be used.
     """
-    asked, chosen = read_lengths(lengths), read_masks(masks)
-    if windows < 1:
-        raise ConfigError(f"windows is {windows}, but has to be 1 or more")
-    files = checkpoints(checkpoint)
-    place = Path(output) if output else (home(files[0]) if len(files) == 1 else Path(checkpoint)) / "lengths.json"
-    text: dict[str, Any] = {"data": data, "path": path, "split": split}
-    results = []
-    for trained in opened(files, device):
-        own = place if len(files) == 1 else home(trained.file) / "lengths.json"
-        cut, identity = _windows(trained, windows, asked[-1], **text)
-        options = {"masks": chosen, "chunk": chunk, "identity": identity, "progress": trained.progress("windows")}
+
+    file: ClassVar[str] = "lengths.json"
+
+    lengths: Sequence[int] = tuple(range(4096, PAPERS_LONGEST + 1, 4096))
+    scored: int = 0
+    windows: int = 16
+    masks: str = "both"
+    held_out: bool = True
+    data: str = ""
+    path: str = ""
+    split: str = "validation"
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        read_masks(self.masks)
+        if self.windows < 1:
+            raise ConfigError(f"windows is {self.windows}, but has to be 1 or more")
+
+    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        windows, identity = self._windows(trained)
         with trained.computing():
-            result = measure(trained.model, cut, asked, scored or asked[0], path=own, **options)
-        result = {**trained.facts, **result}
-        if held_out:
-            sequences = windows * asked[-1] // asked[0]
-            found = held_out_loss.measure_trained(trained, **text, context=asked[0], sequences=sequences)["text"]
-            result["held_out"] = {"context": asked[0], **{name: found[name] for name in ("perplexity", "targets")}}
-        write_json(own, result)
-        results.append(result)
-    _conclude(results, asked, windows, chosen, place)
-    return results
+            found = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
+        result = {**trained.facts, **found}
+        if self.held_out:
+            shortest = self.lengths[0]
+            text = {name: getattr(self, name) for name in ("data", "path", "split")}
+            usual = HeldOut(**text, context=shortest, sequences=self.windows * self.lengths[-1] // shortest)
+            whole = usual.measured(trained)["text"]
+            result["held_out"] = {"context": shortest, **{name: whole[name] for name in ("perplexity", "targets")}}
+        write(file, result)
+        return result
 
+    @staticmethod
+    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+        """Perplexities by length, and of all targets of the full windows (`full`), where a window is one document; with
+        `apart/` in front, where documents are apart; and `held_out`."""
+        found: dict[str, float] = {}
+        for mask, by_length in written["by_length"].items():
+            before = "" if mask == "off" else "apart/"
+            found |= {f"{before}{length}": cell["perplexity"] for length, cell in by_length.items()}
+            found[f"{before}full"] = written["whole"][mask]["perplexity"]
+        return found | ({"held_out": written["held_out"]["perplexity"]} if "held_out" in written else {})
 
-def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-    """Perplexities of one run's file: by length, and of all targets of the full windows (`full`), where a window is one
-    document; where documents are apart, with `apart/` in front; and `held_out`."""
-    found: dict[str, float] = {}
-    for mask, by_length in written["by_length"].items():
-        before = "" if mask == "off" else "apart/"
-        found |= {f"{before}{length}": cell["perplexity"] for length, cell in by_length.items()}
-        found[f"{before}full"] = written["whole"][mask]["perplexity"]
-    return found | ({"held_out": written["held_out"]["perplexity"]} if "held_out" in written else {})
+    def measure(
+        self,
+        model: LanguageModel,
+        windows: Sequence[Window],
+        path: str | os.PathLike[str] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        progress: Progress = silent,
+    ) -> dict[str, Any]:
+        """Scores every window at every length.
 
+        Args:
+            model: what is measured.
+            windows: as in ``score``, each of the longest length.
+            path: a JSON file for the result, gone on from if its settings are the same (``Results``).
+            identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
+            progress: passes on cells, and may say how far it is.
 
-def measure(
-    model: LanguageModel,
-    windows: Sequence[Window],
-    lengths: Sequence[int],
-    scored: int,
-    *,
-    masks: Sequence[str] = tuple(MASKS),
-    chunk: int = 4096,
-    path: str | os.PathLike[str] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Scores every window at every length.
+        Returns:
+            `settings`, `cells` by `<masks>/<length>/<window>` (each with summed `loss` and number of `targets`), and by
+            masks: `by_length` and `whole` (all targets of the longest windows), see ``concluded``.
 
-    Args:
-        model: what is measured.
-        windows: as in ``score``, each of the longest length.
-        lengths: of context, all targets included, ascending.
-        scored: targets at the end of each window that are scored, at most the shortest length.
-        masks: "on", "off", or both.
-        chunk: tokens read at a time.
-        path: a JSON file for the result, gone on from if its settings are the same (``Results``).
-        identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
-        progress: passes on cells, and may say how far it is.
+        Raises:
+            ValueError: a value is out of range.
+            OSError: the file cannot be written.
+        """
+        lengths, masks, scored = self.lengths, read_masks(self.masks), self.scored or self.lengths[0]
+        _check(windows, lengths, scored, self.chunk)
+        settings = {"scored": scored, "windows": len(windows), "longest": lengths[-1], "chunk": self.chunk}
+        results = Results(path, {**settings, **(identity or {})})
 
-    Returns:
-        `settings`, `cells` by `<masks>/<length>/<window>` (each with summed `loss` and number of `targets`), and by
-        masks: `by_length` and `whole` (all targets of the longest windows), see ``concluded``.
+        def compute(part: tuple[str, int, int]) -> dict[str, Any]:
+            mask, length, number = part
+            options = {"masks": MASKS[mask], "whole": length == lengths[-1], "chunk": self.chunk}
+            return {_name(*part): score(model, windows[number], length, scored, **options)}
 
-    Raises:
-        ValueError: a value is out of range.
-        OSError: the file cannot be written.
-    """
-    _check(windows, lengths, scored, masks, chunk)
-    settings = {"scored": scored, "windows": len(windows), "longest": lengths[-1], "chunk": chunk, **(identity or {})}
-    results = Results(path, settings)
+        asked = [(mask, length, number) for mask in masks for length in lengths for number in range(len(windows))]
+        results.fill(asked, lambda part: [_name(*part)], compute, progress)
+        found = concluded([results.cells], lengths, len(windows), masks)
+        results.save(**found)
+        return results.content()
 
-    def compute(part: tuple[str, int, int]) -> dict[str, Any]:
-        mask, length, number = part
-        options = {"masks": MASKS[mask], "whole": length == lengths[-1], "chunk": chunk}
-        return {_name(*part): score(model, windows[number], length, scored, **options)}
+    def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
+        """Raises ConfigError where windows are not the same."""
+        first = results[0]
+        for one in results:
+            if one["settings"]["text"] != first["settings"]["text"]:
+                changes = few(unlike(first["settings"]["text"], one["settings"]["text"]))
+                raise ConfigError(
+                    f"{one['checkpoint']} has read other windows than {first['checkpoint']}, by {changes}, so that "
+                    "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
+                )
+        runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
+        masks = read_masks(self.masks)
+        means = {
+            arm: concluded([run["cells"] for run in of], self.lengths, self.windows, masks) for arm, of in runs.items()
+        }
+        notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
+        several = {"arms": means, "runs": [run["checkpoint"] for run in results], "notes": notes}
+        content = several if len(results) > 1 else None  # of one, which lies there already
+        grids, further = self._grids(runs, means), {".csv": _csv(results)}
+        print(publish(place, grids, notes, content, lambda: _drawn(means, masks), further))
 
-    asked = [(mask, length, number) for mask in masks for length in lengths for number in range(len(windows))]
-    results.fill(asked, lambda part: [_name(*part)], compute, progress)
-    found = concluded([results.cells], lengths, len(windows), masks)
-    results.save(**found)
-    return {**results.content(), **found}
+    def _grids(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], means: Mapping[str, Any]) -> list[Grid]:
+        """Lengths by arms, all targets of the full windows below; how the loss of the other arms differs from that of
+        the first one, window by window; the usual perplexity (of several runs exp of the mean loss); and the paper's.
+        """
+        grids, masks = [], read_masks(self.masks)
+        for mask in masks:
+            rows = [[f"perplexity, {TITLES[mask]}", *means]]
+            for length in self.lengths:
+                rows.append(
+                    [f"{length:,}", *(_cell(found["by_length"][mask][str(length)]) for found in means.values())]
+                )
+            grids.append([*rows, ["all targets", *(_cell(found["whole"][mask]) for found in means.values())]])
+        first, *others = arms
+        for mask in masks if others else ():
+            rows = [[f"nats minus {first}, {TITLES[mask]}", *others]]
+            for length in self.lengths:
+                losses = {
+                    arm: {"": window_losses([run["cells"] for run in runs], mask, length, self.windows)}
+                    for arm, runs in arms.items()
+                }
+                found = [paired(losses[first], losses[arm]) for arm in others]
+                rows.append(
+                    [f"{length:,}", *(f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]" for one in found)]
+                )
+            grids.append(rows)
+        usual = {arm: [run["held_out"] for run in runs if "held_out" in run] for arm, runs in arms.items()}
+        context = next((f", in sequences of {one['context']:,}" for runs in usual.values() for one in runs), "")
+        cells = [
+            f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
+            for runs in usual.values()
+        ]
+        grids.append([[f"held out{context}", *arms], ["", *cells]])
+        if self.lengths[-1] == PAPERS_LONGEST:  # on its own text and with its own tokenizer
+            published = paper.tables()["perplexity"]
+            rows = [[name, *(f"{number:.4f}" for number in numbers)] for name, numbers in published["rows"].items()]
+            grids.append([["the paper, FineWeb", *published["columns"]], *rows])
+        return grids
+
+    def _windows(self, trained: Trained) -> tuple[list[Any], dict[str, Any]]:
+        """Windows that do not overlap, spread evenly over the split, and what a result depends on besides them. Raises
+        ConfigError where there are none, or too few."""
+        split, count, longest = self.split, self.windows, self.lengths[-1]
+        data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
+        if not hasattr(data, "split"):
+            raise ConfigError(
+                f"{trained.file} was trained on questions, which have no length to vary: say data=stdlib or path="
+            )
+        sequences = getattr(data, f"{split}_set")
+        if len(sequences) < count:
+            raise ConfigError(
+                f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} split "
+                f"has {len(sequences.ids):,} tokens, room for {len(sequences)}: say windows={len(sequences)}, or give "
+                "more text"
+            )
+        read = {name: value for name, value in data.fingerprint().items() if name != "max_tokens" or split == "train"}
+        identity = {
+            **trained.run,
+            **{"checkpoint": trained.digest, "text": read, "split": split},
+            **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
+        }
+        return list(sequences.each(validation_indices(len(sequences), count))), identity
 
 
 @torch.no_grad()
@@ -263,129 +325,16 @@ def _name(mask: str, length: int, window: int) -> str:
     return f"{mask}/{length}/{window}"
 
 
-def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, masks: Sequence[str], chunk: int) -> None:
+def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk: int) -> None:
     if not lengths or list(lengths) != sorted(set(lengths)) or scored < 1 or chunk < 1:
         raise ValueError(f"lengths {list(lengths)} must ascend, and scored {scored} and chunk {chunk} be at least 1")
     if lengths[0] < scored:
         raise ValueError(f"scored {scored} goes beyond the shortest length {lengths[0]}: lengths hold the targets too")
-    if not masks or set(masks) - set(MASKS):
-        raise ValueError(f"masks {list(masks)} must be some of {', '.join(MASKS)}")
     short = [len(window["tokens"]) for window in windows if len(window["tokens"]) < lengths[-1]]
     if short or not windows:
         raise ValueError(
             f"windows have {short or 'no'} tokens and the longest length is {lengths[-1]}: give longer ones"
         )
-
-
-def read_lengths(text: str) -> list[int]:
-    """`256,512`, or a range `first:last` or `first:last:step`. Raises ConfigError."""
-    text = PAPER if text == "paper" else text.strip("[]")
-    try:
-        numbers = [int(word) for word in text.replace(":", ",").split(",")]
-        if ":" not in text:
-            return sorted(set(numbers))
-        first, last, step = numbers if len(numbers) == 3 else (*numbers, numbers[0])
-        found = list(range(first, last + 1, step))
-        if not found or found[-1] != last:
-            raise ValueError(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"lengths is '{text}', but takes whole numbers such as 256,512, or 256:4096:256, whose steps end there"
-        ) from error
-    return found
-
-
-def _windows(trained: Trained, count: int, length: int, split: str, **text: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Windows that do not overlap, spread evenly over the split, and what a result depends on besides them. Raises
-    ConfigError where there are none, or too few."""
-    data = open_data(trained.saved, **text, split=split, context=length, batch_size=1)
-    if not hasattr(data, "split"):
-        raise ConfigError(
-            f"{trained.file} was trained on questions, which have no length to vary: say data=stdlib or path="
-        )
-    sequences = getattr(data, f"{split}_set")
-    if len(sequences) < count:
-        raise ConfigError(
-            f"{trained.file}: windows is {count} and the longest of the lengths {length}, but the {split} split has "
-            f"{len(sequences.ids):,} tokens, room for {len(sequences)}: say windows={len(sequences)}, or give more text"
-        )
-    read = {name: value for name, value in data.fingerprint().items() if name != "max_tokens" or split == "train"}
-    identity = {
-        **trained.run,
-        **{"checkpoint": trained.digest, "text": read, "split": split},
-        **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
-    }
-    return list(sequences.each(validation_indices(len(sequences), count))), identity
-
-
-def _conclude(
-    results: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, masks: Sequence[str], place: Path
-) -> None:
-    """Prints the tables of all runs, arm by arm, draws them, and writes both. Raises ConfigError where their windows
-    are not the same."""
-    for one in results:
-        if one["settings"]["text"] != results[0]["settings"]["text"]:
-            changes = few(unlike(results[0]["settings"]["text"], one["settings"]["text"]))
-            raise ConfigError(
-                f"{one['checkpoint']} has read other windows than {results[0]['checkpoint']}, by {changes}, so that "
-                "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
-            )
-    runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
-    means = {arm: concluded([run["cells"] for run in of], lengths, windows, masks) for arm, of in runs.items()}
-    notes = [f"{windows} windows, the last {results[0]['settings']['scored']:,} targets of each; {NOTE}"]
-    grids = _grids(runs, means, lengths, windows, masks)
-    try:
-        pictures = {".png": _drawn(means, masks)}
-    except ImportError as error:  # matplotlib is an extra; the numbers do not need it
-        notes, pictures = [*notes, str(error)], {}
-    print("\n\n".join([*map(grid_text, grids), "\n".join(textwrap.fill(note, WIDTH) for note in notes)]))
-    text = "\n\n".join([*map(grid_markdown, grids), *notes, *([f"![]({place.stem}.png)"] if pictures else []), ""])
-    for suffix, content in {".md": text.encode(), ".csv": _csv(results).encode(), **pictures}.items():
-        with replacing(place.with_suffix(suffix)) as file:
-            file.write(content)
-    if len(results) > 1:
-        write_json(place, {"arms": means, "runs": [run["checkpoint"] for run in results], "notes": notes})
-    print(f"Written to {shown(place)}, {', '.join(['.md', '.csv', *pictures])} beside it")
-
-
-def _grids(
-    arms: Mapping[str, Sequence[Mapping[str, Any]]],
-    means: Mapping[str, Any],
-    lengths: Sequence[int],
-    windows: int,
-    masks: Sequence[str],
-) -> list[Grid]:
-    """Lengths by arms, all targets of the full windows below; how the loss of the other arms differs from that of the
-    first one, window by window; the usual perplexity (of several runs exp of the mean loss); and the paper's."""
-    grids = []
-    for mask in masks:
-        rows = [[f"perplexity, {TITLES[mask]}", *means]]
-        for length in lengths:
-            rows.append([f"{length:,}", *(_cell(found["by_length"][mask][str(length)]) for found in means.values())])
-        grids.append([*rows, ["all targets", *(_cell(found["whole"][mask]) for found in means.values())]])
-    first, *others = arms
-    for mask in masks if others else ():
-        rows = [[f"nats minus {first}, {TITLES[mask]}", *others]]
-        for length in lengths:
-            losses = {
-                arm: {"": window_losses([run["cells"] for run in runs], mask, length, windows)}
-                for arm, runs in arms.items()
-            }
-            found = [paired(losses[first], losses[arm]) for arm in others]
-            rows.append([f"{length:,}", *(f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]" for one in found)])
-        grids.append(rows)
-    usual = {arm: [run["held_out"] for run in runs if "held_out" in run] for arm, runs in arms.items()}
-    context = next((f", in sequences of {one['context']:,}" for runs in usual.values() for one in runs), "")
-    cells = [
-        f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
-        for runs in usual.values()
-    ]
-    grids.append([[f"held out{context}", *arms], ["", *cells]])
-    if lengths[-1] == PAPERS_LONGEST:  # on its own text and with its own tokenizer
-        published = paper.tables()["perplexity"]
-        rows = [[name, *(f"{number:.4f}" for number in numbers)] for name, numbers in published["rows"].items()]
-        grids.append([["the paper, FineWeb", *published["columns"]], *rows])
-    return grids
 
 
 def _cell(found: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL = (3.6, 2.8)  # inches
+SMALL = 8  # points of the smallest letters
 REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'"
 LABELS = {
     "accuracy": "questions answered (fraction)",
@@ -89,7 +90,7 @@ def figure(
         if grid:
             axes.grid(alpha=0.25, linewidth=0.5)
         axes.set_axisbelow(True)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=SMALL)
     return made, panels
 
 
@@ -98,6 +99,16 @@ def png(made: Figure, dots_per_inch: int = 200) -> bytes:
     content = io.BytesIO()
     made.savefig(content, format="png", dpi=dots_per_inch)
     return content.getvalue()
+
+
+def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:
+    """What every picture ends with: labels of its axes, with units, a title, and a legend if anything has a name."""
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    if title:
+        axes.set_title(title, fontsize=9)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=SMALL, **legend)
 
 
 def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str, y: str) -> None:
@@ -121,9 +132,8 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
             low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
             high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
             axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    _name(axes, x, y)
-    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(arms) > 6 else {}
-    axes.legend(frameon=False, fontsize=8, **beside)  # so many names would lie upon the lines
+    # So many names would lie upon the lines.
+    finish(axes, x, y, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(arms) > 6 else {}))
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:
@@ -140,8 +150,7 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
         axes.plot(across, middle, label=arm, linewidth=1.4, markersize=3.5, **how)
         axes.fill_between(across, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    _name(axes, x, y)
-    axes.legend(frameon=False, fontsize=8)
+    finish(axes, x, y)
 
 
 def lengths(
@@ -191,7 +200,7 @@ def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
     axes.set_yticks(list(rows), list(arms))
     axes.set_ylim(0.4, len(arms) + 0.6)
     axes.locator_params(axis="x", nbins=5)
-    _name(axes, x, "")
+    finish(axes, x)
 
 
 def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str) -> None:
@@ -214,15 +223,9 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", rotation=30)
-    _name(axes, x, y)
-    axes.legend(frameon=False, fontsize=8)
+    finish(axes, x, y)
 
 
 def _spread(values: Sequence[float]) -> float | None:
     """The sample standard deviation, None where there is none to draw."""
     return (statistics.stdev(values) or None) if len(values) > 1 else None
-
-
-def _name(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gsm.evaluation.bootstrap import paired
-from gsm.files import read_json, replacing, write_json
+from gsm.files import read_json, replacing
 
 SAVE_EVERY = 20.0  # seconds
 Grid = list[list[str]]  # rows of cells, the names of the columns first
@@ -35,27 +35,17 @@ class Results:
     Args:
         path: of the file; None: nothing is kept.
         settings: all that the numbers depend on, as plain containers.
-        pack: what a file holds of the cells, besides ``settings``.
-        unpack: the cells of a file, the other way round; raises LookupError, TypeError or ValueError for a damaged one.
-        write: writes a file.
 
     Attributes:
         settings: as they come back from JSON.
-        cells: what was found so far, by name.
+        cells: what was found so far, by name (in JSON a text).
+        conclusion: what was saved with the cells, unless cells came since.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        settings: Mapping[str, Any],
-        *,
-        pack: Callable[[dict[Any, Any]], dict[str, Any]] = lambda cells: {"cells": cells},
-        unpack: Callable[[dict[str, Any]], dict[Any, Any]] = lambda content: dict(content["cells"]),
-        write: Callable[[Path, dict[str, Any]], None] = write_json,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = Path(path) if path else None, json.loads(json.dumps(settings))
-        self._pack, self._write = pack, write
-        self.cells: dict[Any, Any] = self._known(unpack) if self.path and self.path.exists() else {}
+        self.conclusion = self._known(self.path) if self.path and self.path.exists() else {}
+        self.cells: dict[Any, Any] = self.conclusion.pop("cells", {})
 
     def fill(
         self,
@@ -73,7 +63,7 @@ class Results:
             progress: passes on the parts that are left.
         """
         left = [part for part in parts if any(name not in self.cells for name in names(part))]
-        saved = time.monotonic()
+        self.conclusion, saved = {} if left else self.conclusion, time.monotonic()
         try:
             for part in progress(left, len(left), ""):
                 self.cells |= compute(part)
@@ -84,29 +74,30 @@ class Results:
             if left and self.cells:
                 self.save()
 
-    def save(self, **further: Any) -> None:
-        """Writes the file, with ``further`` entries. Raises OSError."""
+    def save(self, **conclusion: Any) -> None:
+        """Writes the file, with what follows from the cells. Raises OSError."""
+        self.conclusion = conclusion
         if self.path:
-            self._write(self.path, {**self.content(), **further})
+            write_lines(self.path, self.content())
 
     def content(self) -> dict[str, Any]:
         """What the file holds."""
-        return {"settings": self.settings, **self._pack(self.cells)}
+        return {"settings": self.settings, "cells": self.cells, **self.conclusion}
 
-    def _known(self, unpack: Callable[[dict[str, Any]], dict[Any, Any]]) -> dict[Any, Any]:
-        assert self.path
-        content = read_json(self.path) or {}
-        try:
-            before, now = content["settings"], self.settings
+    def _known(self, path: Path) -> dict[str, Any]:
+        """What a file of the same settings holds besides these; any other one is moved."""
+        content = read_json(path) or {}
+        before, now = content.pop("settings", None), self.settings
+        if isinstance(before, dict) and isinstance(content.get("cells"), dict):
             changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
             if not changed:
-                return unpack(content)
+                return content
             why = f"it was made with another {', '.join(changed)}"
-        except (LookupError, TypeError, ValueError, AttributeError):  # nothing that can be gone on from
+        else:  # nothing that can be gone on from
             why = "it is damaged, or something else"
-        previous = self.path.with_suffix(".previous")
-        os.replace(self.path, previous)
-        print(f"{self.path.name} is begun anew: {why}; the old one is now {previous}", flush=True)
+        previous = path.with_suffix(".previous")
+        os.replace(path, previous)
+        print(f"{path.name} is begun anew: {why}; the old one is now {previous}", flush=True)
         return {}
 
 
@@ -213,6 +204,12 @@ def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> di
     return found
 
 
+def finish(results: Results, metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    """Saves the records of all samples, with the scores of the task, in place of the cells that they were made of."""
+    results.cells.clear()
+    results.save(scores=conclude(metrics, records), samples=records)
+
+
 def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
     """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
     if metric == "perplexity":
@@ -220,9 +217,20 @@ def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(one[metric] for one in records)
 
 
-def write_samples(file: Path, content: Mapping[str, Any]) -> None:
-    """A sample a line, the file as a whole or not at all."""
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in content["samples"])
-    head = json.dumps({name: value for name, value in content.items() if name != "samples"}, indent=2)
+def write_lines(file: Path, content: Mapping[str, Any]) -> None:
+    """JSON with a line for each cell and each sample, the file as a whole or not at all. Raises OSError."""
+
+    def entry(value: Any) -> str:
+        if isinstance(value, dict):
+            return (
+                "{\n"
+                + ",\n".join(f"    {json.dumps(name)}: {json.dumps(one)}" for name, one in value.items())
+                + "\n  }"
+            )
+        if isinstance(value, list):
+            return "[\n" + ",\n".join(f"    {json.dumps(one)}" for one in value) + "\n  ]"
+        return json.dumps(value)
+
+    lines = ",\n".join(f"  {json.dumps(name)}: {entry(value)}" for name, value in content.items())
     with replacing(file) as opened:
-        opened.write(f'{head[:-2]},\n  "samples": [\n{lines}\n  ]\n}}\n'.encode())
+        opened.write(f"{{\n{lines}\n}}\n".encode())

@@ -15,8 +15,9 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +28,16 @@ from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS, Needles, Sample, read_samples
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import paper, plots
-from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened
+from gsm.evaluation.checkpoints import Trained, checkpoints, home
+from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.results import Grid, Progress, Results, by_arm, difference, means, side_by_side, silent, transposed
 from gsm.experiments import weights
-from gsm.experiments.table import WIDTH, grid_markdown, grid_text
-from gsm.files import read_json, replacing, write_json
+from gsm.experiments.table import WIDTH, grid_text
+from gsm.files import read_json
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 ADAPTED = "gsm.data.adaptation.RulerData"
+INGREDIENTS = ("template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
 CONTROL = re.compile(r"[\x00-\x1f]")
 # What the benchmark takes; what is otherwise is a deviation, and printed as one.
 STANDARD = {"template": "ruler", "sentences": "punkt", "keys": "wonderwords", "digits": 7, "increment": None}
@@ -46,35 +49,25 @@ Result = Mapping[str, Any]  # what `measure` returns
 Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
 
 
-def evaluate(
-    checkpoint: str,
-    lengths: str = "",
-    tasks: str = "",
-    examples: int = 20,
-    answers: str = "",
-    template: str = "",
-    haystack: str = "",
-    keys: str = "",
-    words: int = 0,
-    text_field: str = "",
-    digits: int = 0,
-    new_tokens: int = 0,
-    increment: int = 0,
-    files: str = "",
-    batch_size: int = 8,
-    chunk: int = 4096,
-    seed: int = SEED,
-    device: str = "auto",
-    output: str = "",
-) -> list[dict[str, Any]]:
-    """Asks trained models RULER's needle tasks and prints accuracies; the names below are given as ruler.examples=20.
+class Writer(Protocol):
+    """What is asked: any `LanguageModel` is one."""
+
+    def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int) -> Iterator[Tensor]:
+        """Yields the likeliest next id of every sequence, int64 [B], after prompts: int64 [B,T], or a list of
+        B lists of ids that differ in length."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ruler(Measure):
+    """Asks trained models RULER's needle tasks and prints accuracies; the names below are given as ruler.examples=20,
+    but checkpoint=...
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless told
     otherwise. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
     tables, by arm, with the differences between arms on the same questions, and a picture: ruler.md and ruler.png.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs; as checkpoint=...
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
         tasks: some of niah_single_1,niah_single_2,niah_multikey_1; left out: these three
         examples: of every task at every length
@@ -91,144 +84,158 @@ def evaluate(
         batch_size: prompts at a time
         chunk: tokens of a prompt that are read at a time
         seed: of the questions
-        device: cpu, cuda, ...; auto: a GPU if there is one
-        output: the file to write; left out: ruler.json in the folder of the run, and in the folder above several
-
-    Raises:
-        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
     """
-    found = checkpoints(checkpoint)
-    if output and len(found) > 1:
-        raise ConfigError(f"output is {output}, but {len(found)} runs write a file each; leave it out")
-    given = {"answers": answers, "template": template, "haystack": haystack, "keys": keys, "text_field": text_field}
-    given |= {"words": words, "digits": digits, "new_tokens": new_tokens, "increment": increment}
-    asked = {"examples": examples, "files": files or None, "batch_size": batch_size, "chunk": chunk, "seed": seed}
-    results = []
-    for trained in opened(found, device):
-        path = Path(output) if output else _place(trained.file)
-        # As the run was trained, where it was adapted to these tasks and nothing else is said.
-        own = trained.config["data"] if trained.config["data"].get("_target_") == ADAPTED else {}
-        chosen: dict[str, Any] = {name: own[name] for name in given if own.get(name) is not None}
-        chosen |= {name: value for name, value in given.items() if value}
-        kind = chosen.pop("answers", "direct")
-        if kind == BOTH:
+
+    script: ClassVar[str] = "evaluate.py ruler=true"
+    file: ClassVar[str] = "ruler.json"
+
+    lengths: Sequence[int] = ()
+    tasks: Sequence[str] = ()
+    examples: int = 20
+    answers: str = ""
+    template: str = ""
+    haystack: str = ""
+    keys: str = ""
+    words: int = 0
+    text_field: str = ""
+    digits: int = 0
+    new_tokens: int = 0
+    increment: int = 0
+    files: str = ""
+    batch_size: int = 8
+    chunk: int = 4096
+    seed: int = SEED
+
+    def own_file(self, checkpoint: Path) -> Path:
+        return _place(checkpoint)
+
+    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        asked = self.adapted(trained)
+        run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
+        identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
+        identity |= {"precision": trained.precision, "device": trained.device_kind}
+        with trained.computing():
+            result = asked.measure(
+                trained.model,
+                trained.tokenizer,
+                path=file,
+                identity=identity,
+                progress=trained.progress("questions"),
+                say=lambda line: print(line, flush=True),
+            )
+        print(f"{_name(result)}\n{table(result)}\nWritten to {file}\n", flush=True)
+        return result
+
+    def adapted(self, trained: Trained) -> Ruler:
+        """The same, asked as the run was trained where it was adapted to these tasks and nothing else is said."""
+        data, context = trained.config["data"], trained.config["data"]["context"]
+        own = data if data.get("_target_") == ADAPTED else {}
+        said = {name: own[name] for name in (*INGREDIENTS, "answers") if own.get(name) and not getattr(self, name)}
+        if (self.answers or said.get("answers")) == BOTH:
             raise ConfigError(
                 f"{trained.file} was trained with answers both; say ruler.answers=direct or ruler.answers=cot"
             )
-        run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
-        identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
-        with trained.computing():
-            result = measure(
-                trained.model,
-                trained.tokenizer,
-                _list(tasks) or own.get("tasks") or list(TASKS),
-                _numbers(lengths) or _own_lengths(own, trained),
-                ingredients=Ingredients.choose(**chosen),
-                answers=kind,
-                path=path,
-                identity={**identity, "precision": trained.precision, "device": trained.device_kind},
-                progress=trained.progress("questions"),
-                say=lambda line: print(line, flush=True),
-                **asked,
+        lengths = self.lengths or (
+            sorted({*trained_lengths(own.get("lengths"), context), context})
+            if own
+            else [length for length in LENGTHS if length <= context]
+        )
+        if not lengths:
+            raise ConfigError(
+                f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
+                "say ruler.lengths=, and ruler.template=short for small models"
             )
-        print(f"{_name(result)}\n{table(result)}\nWritten to {path}\n", flush=True)
-        results.append(result)
-    if len(results) > 1:
-        print("\n".join(write_side_by_side(results, Path(checkpoint))))
-    return results
+        return replace(self, **said, lengths=lengths, tasks=self.tasks or own.get("tasks") or ())
 
+    def measure(
+        self,
+        model: Writer,
+        tokenizer: Tokenizer,
+        *,
+        ingredients: Ingredients | None = None,
+        path: str | os.PathLike[str] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        progress: Progress = silent,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> dict[str, Any]:
+        """Asks a model every task at every length, and scores what it says.
 
-def metrics(written: Result) -> dict[str, float]:
-    """Accuracies in percent of one run's file: the `average`, and the means of every length and of every task."""
-    found = written["averages"]
-    return {"average": found["average"], **found["by_length"], **found["by_task"]}
+        It answers greedily, in a static memory, until its end of text, with direct answers also until the end of a
+        line, or until `new_tokens` of the ingredients.
 
+        Args:
+            model: what is asked.
+            tokenizer: its tokenizer.
+            ingredients: what samples are made of; None: as the fields say.
+            path: a JSON file for the result, gone on from if its settings are the same (`Results`).
+            identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
+            progress: passes on the samples of a cell, and may say how far it is.
+            say: takes a line for every cell that is done.
 
-class Writer(Protocol):
-    """What is asked: any `LanguageModel` is one."""
+        Returns:
+            `settings`, `cells` by `<task>/<length>` (each with `accuracy` in percent, and of every sample `prediction`
+            and `score`), `averages` over the cells that were `asked`, and `unmarked`, the share of outputs without
+            `Final answer:` where it is wanted.
 
-    def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int) -> Iterator[Tensor]:
-        """Yields the likeliest next id of every sequence, int64 [B], after prompts: int64 [B,T], or a list of
-        B lists of ids that differ in length."""
-        ...
+        Raises:
+            ValueError: a value is out of range, a length holds no sample.
+            OSError: the file cannot be written.
+        """
+        tasks, lengths, answers = self.tasks or tuple(TASKS), self.lengths or LENGTHS, self.answers or "direct"
+        _check(tasks, lengths, self.examples, answers, self.batch_size)
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
+        made = ingredients or Ingredients.choose(**chosen)
+        most = made.new_tokens
+        assert most is not None  # its template has it
+        settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
+        settings |= {"files": self.files, "new_tokens": most} if self.files else made.facts()
+        results = Results(path, {**settings, **(identity or {})})
+        asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
+        for name in (name for name in asked if name in results.cells):
+            say(f"{name}: {results.cells[name]['accuracy']:.2f} %, from {path}")
 
+        def compute(name: str) -> dict[str, Any]:
+            (task, length), start = asked[name], time.perf_counter()
+            samples = self._samples(task, length, tokenizer, made)
+            said = _answers(model, tokenizer, samples, self.batch_size, most, answers == "direct", self.chunk)
+            counted = progress(said, self.examples, f"{name}: ")
+            scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
+            found = {"task": task, "length": length, "accuracy": accuracy(scored)}
+            found |= {"seconds": round(time.perf_counter() - start, 3)}
+            say(f"{name}: {found['accuracy']:.2f} % of {self.examples}, {found['seconds']:.1f} s")
+            return {name: {**found, "samples": sorted(scored, key=lambda sample: sample["index"])}}
 
-def measure(
-    model: Writer,
-    tokenizer: Tokenizer,
-    tasks: Sequence[str] = tuple(TASKS),
-    lengths: Sequence[int] = LENGTHS,
-    examples: int = 20,
-    *,
-    ingredients: Ingredients | None = None,
-    answers: str = "direct",
-    files: str | os.PathLike[str] | None = None,
-    batch_size: int = 8,
-    chunk: int = 4096,
-    seed: int = SEED,
-    path: str | os.PathLike[str] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    progress: Progress = silent,
-    say: Callable[[str], object] = lambda line: None,
-) -> dict[str, Any]:
-    """Asks a model every task at every length, and scores what it says.
+        results.fill(asked, lambda name: [name], compute)
+        cells = {name: results.cells[name] for name in asked}  # the file keeps the others too
+        marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
+        further = {
+            "asked": list(cells),
+            "averages": averages(cells.values()),
+            "unmarked": 1 - sum(marked) / len(marked),
+        }
+        results.save(**further)
+        return {**results.content(), "cells": cells}
 
-    It answers greedily, in a static memory, until its end of text, with direct answers also until the end of a line, or
-    until `new_tokens` of the ingredients.
+    def conclude(self, results: Sequence[Result], place: Path) -> None:
+        if len(results) > 1:
+            print(side_by_side_of(results, place))
 
-    Args:
-        model: what is asked.
-        tokenizer: its tokenizer.
-        tasks: names of `TASKS`.
-        lengths: tokens of a prompt and its answer, at most.
-        examples: of each cell.
-        ingredients: what samples are made of.
-        answers: "direct", or "cot" for those that end with `Final answer:`.
-        files: a folder with `<length>/<task>.jsonl` of the benchmark, instead of samples that are made here.
-        batch_size: at most so many prompts at a time.
-        chunk: tokens of a prompt that are read at a time.
-        seed: of the samples.
-        path: a JSON file for the result, gone on from if its settings are the same (`Results`).
-        identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
-        progress: passes on the samples of a cell, and may say how far it is.
-        say: takes a line for every cell that is done.
+    @staticmethod
+    def metrics(written: Result) -> dict[str, float]:
+        """Accuracies in percent: the `average`, and the means of every length and of every task."""
+        found = written["averages"]
+        return {"average": found["average"], **found["by_length"], **found["by_task"]}
 
-    Returns:
-        `settings`, `cells` by `<task>/<length>` (each with `accuracy` in percent, and of every sample `prediction` and
-        `score`), `averages` over the cells that were `asked`, and `unmarked`, the share of outputs without
-        `Final answer:` where it is wanted.
-
-    Raises:
-        ValueError: a value is out of range, a length holds no sample.
-        OSError: the file cannot be written.
-    """
-    _check(tasks, lengths, examples, answers, batch_size)
-    made = ingredients or Ingredients()
-    most = made.new_tokens
-    assert most is not None  # its template has it
-    settings = {"answers": answers, "examples": examples, "seed": seed, "tokenizer": tokenizer.digest}
-    settings |= {"files": str(files), "new_tokens": most} if files else made.facts()
-    results = Results(path, {**settings, **(identity or {})})
-    asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
-    for name in (name for name in asked if name in results.cells):
-        say(f"{name}: {results.cells[name]['accuracy']:.2f} %, from {path}")
-
-    def compute(name: str) -> dict[str, Any]:
-        (task, length), start = asked[name], time.perf_counter()
-        samples = _samples(task, length, examples, seed, tokenizer, made, files)
-        said = _answers(model, tokenizer, samples, batch_size, most, answers == "direct", chunk)
-        scored = [_scored(sample, n, text, answers) for sample, n, text in progress(said, examples, f"{name}: ")]
-        found = {"task": task, "length": length, "accuracy": accuracy(scored)}
-        found |= {"seconds": round(time.perf_counter() - start, 3)}
-        say(f"{name}: {found['accuracy']:.2f} % of {examples}, {found['seconds']:.1f} s")
-        return {name: {**found, "samples": sorted(scored, key=lambda sample: sample["index"])}}
-
-    results.fill(asked, lambda name: [name], compute)
-    cells = {name: results.cells[name] for name in asked}  # the file keeps the others too
-    marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
-    further = {"asked": list(cells), "averages": averages(cells.values()), "unmarked": 1 - sum(marked) / len(marked)}
-    results.save(**further)
-    return {**results.content(), "cells": cells, **further}
+    def _samples(self, task: str, length: int, tokenizer: Tokenizer, ingredients: Ingredients) -> list[Sample]:
+        """The samples of a cell; of a file the first ones. Raises ValueError where it holds fewer."""
+        if not self.files:
+            needles = Needles(task, tokenizer, ingredients)
+            return [needles.sample(index, length, self.seed) for index in range(self.examples)]
+        file = Path(self.files) / str(length) / f"{task}.jsonl"
+        samples = read_samples(file)
+        if len(samples) < self.examples:
+            raise ValueError(f"{file} holds {len(samples)} samples, and examples is {self.examples}; take fewer")
+        return samples[: self.examples]
 
 
 def complete(
@@ -298,26 +305,6 @@ def _check(tasks: Sequence[str], lengths: Sequence[int], examples: int, answers:
         raise ValueError(f"answers {answers!r} is unknown; the known ones are {', '.join(RESPONSES)}")
 
 
-def _samples(
-    task: str,
-    length: int,
-    examples: int,
-    seed: int,
-    tokenizer: Tokenizer,
-    ingredients: Ingredients,
-    files: str | os.PathLike[str] | None,
-) -> list[Sample]:
-    """The samples of a cell; of a file the first ones. Raises ValueError where it holds fewer."""
-    if files is None:
-        needles = Needles(task, tokenizer, ingredients)
-        return [needles.sample(index, length, seed) for index in range(examples)]
-    file = Path(files) / str(length) / f"{task}.jsonl"
-    samples = read_samples(file)
-    if len(samples) < examples:
-        raise ValueError(f"{file} holds {len(samples)} samples, and examples is {examples}; take fewer")
-    return samples[:examples]
-
-
 def _answers(
     model: Writer, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
 ) -> Iterator[tuple[Sample, int, str]]:
@@ -366,35 +353,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if finished else None
 
 
-def _own_lengths(own: Mapping[str, Any], trained: Trained) -> list[int]:
-    """The lengths of a run's adaptation and the one that it reserved; of any other run, those of the paper that fit."""
-    context = trained.config["data"]["context"]
-    if own:
-        return sorted({*trained_lengths(own.get("lengths"), context), context})
-    fitting = [length for length in LENGTHS if length <= context]
-    if not fitting:
-        raise ConfigError(
-            f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
-            "say ruler.lengths=, and ruler.template=short for small models"
-        )
-    return fitting
-
-
 def _name(result: Result) -> str:
     run = result["settings"]["run"]
     return f"{run['name']}/{run['arm']}/seed{run['seed']}"
-
-
-def _list(text: str) -> list[str]:
-    """`a,b` or `[a, b]` as a list."""
-    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in _list(text)]
-    except ValueError as error:
-        raise ConfigError(f"lengths is '{text}', but takes whole numbers such as 4096,8192") from error
 
 
 def table(result: Result) -> str:
@@ -408,30 +369,14 @@ def table(result: Result) -> str:
     return "\n".join([grid_text(rows), "", *(textwrap.fill(note, WIDTH) for note in notes([result], [""]))])
 
 
-def write_side_by_side(results: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Several runs in the paper's tables, by arm: lines to print, and ruler.json, ruler.md, ruler.png in a folder.
-
-    Raises OSError where these cannot be written.
-    """
-    write_json(folder / "ruler.json", {"runs": results})
+def side_by_side_of(results: Sequence[Result], place: Path) -> str:
+    """Several runs in the paper's tables, by arm, written to a file (`ruler.json`) and beside it; as text. Raises
+    ConfigError where these cannot be written."""
     said = notes(results, [_name(result) for result in results])
     if not alike(results):
-        return [*said, f"Written to {folder / 'ruler.json'}"]
-    runs = ({**result["settings"]["run"], "experiment": result["settings"]["run"]["name"]} for result in results)
-    of = {id(result): run for result, run in zip(results, runs, strict=True)}
-    arms = by_arm(results, lambda result: of[id(result)])
-    grids = tables(arms, paper.tables()["ruler"])
-    contents = {"ruler.md": "\n\n".join([*map(grid_markdown, grids), *said, ""]).encode()}
-    try:
-        contents["ruler.png"] = _picture(arms)
-        without = ""
-    except ImportError as error:  # matplotlib is an extra
-        without = f"; {error}"
-    for name, content in contents.items():
-        with replacing(folder / name) as file:
-            file.write(content)
-    written = f"Written to {folder}: ruler.json, {', '.join(contents)}{without}"
-    return [*"\n\n".join(map(grid_text, grids)).splitlines(), "", *said, written]
+        return publish(place, [], said, {"runs": results})
+    arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
+    return publish(place, tables(arms, paper.tables()["ruler"]), said, {"runs": results}, lambda: _picture(arms))
 
 
 def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
@@ -450,7 +395,7 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
     theirs["average"] = published["average"]
 
     def mean(result: Result, name: str) -> float:
-        return metrics(result)[name]
+        return Ruler.metrics(result)[name]
 
     def accuracy_of(cell: tuple[Result, str], length: str) -> float:
         return cell[0]["cells"][f"{cell[1]}/{length}"]["accuracy"]

@@ -44,6 +44,7 @@ from gsm.config.compose import compose, refuse_unnamed
 from gsm.config.load import CheckpointError
 from gsm.evaluation import commands, ruler
 from gsm.evaluation.checkpoints import TRAINED
+from gsm.evaluation.ruler import Ruler
 from gsm.experiments import folder, launcher, report, trainers, weights
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
@@ -102,7 +103,7 @@ class Evaluation(Job):
     def conclude(self) -> None:
         """Writes what was measured, and what came out of it."""
         chosen, _ = commands.choose(self.words)
-        found = {"status": "finished", **self._measured(), "metrics": chosen.metrics(self.folder)}
+        found = {"status": "finished", **self._measured(), "metrics": chosen.metrics_in(self.folder)}
         write_json(self.folder / "summary.json", found)
 
     def _measured(self) -> dict[str, Any]:
@@ -298,8 +299,8 @@ class Experiment:
 
     def _evaluation(self, place: Path, run: Run, start: Path, after: Job | None) -> Evaluation:
         chosen, _ = commands.choose(run.lines)
-        prefix = "ruler." if chosen is commands.RULER else ""
-        words = [*run.lines, f"checkpoint={start}", f"{prefix}output={chosen.place(place)}"]
+        prefix, output = "ruler." if chosen is Ruler else "", place if chosen.takes_folder else place / chosen.file
+        words = [*run.lines, f"checkpoint={start}", f"{prefix}output={output}"]
         command, log = (sys.executable, str(paths.ROOT / "evaluate.py"), *words), place / "evaluate.log"
         return Evaluation(self._name(place), command, log, after, folder=place, checkpoint=start, words=run.lines)
 
@@ -524,7 +525,7 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     for sentence in [FOOTNOTE, *notes, *written]:
         lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     asked = ruler.known_below([run.folder for run in table.runs])
-    lines += ["", *ruler.write_side_by_side(asked, experiment.folder)] if asked else []
+    lines += ["", ruler.side_by_side_of(asked, experiment.folder / Ruler.file)] if asked else []
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)
@@ -600,7 +601,7 @@ def _parse_run(name: str, asked: Any) -> Run:
         if word.partition("=")[0] in TOLD:
             raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
     try:  # what evaluate.py would not take is refused now, not when everything is trained
-        read_arguments([*words, f"{TOLD[0]}=..."], chosen.evaluate, chosen.name)
+        chosen(**read_arguments(words, chosen, chosen.script))
     except ConfigError as error:
         raise ConfigError(f"runs.{name}.evaluate: {error}") from error
     return Run(name, after, tuple(lines), measures=True)
