@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-import gsm_kernels
 from gsm_kernels import launch
 from gsm_kernels.dispatch import using
 
 from . import machine, results, workloads
 from .build import cuobjdump, target, used
 from .results import FOLDER, Results, read, sentence, table
-from .workloads import Call, Case, bound, last_rows
+from .workloads import Call, Case, last_rows
 
 CAPABILITY, MOST_SHARED = 90, 227 << 10  # bytes of shared memory that a program can have
 HEAD = ("operation", "kernel", "warps", "stages", "registers", "spilled", "shared", "matrix", "loads", "constants")
@@ -77,7 +76,7 @@ def run(output: str = "", results: str = "", only: str = "") -> Path:
     if facts["versions"]["triton"] is None:
         raise ValueError("Triton is not installed")
     path = Path(output) if output else FOLDER / f"compiled-sm_{CAPABILITY}-triton{facts['versions']['triton']}.json"
-    found = [case for case in samples() if case.op.startswith(only) and has_kernels(case.op)]
+    found = [case for case in samples() if case.op.startswith(only) and case.has_kernels]
     if not found:
         raise ValueError(f"no operation with Triton kernels begins with '{only}'")
     file = Results(path, facts)
@@ -105,10 +104,9 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
         except Exception as error:  # the compiler may fail in any way, and the other kernels are still worth a look
             launched[kernel] = {**row, "failed": sentence(error)}
 
-    call = case.make(torch.device("cpu"), torch.bfloat16)
     try:
         with target(CAPABILITY), using("triton"), launch.launching(instead):
-            bound(getattr(gsm_kernels, case.op), call, "both" if len(case.work) > 1 else next(iter(case.work)))()
+            case.launch()
     except Exception as error:  # what comes before a launch may fail too
         launched[""] = {"op": case.op, "case": case.name, "kernel": "", "failed": sentence(error)}
     yield from launched.values()
@@ -161,11 +159,6 @@ def _constants(kernel: Any, args: tuple, options: dict[str, Any]) -> dict[str, A
         for name in kernel.arg_names
         if name in names and isinstance(given.get(name), int | float | str)
     }
-
-
-def has_kernels(op: str) -> bool:
-    """Whether an operation has Triton kernels of its own."""
-    return any(impl.name == "triton" for impl in getattr(gsm_kernels, op).fast)
 
 
 def samples() -> tuple[Case, ...]:
@@ -270,5 +263,4 @@ def _pooled(case: Case) -> Case:
 def _last_rows(case: Case, rows: int) -> Case:
     """The last rows of a case, without a backward of its own. Of one row, as when a token is decoded, other kernels
     take care."""
-    work = {direction: work for direction, work in case.work.items() if direction != "backward"}
-    return replace(last_rows(case, rows), name=f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", work=work)
+    return last_rows(case, rows, {direction: work for direction, work in case.work.items() if direction != "backward"})

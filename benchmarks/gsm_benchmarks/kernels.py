@@ -23,7 +23,7 @@ from gsm_kernels.dispatch import listening
 from . import kernels_report, machine, peers, timing
 from .peers import NO_SINK, Absent
 from .results import Errors, Results, sentence, usual_path
-from .workloads import Call, Case, bound, difference, gates, on_a_cpu, tensors
+from .workloads import Call, Case, bound, difference, gates, on_a_cpu
 
 OURS = "ours"
 # Relative error in bfloat16 beyond which a peer computes something else; gradients pass through a rounded result.
@@ -209,7 +209,7 @@ class Contest:
     call: Call
     direction: str
     chosen: str = "none"
-    runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    runs: dict[str, Callable[[], Call]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
     def enter_all(self, without: Iterable[str] | None) -> None:
@@ -219,7 +219,7 @@ class Contest:
         if OURS not in self.runs:
             return
         self.chosen = heard[0][1]
-        expected = tensors(self.runs[OURS]())
+        expected = self._judged(self.runs[OURS])
         for name, maker in peers.peers_of(self.op, self.call).items():
             if without is None:
                 self.absent[name] = "left out, since the row has failed or did not end before"
@@ -228,13 +228,17 @@ class Contest:
             elif name not in set(without):
                 self.enter(name, maker, None if NO_SINK in name else expected)
 
+    def _judged(self, run: Callable[[], Call]) -> list[Tensor]:
+        """What is compared: outputs of forward alone, else gradients."""
+        return [x for name, x in run().items() if self.direction == "forward" or name.startswith("d ")]
+
     def enter(
         self, name: str, maker: Callable[[Call], Callable[..., Any]], expected: list[Tensor] | None = None
     ) -> None:
         """Take part, once results were compared with what is expected. Raises machine.Lost."""
         try:
             run = bound(maker(self.call), self.call, self.direction)
-            found = tensors(run())
+            found = self._judged(run)
             machine.still_alive(name)
             error = 0.0 if expected is None else difference(found, expected)
             if error > TOLERANCE[self.direction]:

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .machine import Lost, watching
 
@@ -209,8 +210,7 @@ def extra_bytes(run: Run, device: torch.device) -> int | None:
     with watching(device) as peak:
         returned = run()
         torch.cuda.synchronize(device)
-    kept = returned if isinstance(returned, list | tuple) else [returned]
-    return max(0, (peak.extra or 0) - sum(x.nbytes for x in kept if isinstance(x, Tensor)))
+    return max(0, (peak.extra or 0) - sum(x.nbytes for x in tree_leaves(returned) if isinstance(x, Tensor)))
 
 
 def _lap(run: Run, pause: int) -> Callable[[], float]:
