@@ -44,13 +44,7 @@ def run(
 ) -> Path:
     """Measure each source, print the table and write it beside the JSON file; return that file.
 
-    Args:
-        output, results, force, minutes: as in configs/benchmark.yaml.
-        sources: of ``text``, ``parquet``, ``cached``.
-        size: a variant of the group ``size``, whose vocabulary and context are taken.
-        tokens: that are encoded, at most.
-        batch_size: sequences of a batch.
-        rounds: of each source; the first cut of the cache reads it from the disk, or from what the system holds of it.
+    Args: as in configs/benchmark/data.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: an unknown source, or a number below 1. ModuleNotFoundError: pyarrow is missing, for ``parquet``.

@@ -65,14 +65,7 @@ def run(
 ) -> Path:
     """Compute, print the tables and write them and the picture beside the JSON file; return that file.
 
-    Args:
-        output: the file; left out: benchmarks/results/projection-<size>.json.
-        results: a file of results; nothing is computed, and its tables and picture are made again.
-        models: variants of the group ``model``; the first is held against all others.
-        size: a variant of the group ``size``.
-        overrides: of every model, as on the command line: ``["model/residual=plain"]``.
-        lengths: tokens that are read before the one that is decoded.
-        chunk: tokens that a prefill reads at a time.
+    Args: as in configs/benchmark/projection.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: no model, a length or a chunk below 1, or a model whose cost is not known.

@@ -45,6 +45,7 @@ class Results:
 
     Attributes:
         rows: by name.
+        sources: a fingerprint of what a row depends on, by its name, where that is less than the facts say.
         tried: how often rows that were begun have failed or not ended, by name.
     """
 
@@ -54,14 +55,14 @@ class Results:
         content = read(path) if path.exists() else {}
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
         self.tried: dict[str, int] = content.get("tried", {}) if mark(content) == mark(self.facts) else {}
+        self.sources: dict[str, str] = {}
         self._first = True
 
-    def has(self, name: str, protocol: Mapping[str, Any] | None = None, sources: str | None = None) -> bool:
-        """Whether there is a row of this name, measured on the same device with the same threads and versions, by this
-        protocol, if it has one, and of the same sources: these, or the facts'."""
+    def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
+        """Whether there is a row of this name, measured on the same device with the same threads and versions, of the
+        same sources, and by this protocol, if it has one."""
         row = self.rows.get(name, {"failed": "not measured"})
-        wanted = {**self.facts, **({"sources": sources} if sources else {})}
-        return mark(row) == mark(wanted) and not row.get("failed") and row.get("protocol") == protocol
+        return mark(row) == mark(self._carried(name)) and not row.get("failed") and row.get("protocol") == protocol
 
     def times(self, name: str) -> int:
         """How often a row was begun and has failed, or not ended."""
@@ -137,11 +138,16 @@ class Results:
         return there
 
     def add(self, name: str, row: Row) -> None:
-        """Put a row in place and write the file. A row may bring the `sources` that it depends on."""
-        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **row}
+        """Put a row in place and write the file."""
+        self.rows[name] = {**self._carried(name), **row}
         if not row.get("failed"):
             self.tried.pop(name, None)
         self._write()
+
+    def _carried(self, name: str) -> dict[str, Any]:
+        """What of the facts a row has, with its own sources."""
+        own = {"sources": self.sources[name]} if name in self.sources else {}
+        return {key: self.facts[key] for key in CARRIED if key in self.facts} | own
 
     def _write(self) -> None:
         tried = {name: times for name, times in self.tried.items() if times}

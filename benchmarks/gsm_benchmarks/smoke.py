@@ -140,12 +140,9 @@ def run(
 ) -> Path:
     """Build, check and time every kernel, then measure the device; write each piece as it is known; return the file.
 
-    Args:
-        device: cpu, cuda; auto: a GPU if there is one. On a CPU kernels are built for a Hopper, and the rest is a
-            rehearsal at toy sizes: in Triton's interpreter where TRITON_INTERPRET=1 is set, else by the reference.
-        output, results, force, minutes: as in configs/benchmark.yaml.
-        only: those pieces alone whose name begins so.
-        workers: processes that compile; 0: one a core.
+    Args: as in configs/benchmark/smoke.yaml and configs/benchmark.yaml, which say what they mean. On a CPU kernels are
+    built for a Hopper, and the rest is a rehearsal at toy sizes: in Triton's interpreter where TRITON_INTERPRET=1 is
+    set, else by the reference.
 
     Raises:
         ValueError: there is no such device or piece, or the file is no file of results.
@@ -172,29 +169,29 @@ def run(
 
 
 class Stage:
-    """The pieces of one run: what measures them, and what each depends on."""
+    """The pieces of one run, and what measures them."""
 
     def __init__(self, results: Results, device: torch.device, workers: int) -> None:
         self.results, self.device, self.workers = results, device, workers
         self.wanted: list[str] = []
         self.measures: dict[str, Callable[[], dict[str, Any]]] = {"build": self._build, "ceilings": self._ceilings}
-        own = Path(__file__).parent
-        self.sources = {"build": None, "ceilings": machine.fingerprint([own / "timing.py"])}
+        own, sources = Path(__file__).parent, results.sources
+        sources["ceilings"] = machine.fingerprint([own / "timing.py"])
         for piece in pieces():
             for direction in piece.gate.work:
                 name = f"{piece.gate.name}, {direction}"
                 self.measures[name] = lambda piece=piece, direction=direction: self._operation(piece, direction)
-                self.sources[name] = machine.fingerprint(machine.sources_of(piece.gate.op))
+                sources[name] = machine.fingerprint(machine.sources_of(piece.gate.op))
         micros = [own / name for name in ("micro.py", "micro_kernels.py", "timing.py")]
         for one in micro.MICROS:
             self.measures[one.name] = lambda one=one: self._micro(one)
-            depends = machine.sources_of("index_top_k") if one.name == "choose alone" else [launch.__file__]
-            self.sources[one.name] = machine.fingerprint([*micros, *map(Path, depends)])
+            depends = machine.sources_of("index_top_k") if one.name == "choose alone" else [Path(launch.__file__)]
+            sources[one.name] = machine.fingerprint([*micros, *depends])
 
     def has(self, name: str) -> bool:
         """Whether the file has this piece, of the sources that there are now; of building, for all that is wanted."""
         covered = name != "build" or set(self._launching()) <= set(self.results.rows.get(name, {}).get("of", ()))
-        return covered and self.results.has(name, sources=self.sources[name])
+        return covered and self.results.has(name)
 
     def left(self, names: list[str], force: bool) -> dict[str, int]:
         """Those of these pieces that are to be done, and before them what they need: their kernels, and the ceilings;
@@ -215,8 +212,7 @@ class Stage:
             except Exception as error:  # whatever it is, the row says it, and the other pieces are still to come
                 row = {"failed": sentence(error)}
             gc.collect()
-            sources = {"sources": self.sources[name]} if self.sources[name] else {}
-            row = {"name": name, **row, **sources, "seconds": round(time.monotonic() - began, 1)}
+            row = {"name": name, **row, "seconds": round(time.monotonic() - began, 1)}
             self.results.add(name, row)
             print(f"{line(row)} [{row['seconds']} s]", flush=True)
         machine.still_alive(name)
@@ -286,13 +282,11 @@ def operation(
         ours = run()
         ran = next(implementation for name, implementation in heard if name == case.op)
         row |= {"implementation": ran, "compiled_late": late}  # what `build` did not have
-        row["extra_mib"] = (timing.extra_bytes(run, device) or 0) / 2**20 if device.type == "cuda" else None
         own = "ours" if case.has_kernels else ""
-        timed = timing.kernel_turns({"ours": run}, device, ROUNDS, LAP_SECONDS, replayed=own)["ours"]
-    row |= {"ms": timed.spread._asdict(), "timed": timed.how, "host_ms": timed.host_ms}
+        row |= timing.measured({"ours": run}, device, ROUNDS, LAP_SECONDS, replayed=own)["ours"]
     if device.type == "cuda":
         floor = roof.floor(*work)
-        row |= {"floor_ms": floor, "share_of_floor": floor / timed.spread.median}
+        row |= {"floor_ms": floor, "share_of_floor": floor / row["ms"]["median"]}
         row |= {} if ran == "triton" or not case.has_kernels else {"failed": f"{ran} ran: {_why(op, call)}"}
     else:
         row["implementation"] += ", interpreted at toy size" if ran == "triton" else " at toy size"

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from gsm_kernels import explain
 from . import machine, paper, results, timing
 from .paper import OURS
 from .results import Results, Row, mark, quartiles, read, table, usual_path
+from .timing import Moment, now
 
 # FLOP/s in bfloat16 without sparsity; a name that is not here has another rate, or one that nobody looked up.
 DATA_SHEET = dict.fromkeys(["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"], 989e12)
@@ -99,17 +99,7 @@ def run(
 ) -> Path:
     """Measure each model, print the table and write it beside the JSON file; return that file.
 
-    Args:
-        device, output, results, force, minutes: as in configs/benchmark.yaml.
-        models: variants of the group ``model``.
-        size: a variant of the group ``size``; None: 0p5b on a GPU, nano on a CPU.
-        batch_size: sequences of a step, on each device.
-        context: tokens of a sequence; None: the size's own.
-        warm_up, steps: steps that are not timed, and that are.
-        compile: whether the model goes through ``torch.compile``.
-        recompute: whether activations are recomputed in the backward pass, in every model alike; ``selective``: those
-            that are cheap.
-        devices: how many train together, as many GPUs or processes; several through Lightning's DDP.
+    Args: as in configs/benchmark/training.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: a value out of range, a model whose cost is not known, or a file of another benchmark.
@@ -177,10 +167,10 @@ def _alone(job: Job, device: torch.device, compile: bool) -> Steps:
             model.compile()
         step, times = _step(model, job, device), []
         for number in range(job.warm_up + job.steps):
-            start = _now(device)
+            start = now(device)
             step()
             if number >= job.warm_up:
-                times.append(_now(device) - start)
+                times.append(now(device).since(start).wall)
     return Steps(times, peak.extra if device.type == "cuda" else None)
 
 
@@ -218,13 +208,6 @@ class RandomTokens(IterableDataset):
             ids_BT = torch.randint(self.vocabulary, self.shape, generator=generator, device=self.device)
             tokens_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
             yield {"tokens": tokens_BT, "targets": targets_BT, "documents": torch.zeros_like(tokens_BT)}
-
-
-def _now(device: torch.device) -> float:
-    """Milliseconds, when the device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * time.perf_counter()
 
 
 # On several devices: Lightning's DDP around the project's own module, a process for each device.
@@ -286,18 +269,18 @@ class Clock(lightning.Callback):
     """
 
     def __init__(self, warm_up: int) -> None:
-        self.warm_up, self.times, self._start = warm_up, [], 0.0
+        self.warm_up, self.times, self._start = warm_up, [], Moment(0.0, 0.0)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._start = _now(pl_module.device)
+        self._start = now(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop it."""
         if batch_idx >= self.warm_up:
-            self.times.append(_now(pl_module.device) - self._start)
+            self.times.append(now(pl_module.device).since(self._start).wall)
 
 
 def _show(path: Path) -> Path:

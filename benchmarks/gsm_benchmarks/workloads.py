@@ -284,12 +284,10 @@ def score_slots(name: str, batch: int, length: int, heads: int = INDEX_HEADS, wi
 def candidate_pool(name: str, batch: int, length: int, blocks: int = 512) -> Case:
     """The best blocks of eight slots."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = index_top_k("", batch, length).make(device, dtype)
-        del call["k"]
-        return {**call, "blocks": blocks}
+    def blocks_of(call: Call) -> Call:
+        return {**{key: x for key, x in call.items() if key != "k"}, "blocks": blocks}
 
-    return Case(name, "candidate_pool", make, index_top_k("", batch, length).work)
+    return changed(index_top_k("", batch, length), name, blocks_of, op="candidate_pool")
 
 
 def attend_range(
@@ -351,17 +349,21 @@ def grouped_linear(name: str, rows: int, groups: int = 56, width: int = MODEL, i
     )
 
 
+def changed(case: Case, name: str, change: Callable[[Call], Call], **others: Any) -> Case:
+    """The case of another name whose calls are changed."""
+    return replace(case, name=name, make=lambda device, dtype: change(case.make(device, dtype)), **others)
+
+
 def last_rows(case: Case, rows: int, work: dict[str, Work] | None = None) -> Case:
     """The last rows of every sequence of a case, in memory of their own: a part of larger tensors may begin at an
     address that does not divide by 16, for which other kernels are compiled. Given `work`, a case of its own name."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = case.make(device, dtype)
+    def cut(call: Call) -> Call:
         return {name: x[:, -rows:].clone() if "_BR" in name else x for name, x in call.items()}
 
     if work is None:
-        return replace(case, make=make)
-    return replace(case, make=make, work=work, name=f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}")
+        return changed(case, case.name, cut)
+    return changed(case, f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", cut, work=work)
 
 
 def seen_entries(length: int, most: int, ratio: int = 1) -> int:
