@@ -132,7 +132,7 @@ def show(path: Path) -> Path:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     named = f"{row['op']} {row['case']}".strip(), row["kernel"]
     if row.get("failed"):
-        return *named, f"failed: {row['failed']}", *("" for _ in HEAD[3:])
+        return *named, f"failed: {row['failed']}"
     spilled = f"{row['stack']} B, {row['local_loads']} loads, {row['local_stores']} stores" if row["stack"] else "none"
     matrix = ", ".join(f"{row[name]} {name}" for name in ("wgmma", "mma") if row[name]) or "none"
     loads = f"{row['wide_loads']} of {row['loads']} of 16 bytes"

@@ -138,7 +138,7 @@ def _how(rows: Rows) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     name = row["name"]
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", *("" for _ in HEAD[2:])
+        return name, f"failed: {row['failed']}"
     peak = "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
     runs = row["runs"]
     if runs != {key: row["protocol"][key] for key in runs}:

@@ -240,8 +240,9 @@ def measured_on(content: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+    """A Markdown table; the last cells of a row may be left out."""
+    whole = [[*cells, *[""] * (len(head) - len(cells))] for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in whole)
 
 
 def rate(number: float, unit: str) -> str:

@@ -292,7 +292,7 @@ def _show(path: Path) -> Path:
 
 def _cells(name: str, row: Row, baseline: Row | None) -> tuple[str, ...]:
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", *("" for _ in HEAD[2:])
+        return name, f"failed: {row['failed']}"
     speed, share = row["tokens_per_second"], lambda value: f"{value:.1%}" if value is not None else "not known"
     ratio = f"{speed / baseline['tokens_per_second']:.3f}" if baseline else ""
     peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "not known"
