@@ -443,14 +443,15 @@ def bound(
         outputs = _named(function(**leaves))
         return outputs, [_seed(x, dtype or x.dtype) for x in outputs.values() if x.requires_grad]
 
-    def backward(outputs: Call, seeds: list[Tensor]) -> Call:
+    def backward(outputs: Call, seeds: list[Tensor], again: bool = True) -> Call:
         learning = [x for x in outputs.values() if x.requires_grad]
-        grads = torch.autograd.grad(learning, list(wanted.values()), seeds, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(learning, list(wanted.values()), seeds, retain_graph=again, allow_unused=True)
         return {f"d {name}": x for name, x in zip(wanted, grads, strict=True) if x is not None}
 
     def both() -> Call:
         outputs, seeds = forward()
-        return {name: x.detach() for name, x in outputs.items()} | backward(outputs, seeds)
+        grads = backward(outputs, seeds, again=False)
+        return {name: x.detach() for name, x in outputs.items()} | grads
 
     return both if direction == "both" else partial(backward, *forward())
 
