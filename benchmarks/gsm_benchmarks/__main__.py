@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from . import compiled, kernels, smoke
 from .machine import Lost
+from .results import Asked
 
 T = TypeVar("T")
 LOST = 75  # the exit status where the GPU takes no more work from this process: another one goes on
@@ -43,7 +44,9 @@ def call(command: Callable[..., T], words: Sequence[str]) -> T:
 
 def _read(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
     """Arguments by name, each of the type that the parameter has."""
-    taken = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    own = inspect.signature(function).parameters
+    common = inspect.signature(Asked).parameters if "asked" in own else {}
+    taken = {name: str(p.annotation) for name, p in {**common, **own}.items()}
     values = {}
     for word in words:
         name, equals, text = word.partition("=")

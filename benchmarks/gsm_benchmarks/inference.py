@@ -39,7 +39,7 @@ from . import inference_report, machine, timing
 from .counters import Operations, counting, kernels
 from .inference_report import short
 from .machine import watching
-from .results import Errors, Results, sentence, usual_path
+from .results import Asked, Errors, sentence
 from .timing import Moment, now, rotated, spread
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
@@ -83,11 +83,6 @@ class Case:
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     lengths: Sequence[int] | None = None,
@@ -101,6 +96,7 @@ def run(
     seconds: float = 120.0,
     dtype: str | None = None,
     text: str = STDLIB,
+    **asked: Any,
 ) -> Path:
     """Measure each case, print the table, write it and the pictures beside the JSON file; return that file.
 
@@ -113,15 +109,16 @@ def run(
         Exception: the first that a case raised, once the others were measured; machine.Lost at once, where the GPU
             takes no more work from this process.
     """
-    if results:
-        return inference_report.show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return inference_report.show(Path(how.results))
     given = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs}
     wrong = [f"{name} {value}" for name, value in given.items() if value < 1] + ["warm_up"] * (warm_up < 0)
     if wrong or min([*(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
         raise ValueError(f"{', '.join(wrong) or 'a length'}: give 1 or more")
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype is '{dtype}'; say {', '.join(WIDTHS)}, or null for what suits the device")
-    where = machine.chosen(device)
+    where = machine.chosen(how.device)
     kind = where.type
     size, dtype = size or SIZES[kind], dtype or DTYPES[kind]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
@@ -132,10 +129,9 @@ def run(
         unpruned,
         first=size == inference_report.SIZE,
     )
-    facts = machine.facts(where, models=True)
-    file = Results(Path(output) if output else usual_path(facts, "inference"), facts, minutes)
+    file = how.open("inference", where, models=True)
     served, errors = _served(protocol, where), Errors()
-    left = [case for case in cases if force or not file.measured(case.name(protocol), asdict(protocol))]
+    left = [case for case in cases if how.force or not file.measured(case.name(protocol), asdict(protocol))]
     groups = _groups(left, lambda case: file.times(case.name(protocol)))
     try:
         for group in file.in_time(groups, lambda group: max(file.times(case.name(protocol)) for case in group)):

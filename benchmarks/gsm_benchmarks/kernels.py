@@ -22,7 +22,7 @@ from gsm_kernels.dispatch import listening
 
 from . import kernels_report, machine, peers, timing
 from .peers import NO_SINK, Absent
-from .results import Errors, Results, sentence, usual_path
+from .results import Asked, Errors, Results, sentence
 from .workloads import Call, Case, bound, difference, gates, on_a_cpu
 
 OURS = "ours"
@@ -32,17 +32,13 @@ ALONE = 2.0  # seconds of a row that is measured alone, at most
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     only: str = "",
     peers: bool = True,
     without: Sequence[str] = (),
     seconds: float = 10.0,
     rounds: int = 30,
     cases: Sequence[Case] | None = None,
+    **asked: Any,
 ) -> Path:
     """Measure, writing each row as it is known, then print the table and draw the picture; return the JSON file.
 
@@ -55,19 +51,19 @@ def run(
         Exception: the first that went wrong outside of the contest, once the other rows were measured; machine.Lost at
             once, where the GPU takes no more work from this process.
     """
-    if results:
-        return kernels_report.show(Path(results))
-    where = machine.chosen(device)
+    how = Asked(**asked)
+    if how.results:
+        return kernels_report.show(Path(how.results))
+    where = machine.chosen(how.device)
     cases = cases if cases is not None else gates() if where.type == "cuda" else on_a_cpu()
     wanted = [case for case in cases if case.name.startswith(only)]
     if not wanted:
         raise ValueError(f"no case begins with '{only}'; there are {', '.join(case.name for case in cases)}")
-    facts = machine.facts(where)
-    file = Results(Path(output) if output else usual_path(facts, "kernels"), facts, minutes)
+    file = how.open("kernels", where)
     plan = _Plan(file, wanted, where, rounds)
-    alone = [name for name in plan.rows if not file.has(name) or (force and not peers)]
-    both = [name for name in plan.rows if force or not plan.is_complete(name)] if peers else []
-    print(f"{facts['device']}: of {len(plan.rows)} rows, {len(alone)} to measure alone, ", end="")
+    alone = [name for name in plan.rows if not file.has(name) or (how.force and not peers)]
+    both = [name for name in plan.rows if how.force or not plan.is_complete(name)] if peers else []
+    print(f"{file.facts['device']}: of {len(plan.rows)} rows, {len(alone)} to measure alone, ", end="")
     print(f"{len(both)} with their peers, to {file.path}", flush=True)
     try:
         plan.measure_alone(alone, min(seconds, ALONE))

@@ -159,8 +159,9 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
     models = {name_of(row): known_cost(row["model"], row["size"]) for row in rows}
     rates: dict[str, Ceilings] = {}
 
-    def work(what: str, model: Cost, tokens: int) -> Sequence[int]:
-        return [NUMBERS[name](model, chunk, dtype, tokens) for name in NEEDS[what]]
+    def work(what: str, model: Cost, tokens: int) -> tuple[int, int]:
+        flops, moved = (NUMBERS[name](model, chunk, dtype, tokens) for name in NEEDS[what])
+        return flops, moved
 
     for what in NEEDS:
         timed = [row for row in rows if row.get(what)]

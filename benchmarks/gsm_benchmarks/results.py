@@ -13,8 +13,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from . import machine
 
@@ -212,6 +215,22 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every benchmark that measures is asked with; configs/benchmark.yaml says what it means."""
+
+    device: str = "auto"
+    output: str = ""
+    results: str = ""
+    force: bool = False
+    minutes: float = 7.5
+
+    def open(self, what: str, device: torch.device, models: bool = False) -> Results:
+        """The file of a benchmark, which need not exist. Raises ValueError if there is one that holds no rows."""
+        facts = machine.facts(device, models)
+        return Results(Path(self.output) if self.output else usual_path(facts, what), facts, self.minutes)
 
 
 def usual_path(facts: Mapping[str, Any], what: str) -> Path:

@@ -34,9 +34,10 @@ from gsm_kernels.testing import TOLERANCE
 
 from . import machine, micro, results, timing, workloads
 from .build import Build
-from .results import Results, Row, read, sentence, table, usual_path
+from .results import Asked, Results, Row, read, sentence, table
 from .workloads import Call, Case, Work, bound, difference, last_rows
 
+MINUTES = 3.0  # unless others are asked for
 BUILD_SECONDS, BUILD_SHARE = 90.0, 0.5  # of the stage at most, where it has less time in all
 PIECE_SECONDS = 45  # after which a piece on a GPU has hung
 EAGER_SECONDS = 4.0  # that a float32 pass of the reference may take; else fewer rows are compared
@@ -130,13 +131,9 @@ def _borrowed(gate: Case, toy: Case) -> Piece:
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 3.0,
     only: str = "",
     workers: int = 0,
+    **asked: Any,
 ) -> Path:
     """Build, check and time every kernel, then measure the device; write each piece as it is known; return the file.
 
@@ -148,17 +145,17 @@ def run(
         ValueError: there is no such device or piece, or the file is no file of results.
         machine.Lost: the GPU takes no more work from this process.
     """
-    if results:
-        return show(Path(results))
-    where = machine.chosen(device)
-    facts = machine.facts(where)
-    file = Results(Path(output) if output else usual_path(facts, "smoke"), facts, minutes)
+    how = Asked(**{"minutes": MINUTES, **asked})
+    if how.results:
+        return show(Path(how.results))
+    where = machine.chosen(how.device)
+    file = how.open("smoke", where)
     stage = Stage(file, where, workers or len(os.sched_getaffinity(0)))
     names = [name for name in stage.measures if name.startswith(only)]
     if not names:
         raise ValueError(f"no piece begins with '{only}'; there are {', '.join(stage.measures)}")
-    left = stage.left(names, force)
-    print(f"{facts['device']}: {len(left)} pieces to do, {len(names)} in all, to {file.path}", flush=True)
+    left = stage.left(names, how.force)
+    print(f"{file.facts['device']}: {len(left)} pieces to do, {len(names)} in all, to {file.path}", flush=True)
     try:
         for name in file.in_time(left, left.__getitem__):
             stage.do(name)

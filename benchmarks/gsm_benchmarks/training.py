@@ -35,7 +35,7 @@ from gsm_kernels import explain
 
 from . import machine, paper, results, timing
 from .paper import OURS
-from .results import Results, Row, mark, quartiles, read, table, usual_path
+from .results import Asked, Row, mark, quartiles, read, table
 from .timing import Moment, now
 
 # FLOP/s in bfloat16 without sparsity; a name that is not here has another rate, or one that nobody looked up.
@@ -82,11 +82,6 @@ class Steps(NamedTuple):
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     batch_size: int = 4,
@@ -96,6 +91,7 @@ def run(
     compile: bool = False,
     recompute: bool | Literal["selective"] = False,
     devices: int = 1,
+    **asked: Any,
 ) -> Path:
     """Measure each model, print the table and write it beside the JSON file; return that file.
 
@@ -105,8 +101,9 @@ def run(
         ValueError: a value out of range, a model whose cost is not known, or a file of another benchmark.
         KeyboardInterrupt: after the table of what there is was made.
     """
-    if results:
-        return _show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return _show(Path(how.results))
     if min(batch_size, steps, devices) < 1 or warm_up < 0 or (context is not None and context < 1):
         raise ValueError(
             f"batch_size {batch_size}, context {context}, steps {steps}, warm_up {warm_up}, devices {devices}: "
@@ -114,10 +111,9 @@ def run(
         )
     if devices > 1 and compile:
         raise ValueError(f"devices is {devices} and compile is true: compile is measured on one device; leave it out")
-    where = machine.chosen(device)
+    where = machine.chosen(how.device)
     size = size or ("0p5b" if where.type == "cuda" else "nano")
-    facts = machine.facts(where, models=True)
-    file = Results(Path(output) if output else usual_path(facts, "training"), facts, minutes)
+    file = how.open("training", where, models=True)
     marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute is True}
     marks["recomputed in part"] = recompute == "selective"
     rows = {}
@@ -126,7 +122,7 @@ def run(
         row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
         job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
         rows[row] = partial(measure, job, where, compile)
-    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=force, show=_show)
+    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=how.force, show=_show)
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
