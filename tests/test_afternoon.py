@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from activations import kept
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
 from gsm.costs.model import cost
 from gsm.experiments.trainers import batches_a_step
+from gsm_benchmarks.plan import kept
 from gsm_kernels.device import triton_version
 
 FLOPS, BYTES = 790e12, 3.0e12  # of an H100, in a second

@@ -42,7 +42,7 @@ PAYLOADS: dict[str, Any] = {
     "gets an object": {"_target_": "hydra.utils.get_object", "path": "os.system"},
     "imports a module": {"_target_": "strangers_module.anything"},
     "a part of another group": {"_target_": "lightning.Trainer", "default_root_dir": "{folder}/mark"},
-    "a benchmark of ours": {"_target_": "gsm_benchmarks.projection.run", "output": "{folder}/mark"},
+    "a benchmark of ours": {"_target_": "gsm_benchmarks.plan.run", "output": "{folder}/mark"},
     "no name": {"_target_": ["os.system"]},
     "a name with a space": {"_target_": " gsm.models.gsm.GSM"},
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 import gsm_kernels
 from gsm_kernels.device import triton_version
@@ -154,6 +155,23 @@ def watching(device: torch.device) -> Iterator[Peak]:
     finally:
         reached = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
         peak.extra = None if before is None or reached is None else max(0, reached - before)
+
+
+def saved_bytes(call: Callable[[], object], parameters: Iterable[Tensor]) -> int:
+    """Bytes of all tensors but these parameters that autograd has saved when a call returns, each storage once."""
+    own, sizes = {p.untyped_storage()._cdata for p in parameters}, {}
+    alive: list[object] = []  # or a storage's address could come back as another's
+
+    def weigh(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
+        alive.append(call())  # which holds the graph
+    return sum(sizes.values())
 
 
 def in_memory(call: Callable[[], T]) -> T | None:

@@ -63,7 +63,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "logging.FileHandler", "filename": "{folder}/mark"},
     {"_target_": "strangers_module.anything"},
     {"_target_": "strangers_module"},
-    {"_target_": "gsm_benchmarks.projection.run", "output": "{folder}/mark"},
+    {"_target_": "gsm_benchmarks.plan.run", "output": "{folder}/mark"},
     {"_target_": "gsm.training.callbacks.checkpoints.Latest", "path": "{folder}/mark"},
     {"_target_": "gsm.data.corpus.Corpus", "path": "{folder}"},
 )
