@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gsm.evaluation import plots
-from gsm_benchmarks import inference, inference_report, kernels, machine, projection, timing, training
+from gsm_benchmarks import clients, inference, inference_report, kernels, machine, projection, timing, training
 from gsm_benchmarks.inference_report import crossing
 from gsm_benchmarks.pictures import short
 from gsm_benchmarks.results import Results
@@ -131,7 +131,7 @@ def test_rows_measured_in_another_way_are_not_mixed(other):
 
 def test_a_file_of_another_benchmark_is_one_sentence(tmp_path):
     path = str(file_of(tmp_path, row()))
-    for start in (training.run, projection.run):
+    for start in (training.run, clients.run, projection.run):
         with pytest.raises(ValueError, match="a.json is a file of another benchmark: its row 'gsm 4K 0' has no"):
             start(results=path)
     with pytest.raises(ValueError, match="a.json is a file of another benchmark: no row of it has a case"):

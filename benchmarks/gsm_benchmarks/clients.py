@@ -1,0 +1,372 @@
+"""How fast our models are beside one that nobody here wrote: DeepSeek-V4 in transformers, with the same widths.
+
+Both run in one process, in float32, with random weights, and take turns: a step of training (forward, backward,
+clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding.
+
+Taken over: vocabulary, width, depth, heads, entries and their rotated channels, query and output ranks, window,
+index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, the tied embedding. What is left
+is how V4 differs from V4.1, which the baseline follows, and how the library computes it:
+
+* Every layer behind the window-only ones pools a bank of its own, over groups that overlap (two projections of width
+  2C), pools index keys of its own likewise, and searches them. The baseline's layers share three banks.
+* All banks have the encoder's ratio; the baseline's decoder has an entry for every token.
+* Hyper-connections read for the site that they stand at, not for the next, and a mixer of its own ends the stack;
+  queries are normed for each head.
+* The feed-forward is a mixture of experts: here one expert that is always chosen, and the shared one, of half the width
+  each, which together are the dense one.
+* Indexers learn nothing, while a step of the baseline includes their loss.
+* Attention forms the weights of all pairs, under a mask; prefill computes every row of every layer.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gsm.config.compose import compose
+from gsm.config.load import instantiate, instantiate_model
+from gsm.costs.room import available_bytes
+from gsm.models.base import LanguageModel
+from gsm.models.geometry import Geometry
+from gsm.training.optimizer import AdamW
+from gsm_kernels import explain
+
+from . import machine, results
+from .results import Results, Row, quartiles, read, table, usual_path
+from .timing import WARM_UP, Run, spread, take_turns
+
+WORK = ("step", "prefill", "decode")
+DECODED = 16  # tokens of a lap
+CLIP = 1.0
+PROBE = 256  # tokens; from one, two and three times as many follows what a longer sequence keeps
+BEYOND_KEPT = 1.25  # what a step takes at its peak, as a multiple of what its forward pass keeps
+HEAD = (
+    "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours (quartiles)", "kept, GiB: ours, theirs",
+)  # fmt: skip
+
+
+class Contender(Protocol):
+    """What is measured of a model: `chosen` are the implementations that it runs with."""
+
+    model: Any
+    chosen: Any
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by how they are decayed."""
+        ...
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """What a step of training minimises."""
+        ...
+
+    def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
+        """Logits of the last position, [B, 1, V], and a memory with room for so many more tokens."""
+        ...
+
+    def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """Logits of one more token, [B, 1, V], and the memory after it."""
+        ...
+
+
+class Ours:
+    """A model of this project. Its loss includes the indexers'."""
+
+    def __init__(self, model: LanguageModel):
+        self.model, self.chosen = model, explain()
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by how they are decayed."""
+        return self.model.parameter_groups()
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Cross-entropy and what else the model learns by."""
+        out = self.model(tokens_BT, targets=targets_BT)
+        return torch.stack([out.loss, *out.losses.values()]).sum()
+
+    def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
+        """Into a static memory, as ``generate`` does."""
+        out = self.model.prefill(tokens_BT, self.model.start(len(tokens_BT), tokens_BT.shape[1] + room))
+        return out.logits, out.memory
+
+    @torch.no_grad()
+    def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """One token through the whole model."""
+        out = self.model(token_B1, memory=memory, rows=1)
+        return out.logits, out.memory
+
+
+class DeepseekV4:
+    """The library's model. Its cache grows.
+
+    Args:
+        geometry: its widths and depths.
+        changes: fields of the library's configuration, see ``configuration``.
+    """
+
+    def __init__(self, geometry: Geometry, **changes: Any):
+        self.model: Any = library().DeepseekV4ForCausalLM(configuration(geometry, **changes))
+        config = self.model.config
+        self.chosen = {"attention": config._attn_implementation, "experts": config._experts_implementation}
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters that are decayed, and that are not."""
+        parameters = list(self.model.parameters())
+        return {
+            "decay": [one for one in parameters if one.ndim > 1],
+            "no_decay": [one for one in parameters if one.ndim < 2],
+        }
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy."""
+        targets_BT = targets_BT.contiguous()
+        return self.model(input_ids=tokens_BT, labels=targets_BT, shift_labels=targets_BT, use_cache=False).loss
+
+    @torch.no_grad()
+    def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
+        """Logits of the last position, [B, 1, V], and a cache, which grows."""
+        return self._read(tokens_BT, None)
+
+    @torch.no_grad()
+    def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """Logits of one more token, [B, 1, V], and the cache, which is changed."""
+        return self._read(token_B1, memory)
+
+    def _read(self, tokens_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        out = self.model(input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits, out.past_key_values
+
+
+def library() -> Any:
+    """The library. Raises ModuleNotFoundError, with the remedy, where it is missing or does not know the model yet."""
+    remedy = "which is not installed: pip install -c constraints.txt -e '.[clients]'"
+    try:
+        found = import_module("transformers")
+        if not hasattr(found, "DeepseekV4ForCausalLM"):
+            remedy = f"and {found.__version__} is too old: pip install -c constraints.txt -e '.[clients]'"
+            raise ModuleNotFoundError("no DeepseekV4ForCausalLM")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"the model to compare with is in transformers >= 5.23, {remedy}") from error
+    return found
+
+
+def configuration(geometry: Geometry, **changes: Any) -> Any:
+    """The library's configuration that comes nearest to a geometry; ``changes`` replace single fields.
+
+    Raises:
+        ValueError: for a feed-forward width that is odd, or a YaRN factor, which is not taken over.
+    """
+    if geometry.feed_forward_dim % 2 or geometry.yarn_factor != 1:
+        raise ValueError(
+            f"feed_forward_dim {geometry.feed_forward_dim} must be even and yarn_factor {geometry.yarn_factor} be 1 "
+            "for a comparison with DeepSeek-V4; choose another size"
+        )
+    roles = [*geometry.encoder_roles(), *["bank"] * geometry.decoder_layers]
+    sparse = "compressed_sparse_attention"
+    fields = {
+        "vocab_size": geometry.vocabulary,
+        "hidden_size": geometry.dim,
+        "num_hidden_layers": geometry.depth,
+        "layer_types": ["sliding_attention" if role == "window" else sparse for role in roles],
+        "compress_rates": {sparse: geometry.encoder_ratio, "heavily_compressed_attention": 128},
+        "num_attention_heads": geometry.heads,
+        "head_dim": geometry.entry_dim,
+        "partial_rotary_factor": geometry.rotary_dim / geometry.entry_dim,
+        "rope_theta": geometry.rope_base,
+        "compress_rope_theta": geometry.bank_rope_base,
+        "q_lora_rank": geometry.query_rank,
+        "o_groups": geometry.output_groups,
+        "o_lora_rank": geometry.output_rank,
+        "sliding_window": geometry.window,
+        "index_n_heads": geometry.index_heads,
+        "index_head_dim": geometry.index_dim,
+        "index_topk": geometry.top_k,
+        "mlp_layer_types": ["moe"] * geometry.depth,
+        "moe_intermediate_size": geometry.feed_forward_dim // 2,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "attn_implementation": "eager",  # the only one that the model has
+    }
+    return library().DeepseekV4Config(**{**fields, **changes})
+
+
+def run(
+    device: str = "auto",
+    output: str = "",
+    results: str = "",
+    force: bool = False,
+    minutes: float = 7.5,
+    models: Sequence[str] = ("baseline",),
+    sizes: Sequence[str] = ("nano", "tiny"),
+    contexts: Sequence[int] = (1024, 4096),
+    work: Sequence[str] = WORK,
+    batch_size: int = 1,
+    rounds: int = 5,
+    seconds: float = 60.0,
+) -> Path:
+    """Measure each pair, print the table and write it beside the JSON file; return that file.
+
+    Args:
+        device, output, results, force, minutes: as in configs/benchmark.yaml.
+        models: variants of the group ``model``, each measured against the client.
+        sizes: variants of the group ``size``.
+        contexts: tokens of a sequence.
+        work: of ``step``, ``prefill``, ``decode``.
+        batch_size: sequences.
+        rounds: turns that each takes.
+        seconds: after which no further round begins, once there were three.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: a value out of range, or a file of another benchmark.
+        KeyboardInterrupt: after the table of what there is was made.
+    """
+    if results:
+        return _show(Path(results))
+    if min(batch_size, rounds, *contexts) < 1 or not set(work) <= set(WORK):
+        raise ValueError(
+            f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}: give 1 or more; "
+            f"work {list(work)}: there are {', '.join(WORK)}"
+        )
+    where = machine.chosen(device)
+    facts = machine.facts(where, models=True)
+    facts["versions"] |= {"transformers": library().__version__}
+    file = Results(Path(output) if output else usual_path(facts, "clients"), facts, minutes)
+    rows = {
+        f"{name} {size}, {batch_size} x {context}, {task}": partial(
+            measure, name, size, batch_size, context, task, rounds, seconds, where
+        )
+        for size, context, name, task in itertools.product(sizes, contexts, models, work)
+    }
+    return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=force, show=_show)
+
+
+def measure(
+    name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """The row of one pair and one kind of work, as plain containers."""
+    row = {"model": name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
+    row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
+    gc.collect()  # what the row before has left
+    found = machine.in_memory(lambda: _found(name, size, batch, context, task, rounds, seconds, device))
+    if found is not None:
+        return {**row, **found}
+    ways = f"batch_size={batch // 2}" if batch > 1 else f"contexts=[{max(1, context // 2)}]"
+    return {**row, "failed": f"out of memory with {batch} x {context} tokens; try {ways}"}
+
+
+def _found(
+    name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """What there is to say of a pair, and its times; or why a step was not begun."""
+    config = compose([f"model={name}", f"size={size}"])
+    geometry: Geometry = instantiate(config["size"], "size")
+    with torch.device(device):
+        pair: dict[str, Contender] = {"ours": Ours(instantiate_model(config, seed=0)), "theirs": DeepseekV4(geometry)}
+    parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
+    row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
+    tokens_BT = torch.randint(geometry.vocabulary, (batch, context + 1), device=device)
+    if task == "step":
+        needed = BEYOND_KEPT * max(estimated_bytes(one, tokens_BT) for one in pair.values())
+        if needed > (there := available_bytes(device)):
+            sizes = f"{needed / 2**30:.3g} GiB besides the weights, of {there / 2**30:.3g}"
+            return {**row, "failed": f"a step needs about {sizes} that there are"}
+        row["kept_gib"] = {who: kept_bytes(one, tokens_BT) / 2**30 for who, one in pair.items()}
+        optimizer = instantiate(config["optimizer"], "optimizer")
+        runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
+    else:
+        make = {"prefill": _prefill, "decode": _decode}[task]
+        runs = {who: make(one, tokens_BT[:, :-1], rounds) for who, one in pair.items()}
+    return {**row, **paired(runs, device, rounds, seconds)}
+
+
+def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> Run:
+    """One step of training on tokens of which each is the target of the one before."""
+    contender.model.train()
+    adamw = optimizer.build(contender.groups())
+
+    def step() -> None:
+        contender.loss(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(contender.model.parameters(), CLIP)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def paired(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
+    """Times of ``ours`` and ``theirs``, in turns after one that does not count, and of each round their ratio."""
+    for one in runs.values():
+        one()
+    times = take_turns(runs, device, rounds, seconds)
+    ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
+    return {**{f"{who}_ms": spread(laps)._asdict() for who, laps in times.items()}, "ratio": spread(ratios)._asdict()}
+
+
+def estimated_bytes(contender: Contender, tokens_BT: Tensor) -> float:
+    """What ``kept_bytes`` would say, without running more than ``3 PROBE`` tokens: from the parabola through three
+    shorter sequences, since no tensor of a model has more than two dimensions of the sequence. (DeepSeek-V4 at nano,
+    1,024 tokens: 2 % below what it keeps.)"""
+    length = tokens_BT.shape[1] - 1
+    if length <= 3 * PROBE:
+        return kept_bytes(contender, tokens_BT)
+    first, second, third = (kept_bytes(contender, tokens_BT[:, : times * PROBE + 1]) for times in (1, 2, 3))
+    steps, bend = length / PROBE - 1, third - 2 * second + first
+    return first + steps * (second - first) + steps * (steps - 1) / 2 * bend
+
+
+def kept_bytes(contender: Contender, tokens_BT: Tensor) -> int:
+    """What the forward pass of a step keeps for the backward pass, besides parameters."""
+    contender.model.train()
+    return machine.saved_bytes(
+        lambda: contender.loss(tokens_BT[:, :-1], tokens_BT[:, 1:]), contender.model.parameters()
+    )
+
+
+def _prefill(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+    contender.model.eval()
+    return lambda: contender.prefill(tokens_BT, DECODED)
+
+
+def _decode(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+    """Decodes on and on from the end of a prompt, so that all laps have nearly its length."""
+    contender.model.eval()
+    laps = 1 + WARM_UP + rounds
+    _, memory = contender.prefill(tokens_BT, laps * DECODED)
+
+    def lap() -> None:
+        nonlocal memory
+        for _ in range(DECODED):
+            _, memory = contender.decode(tokens_BT[:, -1:], memory)
+
+    return lap
+
+
+def _show(path: Path) -> Path:
+    """Publish the table of a file of results."""
+    content = read(path, "work")
+    rows = content["rows"]
+    sizes = {f"{row['model']} {row['size']}": row["parameters"] for row in rows.values() if "parameters" in row}
+    counts = "; ".join(f"{name} {both['ours']:,}, theirs {both['theirs']:,}" for name, both in sizes.items())
+    threads = f"{content['threads']} threads, float32." if "threads" in content else "float32."
+    opening = f"{results.measured_on(content)} {threads}"
+    return results.publish(path, opening, f"Parameters: {counts}.", table(HEAD, [_cells(*row) for row in rows.items()]))
+
+
+def _cells(name: str, row: Row) -> tuple[str, ...]:
+    kept = ", ".join(f"{row['kept_gib'][who]:.2f}" for who in ("ours", "theirs")) if "kept_gib" in row else ""
+    if row.get("failed"):
+        return name, f"failed: {row['failed']}", "", "", kept
+    both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
+    return f"{name}{' a token' if row['work'] == 'decode' else ''}", *both, quartiles(row["ratio"]), kept
