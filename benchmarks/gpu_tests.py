@@ -271,11 +271,6 @@ def main(
 
 
 if __name__ == "__main__":
-    read = {"minutes": float, "workers": int, "keep": "true".__eq__, "force": "true".__eq__}
-    words = {name: value for name, _, value in (word.partition("=") for word in sys.argv[1:])}
-    try:
-        sys.exit(main(**{name: read.get(name, str)(value) for name, value in words.items()}))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on behind the last test that has ended")
+    from gsm_benchmarks.__main__ import call
+
+    sys.exit(call(main, sys.argv[1:]))

@@ -181,7 +181,7 @@ def a_gpu(monkeypatch, captures):
 def test_a_graph_is_captured_after_a_run_that_may_not_wait_and_is_freed(monkeypatch):
     with a_gpu(monkeypatch, captures=True) as said:
         modes = []
-        with timing._Graphs(torch.device("cuda")) as gpu:
+        with timing.Graphs(torch.device("cuda")) as gpu:
             replay = gpu.captured(lambda: modes.append(torch.cuda.get_sync_debug_mode()))
             assert replay is not None
             replay()
@@ -197,7 +197,7 @@ def test_what_cannot_be_captured_leaves_nothing_behind(monkeypatch, waits):
         if waits and torch.cuda.get_sync_debug_mode() == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
-    with a_gpu(monkeypatch, captures=False) as said, timing._Graphs(torch.device("cuda")) as gpu:
+    with a_gpu(monkeypatch, captures=False) as said, timing.Graphs(torch.device("cuda")) as gpu:
         assert gpu.captured(run) is None and not gpu.graphs
         assert torch.cuda.get_sync_debug_mode() == "default"
         mended = ["ended", "released", "capture", "drawn"]
@@ -210,7 +210,7 @@ def test_a_process_whose_random_numbers_a_failed_capture_has_spoilt_ends(monkeyp
     def spoilt(*shape, device):
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
-    with a_gpu(monkeypatch, captures=False), timing._Graphs(torch.device("cuda")) as gpu:
+    with a_gpu(monkeypatch, captures=False), timing.Graphs(torch.device("cuda")) as gpu:
         monkeypatch.setattr(torch, "rand", spoilt)
         with pytest.raises(machine.Lost, match="a capture that failed .* has spoilt this process"):
             gpu.captured(lambda: None)
@@ -223,7 +223,7 @@ def test_only_ours_becomes_a_graph():
 
 
 def test_launches_are_measured_three_times_or_less_where_they_are_slow(monkeypatch):
-    with a_gpu(monkeypatch, captures=True), timing._Graphs(torch.device("cuda")) as gpu:
+    with a_gpu(monkeypatch, captures=True), timing.Graphs(torch.device("cuda")) as gpu:
         clock = itertools.chain([0.0, 0.002, 0.1, 0.101, 0.2, 0.204, 1.0, 1.9])
         monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
         calls = []

@@ -175,13 +175,6 @@ def test_every_goal_is_that_of_a_case_that_the_gpu_measures():
     assert {goal.tokens for goal in inference_report.GOALS} <= there
 
 
-def test_the_paper_s_claims_are_counted_length_by_length(tmp_path):
-    rows = [row(), row("baseline", cache=150), row(tokens=8 * K, prefill=9e9, decode=1.0), row("baseline", 8 * K)]
-    text = inference.run(results=str(file_of(tmp_path, *rows))).with_suffix(".md").read_text()
-    assert "NVIDIA H800 80GB" in text and "on a GPU | holds at |" in text
-    assert "4K 2.00, 8K 0.00 | 1 of 2 lengths |" in text and "4K 0.67, 8K 1.00 | 1 of 2 lengths |" in text
-
-
 def test_the_paper_s_table_of_training_stands_beside_ours():
     ours = {"size": "1p5b", "batch_size": 4, "context": 4096, "compiled": False, "recompute": True, "devices": 8}
     ours |= {"ms": {"median": 2000.0}, "tokens_per_second": 300.0, "peak_gib": 40.0}

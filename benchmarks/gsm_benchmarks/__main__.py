@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from . import compiled, kernels, smoke
 from .machine import Lost
+from .results import Asked
 
+T = TypeVar("T")
 LOST = 75  # the exit status where the GPU takes no more work from this process: another one goes on
 COMMANDS = {"smoke": smoke.run, "kernels": kernels.run, "compiled": compiled.run}
 READ: dict[str, Callable[[str], Any]] = {
@@ -21,24 +23,30 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 def main(words: Sequence[str]) -> None:
-    """Call what the first word names with the `name=value` words behind it; errors become one sentence."""
+    """Call what the first word names with the `name=value` words behind it."""
     if not words or words[0] not in COMMANDS:
         raise SystemExit(f"error: say {', '.join(COMMANDS)}, and name=value words behind it")
-    command = COMMANDS[words[0]]
+    call(COMMANDS[words[0]], words[1:])
+
+
+def call(command: Callable[..., T], words: Sequence[str]) -> T:
+    """What a command returns, given `name=value` words; errors become one sentence."""
     try:
-        command(**_read(words[1:], command))
+        return command(**_read(words, command))
     except Lost as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(LOST) from error
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt as error:
-        raise SystemExit("interrupted: the same command goes on behind the last row") from error
+        raise SystemExit("interrupted: the same command goes on behind what has ended") from error
 
 
 def _read(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
     """Arguments by name, each of the type that the parameter has."""
-    taken = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    own = inspect.signature(function).parameters
+    common = inspect.signature(Asked).parameters if "asked" in own else {}
+    taken = {name: str(p.annotation) for name, p in {**common, **own}.items()}
     values = {}
     for word in words:
         name, equals, text = word.partition("=")

@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 
-import gsm_kernels
 from gsm_kernels import launch
-from gsm_kernels.dispatch import using
 
 from . import machine, results, workloads
-from .build import cuobjdump, target, used
+from .build import cuobjdump, requests, target, used
 from .results import FOLDER, Results, read, sentence, table
-from .workloads import Call, Case, bound, last_rows
+from .workloads import Call, Case, changed, last_rows
 
 CAPABILITY, MOST_SHARED = 90, 227 << 10  # bytes of shared memory that a program can have
 HEAD = ("operation", "kernel", "warps", "stages", "registers", "spilled", "shared", "matrix", "loads", "constants")
@@ -61,10 +59,7 @@ INDEXERS = (("", {}, ALL), ("nano", {"heads": 2, "width": 32}, SMALL), ("tiny", 
 def run(output: str = "", results: str = "", only: str = "") -> Path:
     """Compile the kernels of every operation; print a table and write it, also as JSON; return that file.
 
-    Args:
-        output: the file; left out: benchmarks/results/compiled-sm_90-triton<version>.json.
-        results: a file of results; nothing is compiled, and its table is made again.
-        only: those operations alone whose name begins so.
+    Args: as in configs/benchmark/compiled.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: Triton is not installed, runs in its interpreter, or there is no such operation.
@@ -77,7 +72,7 @@ def run(output: str = "", results: str = "", only: str = "") -> Path:
     if facts["versions"]["triton"] is None:
         raise ValueError("Triton is not installed")
     path = Path(output) if output else FOLDER / f"compiled-sm_{CAPABILITY}-triton{facts['versions']['triton']}.json"
-    found = [case for case in samples() if case.op.startswith(only) and has_kernels(case.op)]
+    found = [case for case in samples() if case.op.startswith(only) and case.has_kernels]
     if not found:
         raise ValueError(f"no operation with Triton kernels begins with '{only}'")
     file = Results(path, facts)
@@ -92,38 +87,35 @@ def run(output: str = "", results: str = "", only: str = "") -> Path:
 def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     """A row for every kernel that a call launches forward or backward, once; one that fails says why. Its `seconds` are
     those of compiling it, or of finding it where Triton keeps what it has compiled."""
-    launched: dict[Any, dict[str, Any]] = {}
-
-    def instead(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
-        row = {"op": case.op, "case": case.name, "kernel": kernel.__name__}
-        try:
-            began = time.perf_counter()
-            compiled = kernel.warmup(*args, grid=(1,), **options)
-            row["seconds"] = round(time.perf_counter() - began, 3)
-            if compiled.hash not in launched:
-                launched[compiled.hash] = row | describe(compiled) | {"constants": _constants(kernel, args, options)}
-        except Exception as error:  # the compiler may fail in any way, and the other kernels are still worth a look
-            launched[kernel] = {**row, "failed": sentence(error)}
-
-    call = case.make(torch.device("cpu"), torch.bfloat16)
+    row = {"op": case.op, "case": case.name}
     try:
-        with target(CAPABILITY), using("triton"), launch.launching(instead):
-            bound(getattr(gsm_kernels, case.op), call, "both" if len(case.work) > 1 else next(iter(case.work)))()
-    except Exception as error:  # what comes before a launch may fail too
-        launched[""] = {"op": case.op, "case": case.name, "kernel": "", "failed": sentence(error)}
-    yield from launched.values()
+        found = requests(case.launch, CAPABILITY)
+    except Exception as error:  # what comes before a launch may fail in any way
+        yield {**row, "kernel": "", "failed": sentence(error)}
+        return
+    with target(CAPABILITY):
+        for request in found:
+            try:
+                began = time.perf_counter()
+                built = request.compile()
+                seconds = round(time.perf_counter() - began, 3)
+                yield {**row, "kernel": request.kernel, "seconds": seconds, **describe(built)}
+            except Exception as error:  # the compiler may too, and the other kernels are still worth a look
+                yield {**row, "kernel": request.kernel, "failed": sentence(error)}
 
 
-def describe(compiled: Any) -> dict[str, Any]:
-    """What Triton's metadata and NVIDIA's disassembler say of a compiled kernel."""
-    row = {"hash": compiled.hash, "stages": compiled.metadata.num_stages, **used(compiled)}
+def describe(built: Any) -> dict[str, Any]:
+    """What Triton's metadata and NVIDIA's disassembler say of a compiled kernel, and its compile-time constants."""
+    row = {"hash": built.hash, "stages": built.metadata.num_stages, **used(built)}
     if row["shared"] > MOST_SHARED:
         row["failed"] = f"needs {row['shared']} bytes of shared memory, and there are {MOST_SHARED}"
-    code = cuobjdump("-sass", compiled.asm["cubin"])
+    code = cuobjdump("-sass", built.asm["cubin"])
     operations = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
-    return row | {
-        what: sum(bool(re.match(rf"(?:{form})\b", op)) for op in operations) for what, form in INSTRUCTIONS.items()
-    }
+    for what, form in INSTRUCTIONS.items():
+        row[what] = sum(bool(re.match(rf"(?:{form})\b", operation)) for operation in operations)
+    constants = {built.src.fn.params[place]: value for (place,), value in built.src.constants.items()}
+    row["constants"] = {p.name: x for p, x in constants.items() if p.is_constexpr and isinstance(x, int | float | str)}
+    return row
 
 
 def show(path: Path) -> Path:
@@ -140,7 +132,7 @@ def show(path: Path) -> Path:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     named = f"{row['op']} {row['case']}".strip(), row["kernel"]
     if row.get("failed"):
-        return *named, f"failed: {row['failed']}", *("" for _ in HEAD[3:])
+        return *named, f"failed: {row['failed']}"
     spilled = f"{row['stack']} B, {row['local_loads']} loads, {row['local_stores']} stores" if row["stack"] else "none"
     matrix = ", ".join(f"{row[name]} {name}" for name in ("wgmma", "mma") if row[name]) or "none"
     loads = f"{row['wide_loads']} of {row['loads']} of 16 bytes"
@@ -150,22 +142,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _registers(row: dict[str, Any]) -> str:
     return f"{row['registers']} registers, {row['stack']} B of stack, {row['shared']} B shared, {row['wgmma']} wgmma"
-
-
-def _constants(kernel: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
-    """Its compile-time constants by name, as they were given."""
-    names = {p.name for p in kernel.params if p.is_constexpr}
-    given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
-    return {
-        name: given[name]
-        for name in kernel.arg_names
-        if name in names and isinstance(given.get(name), int | float | str)
-    }
-
-
-def has_kernels(op: str) -> bool:
-    """Whether an operation has Triton kernels of its own."""
-    return any(impl.name == "triton" for impl in getattr(gsm_kernels, op).fast)
 
 
 def samples() -> tuple[Case, ...]:
@@ -250,25 +226,24 @@ def _in(case: Case, dtype: torch.dtype) -> Case:
 def _biased(case: Case) -> Case:
     """With a bias on the logits of what is picked, through which an indexer learns."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = case.make(device, dtype)
-        return {**call, "bias_BRK": torch.zeros(call["index_BRK"].shape, device=device, dtype=call["query_BRHC"].dtype)}
+    def biased(call: Call) -> Call:
+        index, query = call["index_BRK"], call["query_BRHC"]
+        return {**call, "bias_BRK": torch.zeros(index.shape, device=index.device, dtype=query.dtype)}
 
-    return replace(case, name=f"{case.name}, biased", make=make)
+    return changed(case, f"{case.name}, biased", biased)
 
 
 def _pooled(case: Case) -> Case:
     """Among the slots of 16 blocks a row alone."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = case.make(device, dtype)
-        return {**call, "pool_BRN": torch.arange(16, device=device).expand(*call["first_BR"].shape, -1).contiguous()}
+    def pooled(call: Call) -> Call:
+        first_BR = call["first_BR"]
+        return {**call, "pool_BRN": torch.arange(16, device=first_BR.device).expand(*first_BR.shape, -1).contiguous()}
 
-    return replace(case, name=", ".join(filter(None, (case.name, "pooled"))), make=make)
+    return changed(case, ", ".join(filter(None, (case.name, "pooled"))), pooled)
 
 
 def _last_rows(case: Case, rows: int) -> Case:
     """The last rows of a case, without a backward of its own. Of one row, as when a token is decoded, other kernels
     take care."""
-    work = {direction: work for direction, work in case.work.items() if direction != "backward"}
-    return replace(last_rows(case, rows), name=f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", work=work)
+    return last_rows(case, rows, {direction: work for direction, work in case.work.items() if direction != "backward"})

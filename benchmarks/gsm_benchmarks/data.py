@@ -24,39 +24,31 @@ from gsm.data.reading import needed
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_encode
 
-from . import machine, paper, results
-from .results import Results, read, table, usual_path
+from . import paper, results
+from .results import Asked, read, table
 
 NEED = paper.TRAINING["gsm"]["tokens_per_second"] / 8  # of one GPU
 HEAD = ("source", "tokens/s", "slowest, fastest round", "tokens/s of processor time", "x the need of a GPU", "tokens")
 
 
 def run(
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     sources: Sequence[str] = ("text", "parquet", "cached"),
     size: str = "nano",
     tokens: int = 1_000_000,
     batch_size: int = 4,
     rounds: int = 3,
+    **asked: Any,
 ) -> Path:
     """Measure each source, print the table and write it beside the JSON file; return that file.
 
-    Args:
-        output, results, force, minutes: as in configs/benchmark.yaml.
-        sources: of ``text``, ``parquet``, ``cached``.
-        size: a variant of the group ``size``, whose vocabulary and context are taken.
-        tokens: that are encoded, at most.
-        batch_size: sequences of a batch.
-        rounds: of each source; the first cut of the cache reads it from the disk, or from what the system holds of it.
+    Args: as in configs/benchmark/data.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: an unknown source, or a number below 1. ModuleNotFoundError: pyarrow is missing, for ``parquet``.
     """
-    if results:
-        return show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return show(Path(how.results))
     unknown = [source for source in sources if source not in MEASURES]
     if unknown or min(tokens, batch_size, rounds) < 1:
         raise ValueError(
@@ -64,13 +56,12 @@ def run(
             f"{', '.join(MEASURES)}, and 1 or more"
         )
     shape = compose([f"size={size}"])["size"]
-    facts = machine.facts(torch.device("cpu"), models=True)
-    file = Results(Path(output) if output else usual_path(facts, "data"), facts, minutes)
+    file = how.open("data", torch.device("cpu"), models=True)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), shape["vocabulary"], shape["context"], tokens, batch_size)
         rows = {name: partial(measure, bench, name, rounds) for name in sources}
         protocol = {"size": size, "tokens": tokens, "batch_size": batch_size, "rounds": rounds}
-        return file.fill(rows, protocol, force=force, show=show)
+        return file.fill(rows, protocol, force=how.force, show=show)
 
 
 class Bench:

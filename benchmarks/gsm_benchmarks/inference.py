@@ -39,8 +39,8 @@ from . import inference_report, machine, timing
 from .counters import Operations, counting, kernels
 from .inference_report import short
 from .machine import watching
-from .results import Errors, Results, sentence, usual_path
-from .timing import rotated, spread
+from .results import Asked, Errors, sentence
+from .timing import Moment, now, rotated, spread
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
 SYNTHETIC = {"cuda": [4096, 65536, 262144], "cpu": [1024, 65536]}
@@ -83,11 +83,6 @@ class Case:
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     lengths: Sequence[int] | None = None,
@@ -101,24 +96,11 @@ def run(
     seconds: float = 120.0,
     dtype: str | None = None,
     text: str = STDLIB,
+    **asked: Any,
 ) -> Path:
     """Measure each case, print the table, write it and the pictures beside the JSON file; return that file.
 
-    Args:
-        device, output, results, force, minutes: as in configs/benchmark.yaml.
-        models: variants of the group ``model``; at every length they take turns, so that ratios are of one moment.
-        size: a variant of the group ``size``; None: 1p5b on a GPU, nano on a CPU.
-        lengths: of prompts that are read; None: 256 to 256K on a GPU, to 16K on a CPU.
-        synthetic_lengths: after which decoding alone is measured, from memories that only look as if so much had been
-            read; None: a few.
-        unpruned: models of which also a prefill is measured that computes every row of every layer.
-        batch_size: requests at once.
-        chunk: tokens of a prompt that are read at a time.
-        steps: given tokens that follow a prompt.
-        warm_up, runs: runs that are not timed, and that are.
-        seconds: of a case, after which it gets no further run once one was timed.
-        dtype: of weights and memory; None: bfloat16 on a GPU, float32 on a CPU.
-        text: stdlib, random, or a folder or a file of texts.
+    Args: as in configs/benchmark/inference.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: a value out of range, or a file of another benchmark.
@@ -127,15 +109,16 @@ def run(
         Exception: the first that a case raised, once the others were measured; machine.Lost at once, where the GPU
             takes no more work from this process.
     """
-    if results:
-        return inference_report.show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return inference_report.show(Path(how.results))
     given = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs}
     wrong = [f"{name} {value}" for name, value in given.items() if value < 1] + ["warm_up"] * (warm_up < 0)
     if wrong or min([*(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
         raise ValueError(f"{', '.join(wrong) or 'a length'}: give 1 or more")
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype is '{dtype}'; say {', '.join(WIDTHS)}, or null for what suits the device")
-    where = machine.chosen(device)
+    where = machine.chosen(how.device)
     kind = where.type
     size, dtype = size or SIZES[kind], dtype or DTYPES[kind]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
@@ -146,10 +129,9 @@ def run(
         unpruned,
         first=size == inference_report.SIZE,
     )
-    facts = machine.facts(where, models=True)
-    file = Results(Path(output) if output else usual_path(facts, "inference"), facts, minutes)
+    file = how.open("inference", where, models=True)
     served, errors = _served(protocol, where), Errors()
-    left = [case for case in cases if force or not file.measured(case.name(protocol), asdict(protocol))]
+    left = [case for case in cases if how.force or not file.measured(case.name(protocol), asdict(protocol))]
     groups = _groups(left, lambda case: file.times(case.name(protocol)))
     try:
         for group in file.in_time(groups, lambda group: max(file.times(case.name(protocol)) for case in group)):
@@ -261,17 +243,6 @@ def prompts(source: str, vocabulary: int) -> Text:
     return Text(torch.from_numpy(ids[: len(ids)].astype("int64")), f"{data.corpus.name}, {len(ids):,} tokens")
 
 
-class Moment(NamedTuple):
-    """Milliseconds by the clock on the wall, and of processor time of this process."""
-
-    wall: float
-    processor: float
-
-    def since(self, start: Moment, parts: int = 1) -> Moment:
-        """What went by, of each of so many equal parts."""
-        return Moment((self.wall - start.wall) / parts, (self.processor - start.processor) / parts)
-
-
 class Served:
     """A model on a device, and everything that its requests have in common.
 
@@ -360,12 +331,6 @@ class Request(ABC):
     def found(self) -> dict[str, Any]:
         """The part of a row that this kind of request shows."""
 
-    def now(self) -> Moment:
-        """This moment, when the device has done everything."""
-        if self.served.device.type == "cuda":
-            torch.cuda.synchronize(self.served.device)
-        return Moment(1e3 * time.perf_counter(), 1e3 * time.process_time())
-
     def spreads(self, what: str) -> tuple[float, dict[str, Any]]:
         """Seconds that something took, the median; the spread of milliseconds as a row has it, and each run's."""
         wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[what], strict=True))
@@ -398,13 +363,13 @@ class Unpruned(Request):
 
     def lap(self) -> dict[str, Moment]:
         """One prompt, from an empty memory."""
-        model, memory, out, start = self.served.model, self.memory, None, self.now()
+        model, memory, out, start = self.served.model, self.memory, None, now(self.served.device)
         memory.rewind(model.start(self.served.protocol.batch, capacity=1))
         for part_BT in self.prompt_BT.split(self.served.protocol.chunk, dim=1):
             out = model(part_BT, memory=memory.narrow(memory.used + part_BT.shape[1]))
         assert out is not None  # a prompt has a token
         out.head(out.hidden_BRD[:, -1:])
-        return {"prefill": self.now().since(start)}
+        return {"prefill": now(self.served.device).since(start)}
 
     def found(self) -> dict[str, Any]:
         """The prefill."""
@@ -433,10 +398,10 @@ class Decode(Request):
 
     def go_on(self) -> dict[str, Moment]:
         """Decodes the given tokens; what one took, on average."""
-        start = self.now()
+        start = now(self.served.device)
         for token_B in self.given:
             self.engine.decode(token_B)
-        return {"decode": self.now().since(start, parts=len(self.given))}
+        return {"decode": now(self.served.device).since(start, parts=len(self.given))}
 
     def found(self) -> dict[str, Any]:
         """Times, bytes and rates of a token; what is kept; what one token more asks of the device."""
@@ -481,10 +446,10 @@ class Read(Decode):
 
     def lap(self) -> dict[str, Moment]:
         """Prefill, from an empty memory, then the given tokens."""
-        start = self.now()
+        start = now(self.served.device)
         self.engine.reset()
         self.engine.prefill(self.prompt_BT)
-        return {"prefill": self.now().since(start), **self.go_on()}
+        return {"prefill": now(self.served.device).since(start), **self.go_on()}
 
     def found(self) -> dict[str, Any]:
         """The prefill, and what a token shows."""

@@ -114,7 +114,7 @@ def _sections(rows: Rows) -> Iterator[str]:
     yield _how(rows)
     yield table(HEAD, map(_cells, rows))
     lines = filter(None, [by_flops(rows), *verdicts(rows)])
-    yield from (against(rows), pruning(rows), growth(rows), claims(rows), _crossings(rows))
+    yield from (against(rows), pruning(rows), growth(rows), _crossings(rows))
     yield "\n".join(f"* {line}" for line in lines)
 
 
@@ -138,7 +138,7 @@ def _how(rows: Rows) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     name = row["name"]
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", *("" for _ in HEAD[2:])
+        return name, f"failed: {row['failed']}"
     peak = "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
     runs = row["runs"]
     if runs != {key: row["protocol"][key] for key in runs}:
@@ -348,27 +348,6 @@ def _measured(goal: Goal, rows: Rows) -> float | None:
         return None if other is None else speed_up(row, other, what)
     other = _showing(rows, OURS, 4 * K, what)
     return None if other is None else speed / other[what]["tokens_per_second"]
-
-
-def claims(rows: Rows) -> str:
-    """What the paper says of its figure, and whether it holds for rows that are alike, length by length; empty without
-    a pair."""
-    cells = []
-    for what, (claim, holds) in paper.CLAIMS.items():
-        ratios = {}
-        for row in sorted(_done(rows, OURS, "read"), key=lambda row: row["tokens"]):
-            other = find(rows, "baseline", row["tokens"], "read")
-            if other:
-                kept = [one["cache"]["bytes"] for one in (row, other)]
-                ratios[row["tokens"]] = kept[0] / kept[1] if what == "cache" else speed_up(row, other, what)
-        if ratios:
-            shown = ", ".join(f"{short(tokens)} {ratio:.2f}" for tokens, ratio in ratios.items())
-            cells.append((claim, shown, f"{sum(map(holds, ratios.values()))} of {len(ratios)} lengths"))
-    if not cells:
-        return ""
-    device, theirs = rows[0]["device"], paper.INFERENCE
-    opening = f"The paper's: {theirs['device']}, {theirs['what']}. Ours: {device}."
-    return f"{opening}\n\n{table(('the paper', f'GSM / baseline on {device}', 'holds at'), cells)}"
 
 
 # Pictures.

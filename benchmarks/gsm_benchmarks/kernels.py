@@ -22,8 +22,8 @@ from gsm_kernels.dispatch import listening
 
 from . import kernels_report, machine, peers, timing
 from .peers import NO_SINK, Absent
-from .results import Errors, Results, sentence, usual_path
-from .workloads import Call, Case, bound, difference, gates, on_a_cpu, tensors
+from .results import Asked, Errors, Results, sentence
+from .workloads import Call, Case, bound, difference, gates, on_a_cpu
 
 OURS = "ours"
 # Relative error in bfloat16 beyond which a peer computes something else; gradients pass through a rounded result.
@@ -32,48 +32,38 @@ ALONE = 2.0  # seconds of a row that is measured alone, at most
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     only: str = "",
     peers: bool = True,
     without: Sequence[str] = (),
     seconds: float = 10.0,
     rounds: int = 30,
     cases: Sequence[Case] | None = None,
+    **asked: Any,
 ) -> Path:
     """Measure, writing each row as it is known, then print the table and draw the picture; return the JSON file.
 
-    Args:
-        device, output, results, force, minutes: as in configs/benchmark.yaml.
-        only: measure those cases alone whose name begins so.
-        peers: whether rows are measured again with their peers, once each was measured alone.
-        without: peers that are left out. A row that did not end, or failed, is tried again behind the others, and
-            without any peer.
-        seconds: of a row with its peers, after which no round of it is begun.
-        rounds: of a row, at most.
-        cases: what is measured; None: what suits the device.
+    Args: as in configs/benchmark/kernels.yaml and configs/benchmark.yaml, which say what they mean; and `cases`, what
+    is measured (None: what suits the device). A row that did not end, or failed, is tried again behind the others, and
+    without any peer.
 
     Raises:
         ValueError: there is no such device or case, or the file is none of results.
         Exception: the first that went wrong outside of the contest, once the other rows were measured; machine.Lost at
             once, where the GPU takes no more work from this process.
     """
-    if results:
-        return kernels_report.show(Path(results))
-    where = machine.chosen(device)
+    how = Asked(**asked)
+    if how.results:
+        return kernels_report.show(Path(how.results))
+    where = machine.chosen(how.device)
     cases = cases if cases is not None else gates() if where.type == "cuda" else on_a_cpu()
     wanted = [case for case in cases if case.name.startswith(only)]
     if not wanted:
         raise ValueError(f"no case begins with '{only}'; there are {', '.join(case.name for case in cases)}")
-    facts = machine.facts(where)
-    file = Results(Path(output) if output else usual_path(facts, "kernels"), facts, minutes)
+    file = how.open("kernels", where)
     plan = _Plan(file, wanted, where, rounds)
-    alone = [name for name in plan.rows if not plan.has(name) or (force and not peers)]
-    both = [name for name in plan.rows if force or not plan.is_complete(name)] if peers else []
-    print(f"{facts['device']}: of {len(plan.rows)} rows, {len(alone)} to measure alone, ", end="")
+    alone = [name for name in plan.rows if not file.has(name) or (how.force and not peers)]
+    both = [name for name in plan.rows if how.force or not plan.is_complete(name)] if peers else []
+    print(f"{file.facts['device']}: of {len(plan.rows)} rows, {len(alone)} to measure alone, ", end="")
     print(f"{len(both)} with their peers, to {file.path}", flush=True)
     try:
         plan.measure_alone(alone, min(seconds, ALONE))
@@ -93,16 +83,13 @@ class _Plan:
     def __init__(self, results: Results, cases: Iterable[Case], device: torch.device, rounds: int) -> None:
         self.results, self.device, self.rounds = results, device, rounds
         self.rows = {f"{case.name}, {direction}": (case, direction) for case in cases for direction in case.work}
-        self.sources = {op: machine.fingerprint(machine.sources_of(op)) for op in {case.op for case in cases}}
+        of_op = {op: machine.fingerprint(machine.sources_of(op)) for op in {case.op for case, _ in self.rows.values()}}
+        results.sources |= {name: of_op[case.op] for name, (case, _) in self.rows.items()}
         self.errors = Errors()
-
-    def has(self, name: str) -> bool:
-        """Whether the file has this row, measured alone at least."""
-        return self.results.has(name, sources=self.sources[self.rows[name][0].op])
 
     def is_complete(self, name: str) -> bool:
         """Whether the peers of this row had their chance."""
-        return self.has(name) and not self.results.rows[name].get("alone")
+        return self.results.has(name) and not self.results.rows[name].get("alone")
 
     def measure_alone(self, names: Iterable[str], seconds: float) -> None:
         """These rows without peers, as far as there is time."""
@@ -114,7 +101,7 @@ class _Plan:
     def measure_with_peers(self, names: Iterable[str], without: Iterable[str], seconds: float) -> None:
         """Those of these rows that could be measured alone. Where that fails or ends the process, the row stays what it
         was alone, and the next time its peers are left out."""
-        for name in self.results.in_time([name for name in names if self.has(name)]):
+        for name in self.results.in_time([name for name in names if self.results.has(name)]):
             before = self.results.rows[name]
             why = before.get("unfinished") or ("it did not end" if self.results.times(name) else None)
             spared = before.get("alone") and why is not None
@@ -136,7 +123,7 @@ class _Plan:
             return {**known, **_nothing(sentence(error))}
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
-        self.results.add(name, {**row, "sources": self.sources[self.rows[name][0].op]})
+        self.results.add(name, row)
         print(kernels_report.line(self.results.rows[name]), flush=True)
 
     @functools.cached_property
@@ -171,13 +158,9 @@ def measure(
         row |= {"reason": getattr(gsm_kernels, case.op).explain()[1]}
         if OURS not in contest.runs:
             return {**row, **_nothing(contest.absent[OURS])}
-        extra = {name: _mib(timing.extra_bytes(run, device)) for name, run in contest.runs.items()}
-        times = timing.kernel_turns(contest.runs, device, rounds, seconds)
-    found = {
-        name: {"ms": one.spread._asdict(), "timed": one.how, "host_ms": one.host_ms, "extra_mib": extra[name]}
-        for name, one in times.items()
-    }
-    ours, median = found.pop(OURS), times[OURS].spread.median
+        found = timing.measured(contest.runs, device, rounds, seconds)
+    ours = found.pop(OURS)
+    median = ours["ms"]["median"]
     compared = {name: {**one, "ratio": one["ms"]["median"] / median} for name, one in found.items()}
     absent = {name: {"absent": reason} for name, reason in contest.absent.items()}
     row |= {**ours, "share_of_floor": row["floor_ms"] / median, "peers": compared | absent}
@@ -188,10 +171,6 @@ def _nothing(reason: str) -> dict[str, Any]:
     """What a row holds of which nothing was measured."""
     unknown = dict.fromkeys(["ms", "share_of_floor", "extra_mib", "clocks"])
     return {"implementation": "none", **unknown, "peers": {}, "failed": reason}
-
-
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / 2**20
 
 
 @dataclass
@@ -209,7 +188,7 @@ class Contest:
     call: Call
     direction: str
     chosen: str = "none"
-    runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    runs: dict[str, Callable[[], Call]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
     def enter_all(self, without: Iterable[str] | None) -> None:
@@ -219,7 +198,7 @@ class Contest:
         if OURS not in self.runs:
             return
         self.chosen = heard[0][1]
-        expected = tensors(self.runs[OURS]())
+        expected = self._judged(self.runs[OURS])
         for name, maker in peers.peers_of(self.op, self.call).items():
             if without is None:
                 self.absent[name] = "left out, since the row has failed or did not end before"
@@ -228,13 +207,17 @@ class Contest:
             elif name not in set(without):
                 self.enter(name, maker, None if NO_SINK in name else expected)
 
+    def _judged(self, run: Callable[[], Call]) -> list[Tensor]:
+        """What is compared: outputs of forward alone, else gradients."""
+        return [x for name, x in run().items() if self.direction == "forward" or name.startswith("d ")]
+
     def enter(
         self, name: str, maker: Callable[[Call], Callable[..., Any]], expected: list[Tensor] | None = None
     ) -> None:
         """Take part, once results were compared with what is expected. Raises machine.Lost."""
         try:
             run = bound(maker(self.call), self.call, self.direction)
-            found = tensors(run())
+            found = self._judged(run)
             machine.still_alive(name)
             error = 0.0 if expected is None else difference(found, expected)
             if error > TOLERANCE[self.direction]:

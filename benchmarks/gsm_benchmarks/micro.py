@@ -8,7 +8,6 @@ something that is checked. Rates are medians of laps in turns, with the L2 cache
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from . import timing
 from .build import used
 from .machine import Lost
 from .results import rate, sentence
-from .timing import end_capture, spread
+from .timing import spread
 
 LINE = 2048  # int32 of a block of `read`: four accesses of 16 bytes for each of 128 threads
 WORDS = 64  # int32 of an entry: 256 bytes, 128 channels in bfloat16
@@ -234,8 +233,7 @@ def _gaps(runs: dict[str, Run], device: torch.device, sizes: Sizes) -> dict[str,
                 raise ArithmeticError("a launch was lost")
             found[f"eager, {name}"] = {"us": _microseconds(run.launch, sizes.launches, device)}
             if device.type == "cuda":
-                graph = _captured(run, sizes.launches, device)
-                found[f"graph, {name}"] = {"us": _microseconds(graph.replay, 1, device) / sizes.launches}
+                found[f"graph, {name}"] = {"us": _replayed(run, sizes.launches, device)}
         except Exception as error:
             if name == "plain" or isinstance(error, Lost):
                 raise
@@ -243,17 +241,13 @@ def _gaps(runs: dict[str, Run], device: torch.device, sizes: Sizes) -> dict[str,
     return found
 
 
-def _captured(run: Run, launches: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    """So many launches as a graph. Raises whatever keeps them from being captured, with nothing left behind."""
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            for _ in range(launches):
-                run.launch()
-    except Exception as error:
-        end_capture(device, pool, error)
-        raise
-    return graph
+def _replayed(run: Run, launches: int, device: torch.device) -> float:
+    """Microseconds of one of so many launches that are a graph. Raises RuntimeError where they cannot be captured."""
+    with timing.Graphs(device) as gpu:
+        replay = gpu.captured(lambda: [run.launch() for _ in range(launches)])
+        if replay is None:
+            raise RuntimeError("it cannot be captured")
+        return _microseconds(replay, 1, device) / launches
 
 
 def _hosts(runs: dict[str, Run], device: torch.device, sizes: Sizes) -> dict[str, Any]:
@@ -291,12 +285,10 @@ def _microseconds(run: Callable[[], object], times: int, device: torch.device) -
 
 
 def _host_us(call: Callable[[], object], times: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = timing.now(device)
     for _ in range(times):
         call()
-    return 1e6 * (time.perf_counter() - start) / times
+    return 1e3 * timing.now(torch.device("cpu")).since(start, parts=times).wall  # what was launched may still run
 
 
 def _words(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ import gsm_kernels
 from gsm_kernels.device import absent
 from gsm_kernels.dispatch import Op, using
 from gsm_kernels.rope import rotate
+from gsm_kernels.rows import slices
 
 from .workloads import Call
 
@@ -132,37 +133,47 @@ def _function(package: str, module: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def rotated(attend: Peer, turn: Callable[..., Tensor]) -> Peer:
+    """A peer of `attend` and `attend_band` made of a function of rotated queries, all columns and the sink, [B,R,H,C]:
+    `turn` rotates what it is given, and back what it returns."""
+
+    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
+        out_BRHC = attend(turn(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
+        return turn(out_BRHC, cos_BRP, sin_BRP, True)
+
+    return run
+
+
 def dense_mask(call: Call) -> Peer:
     """All logits of a chunk of rows, those that are not seen hidden: attention as one writes it first."""
     visible_BRG = visible(call)
 
-    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
-        keys_B1GC = columns(rest)[:, None]
-        query_BHRC = (rotate(query_BRHC, cos_BRP, sin_BRP) * query_BRHC.shape[-1] ** -0.5).transpose(1, 2)
+    def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        keys_B1GC, query_BHRC = keys_BGC[:, None], (query_BRHC * query_BRHC.shape[-1] ** -0.5).transpose(1, 2)
         parts = []
         for start in range(0, query_BHRC.shape[2], ROWS):
             logits = query_BHRC[:, :, start : start + ROWS] @ keys_B1GC.mT
             logits.masked_fill_(~visible_BRG[:, None, start : start + ROWS], -torch.inf)
             sink = sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
             parts.append(torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1] @ keys_B1GC)
-        return rotate(torch.cat(parts, 2).transpose(1, 2), cos_BRP, sin_BRP, inverse=True)
+        return torch.cat(parts, 2).transpose(1, 2)
 
-    return run
+    return rotated(attend, rotate)
 
 
 def sdpa_dense(call: Call) -> Peer:
     """PyTorch's fused attention under a mask that is a tensor; the sink is one more column."""
     seen_B1RG = F.pad(visible(call), (0, 1), value=True)[:, None]
 
-    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
-        query, key, value = with_sink(rotate(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
-        heads = query_BRHC.shape[2]
+    def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        heads, channels = query_BRHC.shape[2:]
+        query, key, value = with_sink(query_BRHC, keys_BGC, sink_H)
         key, value = (x[:, None].expand(-1, heads, -1, -1) for x in (key, value))
-        scale = query_BRHC.shape[-1] ** -0.5
-        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=seen_B1RG, scale=scale)
-        return rotate(out.transpose(1, 2)[..., : query_BRHC.shape[-1]], cos_BRP, sin_BRP, inverse=True)
+        options = {"attn_mask": seen_B1RG, "scale": channels**-0.5}
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, **options)
+        return out.transpose(1, 2)[..., :channels]
 
-    return compiled(run)
+    return compiled(rotated(attend, rotate))
 
 
 def sdpa_gathered(call: Call) -> Peer:
@@ -174,18 +185,18 @@ def sdpa_gathered(call: Call) -> Peer:
         out = F.scaled_dot_product_attention(query, key[:, None], value[:, None], attn_mask=mask, scale=scale)
         return out[:, 0, :, : query_NHC.shape[-1]]
 
-    chunk, turn = compiled(attend_chunk), compiled(rotate)  # not the loop, which would be a graph of all chunks
+    chunk = compiled(attend_chunk)  # not the loop, which would be a graph of all chunks
 
-    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
-        place_BRS, seen_BRS = places({**rest, "query_BRHC": query_BRHC})
-        keys_BGC, query_NHC = columns(rest), turn(query_BRHC, cos_BRP, sin_BRP).flatten(0, 1)
+    def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        place_BRS, seen_BRS = places(call)
         batch = torch.arange(keys_BGC.shape[0], device=keys_BGC.device)[:, None, None] * keys_BGC.shape[1]
-        place_NS, seen_NS, keys_GC = (place_BRS + batch).flatten(0, 1), seen_BRS.flatten(0, 1), keys_BGC.flatten(0, 1)
-        ranges = [slice(start, start + GATHERED_ROWS) for start in range(0, place_NS.shape[0], GATHERED_ROWS)]
+        place_NS, seen_NS = (place_BRS + batch).flatten(0, 1), seen_BRS.flatten(0, 1)
+        query_NHC, keys_GC = query_BRHC.flatten(0, 1), keys_BGC.flatten(0, 1)
+        ranges = slices(place_NS.shape[0], GATHERED_ROWS)
         out = torch.cat([chunk(query_NHC[rows], keys_GC, place_NS[rows], seen_NS[rows], sink_H) for rows in ranges])
-        return turn(out.view(query_BRHC.shape), cos_BRP, sin_BRP, True)
+        return out.view(query_BRHC.shape)
 
-    return run
+    return rotated(attend, compiled(rotate))
 
 
 def flex(call: Call) -> Peer:
@@ -193,7 +204,6 @@ def flex(call: Call) -> Peer:
     not give that away, so there it is spared the sink, and its result differs by as much; and there PyTorch 2.11 wants
     values that are another tensor than the keys."""
     mask, gpu = block_mask(call), call["query_BRHC"].is_cuda
-    turn = compiled(rotate) if gpu else rotate  # apart: FlexAttention's own compiler does not take it in
 
     def attend_blocks(query_BRHC: Tensor, keys_BGC: Tensor, values_BGC: Tensor, sink_H: Tensor) -> Tensor:
         heads = query_BRHC.shape[2]
@@ -206,63 +216,54 @@ def flex(call: Call) -> Peer:
         assert kept.lse is not None
         return sunk(out.transpose(1, 2), kept.lse.transpose(1, 2), sink_H)
 
-    attend = compiled(attend_blocks)
+    blocks = compiled(attend_blocks)
 
-    def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
-        keys_BGC = columns(rest)
-        values_BGC = keys_BGC if gpu else keys_BGC.clone()
-        return turn(attend(turn(query_BRHC, cos_BRP, sin_BRP), keys_BGC, values_BGC, sink_H), cos_BRP, sin_BRP, True)
+    def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
+        return blocks(query_BRHC, keys_BGC, keys_BGC if gpu else keys_BGC.clone(), sink_H)
 
-    return run
+    # Rotation is compiled apart: FlexAttention's own compiler does not take it in.
+    return rotated(attend, compiled(rotate) if gpu else rotate)
+
+
+# Other people's attention to a band; `fla` and `flash-attn 4` have windows, sinks and shared heads of their own.
 
 
 def fla_local(call: Call) -> Peer:
-    """flash-linear-attention's plain attention, which has windows, sinks and shared heads of its own."""
-    attention = _function("fla", "fla.ops.attn.parallel", "parallel_attn")
-    turn = compiled(rotate)
+    """flash-linear-attention's plain attention."""
+    attention, width = _function("fla", "fla.ops.attn.parallel", "parallel_attn"), call["width"]
 
-    def run(
-        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
-    ) -> Tensor:
-        query, key = turn(query_BRHC, cos_BRP, sin_BRP), window_BEC[:, :, None]
-        return turn(attention(query, key, key, window_size=width, sink_bias=sink_H), cos_BRP, sin_BRP, True)
+    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
+        key = keys_BEC[:, :, None]
+        return attention(query_BRHC, key, key, window_size=width, sink_bias=sink_H)
 
-    return run
+    return rotated(attend, compiled(rotate))
 
 
 def xformers_local(call: Call) -> Peer:
     """xformers' local attention, forward alone: its form that gives the sum of exponentials away has no backward."""
     attention = _function("xformers", "xformers.ops.fmha", "memory_efficient_attention_partial")
     local = importlib.import_module("xformers.ops.fmha.attn_bias").LocalAttentionFromBottomRightMask
-    turn = compiled(rotate)
+    mask = local(window_left=call["width"] - 1, window_right=0)
 
-    def run(
-        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
-    ) -> Tensor:
+    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise Absent("it gives the sum of exponentials away only where nothing is differentiated")
-        mask = local(window_left=width - 1, window_right=0)
-        key = window_BEC[:, :, None].expand(query_BRHC.shape)
-        out, lse = attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, attn_bias=mask)
-        return turn(sunk(out, lse.transpose(1, 2), sink_H), cos_BRP, sin_BRP, True)
+        key = keys_BEC[:, :, None].expand(query_BRHC.shape)
+        out, lse = attention(query_BRHC, key, key, attn_bias=mask)
+        return sunk(out, lse.transpose(1, 2), sink_H)
 
-    return run
+    return rotated(attend, compiled(rotate))
 
 
 def flash_local(call: Call) -> Peer:
-    """FlashAttention 4, which has windows, sinks and shared heads of its own."""
-    attention = _function("flash_attn", "flash_attn.cute", "flash_attn_func")
-    turn = compiled(rotate)
+    """FlashAttention 4."""
+    attention, width = _function("flash_attn", "flash_attn.cute", "flash_attn_func"), call["width"]
 
-    def run(
-        query_BRHC: Tensor, window_BEC: Tensor, width: int, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **_: Any
-    ) -> Tensor:
-        key, sink = window_BEC[:, :, None], sink_H.to(query_BRHC.dtype)
-        options = {"causal": True, "window_size": (width - 1, 0), "learnable_sink": sink}
-        out = _first(attention(turn(query_BRHC, cos_BRP, sin_BRP), key, key, **options))
-        return turn(out, cos_BRP, sin_BRP, True)
+    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
+        key, options = keys_BEC[:, :, None], {"causal": True, "window_size": (width - 1, 0)}
+        return _first(attention(query_BRHC, key, key, **options, learnable_sink=sink_H.to(query_BRHC.dtype)))
 
-    return run
+    return rotated(attend, compiled(rotate))
 
 
 def _first(result: Any) -> Tensor:

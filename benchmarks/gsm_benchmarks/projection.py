@@ -28,16 +28,22 @@ if TYPE_CHECKING:
 
 HEAD = ("model", "tokens", "prefill, GFLOP a token", "decode, GFLOP", "decode, GB moved", "cache, MiB")
 PAPER = ("model", "tokens", "multiply-adds, M", "the paper's terms, M", "entries kept, M numbers", "the paper's, M")
-# FLOPs and bytes of what is timed.
-NEEDS: dict[str, Callable[[Cost, int, torch.dtype, int], tuple[int, int]]] = {
-    "prefill_seconds": lambda model, tokens, dtype, chunk: (
-        model.prefill_flops(tokens, chunk).total(),
-        model.prefill_bytes(tokens, chunk, dtype).total(),
-    ),
-    "decode_seconds": lambda model, tokens, dtype, chunk: (
-        model.decode_flops(tokens).total(),
-        model.decode_bytes(tokens, dtype).total(),
-    ),
+# What is computed of a model, given the tokens that a prefill reads at a time, the dtype, and the tokens there are.
+NUMBERS: dict[str, Callable[[Cost, int, torch.dtype, int], int]] = {
+    "prefill_flops": lambda model, chunk, dtype, tokens: model.prefill_flops(tokens, chunk).total(),
+    "prefill_bytes": lambda model, chunk, dtype, tokens: model.prefill_bytes(tokens, chunk, dtype).total(),
+    "decode_flops": lambda model, chunk, dtype, tokens: model.decode_flops(tokens).total(),
+    "decode_bytes": lambda model, chunk, dtype, tokens: model.decode_bytes(tokens, dtype).total(),
+    "cache_bytes": lambda model, chunk, dtype, tokens: model.cache_bytes(tokens, dtype).total(),
+}
+# What is compared over lengths, and the FLOPs and bytes of what is timed.
+COMPARED = {
+    "prefill FLOPs": "prefill_flops", "decode FLOPs": "decode_flops", "decode bytes": "decode_bytes",
+    "cache": "cache_bytes",
+}  # fmt: skip
+NEEDS = {
+    "prefill_seconds": ("prefill_flops", "prefill_bytes"),
+    "decode_seconds": ("decode_flops", "decode_bytes"),
 }
 SCALES = {"prefill_seconds": 1.0, "decode_seconds": 1e3, "cache_bytes": 2.0**-20}
 PAPER_SAYS = (
@@ -45,13 +51,6 @@ PAPER_SAYS = (
     "d for an entry that is attended to, which takes two products (logit and mixture), and let Reindex layers search a "
     "pool, which this baseline has only with `model.candidate_pool=true`."
 )
-# What is compared over lengths, by name.
-MEASURES: dict[str, Callable[[Cost, int, int], int]] = {
-    "prefill FLOPs": lambda model, chunk, tokens: model.prefill_flops(tokens, chunk).total(),
-    "decode FLOPs": lambda model, chunk, tokens: model.decode_flops(tokens).total(),
-    "decode bytes": lambda model, chunk, tokens: model.decode_bytes(tokens).total(),
-    "cache": lambda model, chunk, tokens: model.cache_bytes(tokens).total(),
-}
 
 
 def run(
@@ -65,14 +64,7 @@ def run(
 ) -> Path:
     """Compute, print the tables and write them and the picture beside the JSON file; return that file.
 
-    Args:
-        output: the file; left out: benchmarks/results/projection-<size>.json.
-        results: a file of results; nothing is computed, and its tables and picture are made again.
-        models: variants of the group ``model``; the first is held against all others.
-        size: a variant of the group ``size``.
-        overrides: of every model, as on the command line: ``["model/residual=plain"]``.
-        lengths: tokens that are read before the one that is decoded.
-        chunk: tokens that a prefill reads at a time.
+    Args: as in configs/benchmark/projection.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: no model, a length or a chunk below 1, or a model whose cost is not known.
@@ -91,10 +83,11 @@ def run(
     }
     leader, *others = models
     curves = {
-        name: {what: cache(partial(of, model, chunk)) for what, of in MEASURES.items()} for name, model in costs.items()
+        name: {what: cache(partial(NUMBERS[key], model, chunk, torch.bfloat16)) for what, key in COMPARED.items()}
+        for name, model in costs.items()
     }
     crossings = {
-        other: {what: below(curves[leader][what], curves[other][what], max(lengths)) for what in MEASURES}
+        other: {what: below(curves[leader][what], curves[other][what], max(lengths)) for what in COMPARED}
         for other in others
     }
     facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
@@ -113,14 +106,7 @@ def known_cost(name: str, size: str, overrides: tuple[str, ...] = ()) -> Cost:
 
 def projected(model: Cost, tokens: int, chunk: int) -> dict[str, Any]:
     """One row: a prefill of so many tokens, the token after them, and what is then kept, in bfloat16."""
-    row = {
-        "tokens": tokens,
-        "prefill_flops": model.prefill_flops(tokens, chunk).total(),
-        "prefill_bytes": model.prefill_bytes(tokens, chunk).total(),
-        "decode_flops": model.decode_flops(tokens).total(),
-        "decode_bytes": model.decode_bytes(tokens).total(),
-        "cache_bytes": model.cache_bytes(tokens).total(),
-    }
+    row = {"tokens": tokens} | {name: of(model, chunk, torch.bfloat16, tokens) for name, of in NUMBERS.items()}
     if not isinstance(model.model, GSM | Baseline):
         return row
     parts, kept = model.decode_flops(tokens), model.cache_bytes(tokens)
@@ -172,9 +158,14 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
     """
     models = {name_of(row): known_cost(row["model"], row["size"]) for row in rows}
     rates: dict[str, Ceilings] = {}
-    for what, need in NEEDS.items():
+
+    def work(what: str, model: Cost, tokens: int) -> tuple[int, int]:
+        flops, moved = (NUMBERS[name](model, chunk, dtype, tokens) for name in NEEDS[what])
+        return flops, moved
+
+    for what in NEEDS:
         timed = [row for row in rows if row.get(what)]
-        points = [(*need(models[name_of(row)], row["tokens"], dtype, chunk), row[what]) for row in timed]
+        points = [(*work(what, models[name_of(row)], row["tokens"]), row[what]) for row in timed]
         rates |= {what: fitted(points)} if points else {}
     if not rates:
         raise ValueError("no row holds prefill_seconds or decode_seconds: there is nothing to draw")
@@ -188,7 +179,7 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
             if what == "cache_bytes":
                 curve[n] = scale * model.cache_bytes(n + steps, dtype).total()
             elif what in rates:
-                curve[n] = scale * rates[what].floor(*NEEDS[what](model, n, dtype, chunk)) / 1e3
+                curve[n] = scale * rates[what].floor(*work(what, model, n)) / 1e3
         for line, how in ((curve.items(), style.line), (measured, style.marker)):
             if line:
                 axes.plot(*zip(*line, strict=True), how, color=style.colour, markersize=4.5, linewidth=1.2)
@@ -267,7 +258,7 @@ def _show(path: Path) -> Path:
         opening,
         table(HEAD, map(_cells, rows)),
         f"At which lengths, in tokens, up to {longest:,} (computed):",
-        table((f"{content['leader']} needs less than", *MEASURES), found),
+        table((f"{content['leader']} needs less than", *COMPARED), found),
         *([PAPER_SAYS, table(PAPER, decoders)] if decoders else []),
         picture=lambda: _picture(rows),
     )

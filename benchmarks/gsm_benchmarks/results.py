@@ -13,8 +13,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from . import machine
 
@@ -45,6 +48,7 @@ class Results:
 
     Attributes:
         rows: by name.
+        sources: a fingerprint of what a row depends on, by its name, where that is less than the facts say.
         tried: how often rows that were begun have failed or not ended, by name.
     """
 
@@ -54,14 +58,14 @@ class Results:
         content = read(path) if path.exists() else {}
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
         self.tried: dict[str, int] = content.get("tried", {}) if mark(content) == mark(self.facts) else {}
+        self.sources: dict[str, str] = {}
         self._first = True
 
-    def has(self, name: str, protocol: Mapping[str, Any] | None = None, sources: str | None = None) -> bool:
-        """Whether there is a row of this name, measured on the same device with the same threads and versions, by this
-        protocol, if it has one, and of the same sources: these, or the facts'."""
+    def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
+        """Whether there is a row of this name, measured on the same device with the same threads and versions, of the
+        same sources, and by this protocol, if it has one."""
         row = self.rows.get(name, {"failed": "not measured"})
-        wanted = {**self.facts, **({"sources": sources} if sources else {})}
-        return mark(row) == mark(wanted) and not row.get("failed") and row.get("protocol") == protocol
+        return mark(row) == mark(self._carried(name)) and not row.get("failed") and row.get("protocol") == protocol
 
     def times(self, name: str) -> int:
         """How often a row was begun and has failed, or not ended."""
@@ -137,11 +141,16 @@ class Results:
         return there
 
     def add(self, name: str, row: Row) -> None:
-        """Put a row in place and write the file. A row may bring the `sources` that it depends on."""
-        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **row}
+        """Put a row in place and write the file."""
+        self.rows[name] = {**self._carried(name), **row}
         if not row.get("failed"):
             self.tried.pop(name, None)
         self._write()
+
+    def _carried(self, name: str) -> dict[str, Any]:
+        """What of the facts a row has, with its own sources."""
+        own = {"sources": self.sources[name]} if name in self.sources else {}
+        return {key: self.facts[key] for key in CARRIED if key in self.facts} | own
 
     def _write(self) -> None:
         tried = {name: times for name, times in self.tried.items() if times}
@@ -208,6 +217,22 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What every benchmark that measures is asked with; configs/benchmark.yaml says what it means."""
+
+    device: str = "auto"
+    output: str = ""
+    results: str = ""
+    force: bool = False
+    minutes: float = 7.5
+
+    def open(self, what: str, device: torch.device, models: bool = False) -> Results:
+        """The file of a benchmark, which need not exist. Raises ValueError if there is one that holds no rows."""
+        facts = machine.facts(device, models)
+        return Results(Path(self.output) if self.output else usual_path(facts, what), facts, self.minutes)
+
+
 def usual_path(facts: Mapping[str, Any], what: str) -> Path:
     """`<device>-<what>.json` in benchmarks/results, or in the folder that GSM_RESULTS names."""
     return FOLDER / f"{machine.in_file_names(facts['device'])}-{what}.json"
@@ -234,8 +259,9 @@ def measured_on(content: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+    """A Markdown table; the last cells of a row may be left out."""
+    whole = [[*cells, *[""] * (len(head) - len(cells))] for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in whole)
 
 
 def rate(number: float, unit: str) -> str:

@@ -34,10 +34,10 @@ from gsm_kernels.testing import TOLERANCE
 
 from . import machine, micro, results, timing, workloads
 from .build import Build
-from .compiled import has_kernels
-from .results import Results, Row, read, sentence, table, usual_path
-from .workloads import FIXED, Call, Case, Work, bound, difference, last_rows
+from .results import Asked, Results, Row, read, sentence, table
+from .workloads import Call, Case, Work, bound, difference, last_rows
 
+MINUTES = 3.0  # unless others are asked for
 BUILD_SECONDS, BUILD_SHARE = 90.0, 0.5  # of the stage at most, where it has less time in all
 PIECE_SECONDS = 45  # after which a piece on a GPU has hung
 EAGER_SECONDS = 4.0  # that a float32 pass of the reference may take; else fewer rows are compared
@@ -111,16 +111,16 @@ def pieces() -> tuple[Piece, ...]:
         _borrowed(w.delta_rule("delta_rule 4 x 4K", 4, 4096), w.delta_rule("", 1, 8, 2, 16)),
         _borrowed(w.grouped_linear("grouped_linear 16K", 16384), w.grouped_linear("", 16, 4, 16, 16)),
         Piece(
-            _one_row(w.attend("attend 64K", 1, 65536), _attended(32, 128)),
-            _one_row(w.attend("", 1, 512), _attended(32, 128)),
-            _one_row(w.attend("", 1, 32, **small), _attended(2, 16)),
+            last_rows(w.attend("attend 64K", 1, 65536), 1, _attended(32, 128)),
+            last_rows(w.attend("", 1, 512), 1, _attended(32, 128)),
+            last_rows(w.attend("", 1, 32, **small), 1, _attended(2, 16)),
         ),
         _alone(w.mhc_boundary("mhc_boundary, one token", 1), w.mhc_boundary("", 1, 32)),
         _alone(w.rms_norm("rms_norm, one token", 1), w.rms_norm("", 1, 64)),
         Piece(
-            _one_row(chosen, _searched(32768)),
-            _one_row(w.index_top_k("", 1, 65536), _searched(32768)),
-            _one_row(w.index_top_k("", 1, 32, **search), _searched(16)),
+            last_rows(chosen, 1, _searched(32768)),
+            last_rows(w.index_top_k("", 1, 65536), 1, _searched(32768)),
+            last_rows(w.index_top_k("", 1, 32, **search), 1, _searched(16)),
         ),
     )
 
@@ -131,38 +131,31 @@ def _borrowed(gate: Case, toy: Case) -> Piece:
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 3.0,
     only: str = "",
     workers: int = 0,
+    **asked: Any,
 ) -> Path:
     """Build, check and time every kernel, then measure the device; write each piece as it is known; return the file.
 
-    Args:
-        device: cpu, cuda; auto: a GPU if there is one. On a CPU kernels are built for a Hopper, and the rest is a
-            rehearsal at toy sizes: in Triton's interpreter where TRITON_INTERPRET=1 is set, else by the reference.
-        output, results, force, minutes: as in configs/benchmark.yaml.
-        only: those pieces alone whose name begins so.
-        workers: processes that compile; 0: one a core.
+    Args: as in configs/benchmark/smoke.yaml and configs/benchmark.yaml, which say what they mean. On a CPU kernels are
+    built for a Hopper, and the rest is a rehearsal at toy sizes: in Triton's interpreter where TRITON_INTERPRET=1 is
+    set, else by the reference.
 
     Raises:
         ValueError: there is no such device or piece, or the file is no file of results.
         machine.Lost: the GPU takes no more work from this process.
     """
-    if results:
-        return show(Path(results))
-    where = machine.chosen(device)
-    facts = machine.facts(where)
-    file = Results(Path(output) if output else usual_path(facts, "smoke"), facts, minutes)
+    how = Asked(**{"minutes": MINUTES, **asked})
+    if how.results:
+        return show(Path(how.results))
+    where = machine.chosen(how.device)
+    file = how.open("smoke", where)
     stage = Stage(file, where, workers or len(os.sched_getaffinity(0)))
     names = [name for name in stage.measures if name.startswith(only)]
     if not names:
         raise ValueError(f"no piece begins with '{only}'; there are {', '.join(stage.measures)}")
-    left = stage.left(names, force)
-    print(f"{facts['device']}: {len(left)} pieces to do, {len(names)} in all, to {file.path}", flush=True)
+    left = stage.left(names, how.force)
+    print(f"{file.facts['device']}: {len(left)} pieces to do, {len(names)} in all, to {file.path}", flush=True)
     try:
         for name in file.in_time(left, left.__getitem__):
             stage.do(name)
@@ -173,29 +166,29 @@ def run(
 
 
 class Stage:
-    """The pieces of one run: what measures them, and what each depends on."""
+    """The pieces of one run, and what measures them."""
 
     def __init__(self, results: Results, device: torch.device, workers: int) -> None:
         self.results, self.device, self.workers = results, device, workers
         self.wanted: list[str] = []
         self.measures: dict[str, Callable[[], dict[str, Any]]] = {"build": self._build, "ceilings": self._ceilings}
-        own = Path(__file__).parent
-        self.sources = {"build": None, "ceilings": machine.fingerprint([own / "timing.py"])}
+        own, sources = Path(__file__).parent, results.sources
+        sources["ceilings"] = machine.fingerprint([own / "timing.py"])
         for piece in pieces():
             for direction in piece.gate.work:
                 name = f"{piece.gate.name}, {direction}"
                 self.measures[name] = lambda piece=piece, direction=direction: self._operation(piece, direction)
-                self.sources[name] = machine.fingerprint(machine.sources_of(piece.gate.op))
+                sources[name] = machine.fingerprint(machine.sources_of(piece.gate.op))
         micros = [own / name for name in ("micro.py", "micro_kernels.py", "timing.py")]
         for one in micro.MICROS:
             self.measures[one.name] = lambda one=one: self._micro(one)
-            depends = machine.sources_of("index_top_k") if one.name == "choose alone" else [launch.__file__]
-            self.sources[one.name] = machine.fingerprint([*micros, *map(Path, depends)])
+            depends = machine.sources_of("index_top_k") if one.name == "choose alone" else [Path(launch.__file__)]
+            sources[one.name] = machine.fingerprint([*micros, *depends])
 
     def has(self, name: str) -> bool:
         """Whether the file has this piece, of the sources that there are now; of building, for all that is wanted."""
         covered = name != "build" or set(self._launching()) <= set(self.results.rows.get(name, {}).get("of", ()))
-        return covered and self.results.has(name, sources=self.sources[name])
+        return covered and self.results.has(name)
 
     def left(self, names: list[str], force: bool) -> dict[str, int]:
         """Those of these pieces that are to be done, and before them what they need: their kernels, and the ceilings;
@@ -216,8 +209,7 @@ class Stage:
             except Exception as error:  # whatever it is, the row says it, and the other pieces are still to come
                 row = {"failed": sentence(error)}
             gc.collect()
-            sources = {"sources": self.sources[name]} if self.sources[name] else {}
-            row = {"name": name, **row, **sources, "seconds": round(time.monotonic() - began, 1)}
+            row = {"name": name, **row, "seconds": round(time.monotonic() - began, 1)}
             self.results.add(name, row)
             print(f"{line(row)} [{row['seconds']} s]", flush=True)
         machine.still_alive(name)
@@ -280,63 +272,25 @@ def operation(
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     op, call, work = getattr(gsm_kernels, case.op), case.make(device, dtype), case.work[direction].at(dtype)
-    forced = "triton" if launch.INTERPRETED and has_kernels(case.op) else "auto"
+    forced = "triton" if launch.INTERPRETED and case.has_kernels else "auto"
     row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), **work._asdict()}
     with using(forced), _compiling() as late, listening() as heard:
-        ours = values(op, call, direction, dtype)
+        run = bound(op, call, direction, dtype)
+        ours = run()
         ran = next(implementation for name, implementation in heard if name == case.op)
         row |= {"implementation": ran, "compiled_late": late}  # what `build` did not have
-        run = bound(op, call, direction)
-        run()
-        row["extra_mib"] = (timing.extra_bytes(run, device) or 0) / 2**20 if device.type == "cuda" else None
-        own = "ours" if has_kernels(case.op) else ""
-        timed = timing.kernel_turns({"ours": run}, device, ROUNDS, LAP_SECONDS, replayed=own)["ours"]
-    row |= {"ms": timed.spread._asdict(), "timed": timed.how, "host_ms": timed.host_ms}
+        own = "ours" if case.has_kernels else ""
+        row |= timing.measured({"ours": run}, device, ROUNDS, LAP_SECONDS, replayed=own)["ours"]
     if device.type == "cuda":
         floor = roof.floor(*work)
-        row |= {"floor_ms": floor, "share_of_floor": floor / timed.spread.median}
-        row |= {} if ran == "triton" or not has_kernels(case.op) else {"failed": f"{ran} ran: {_why(op, call)}"}
+        row |= {"floor_ms": floor, "share_of_floor": floor / row["ms"]["median"]}
+        row |= {} if ran == "triton" or not case.has_kernels else {"failed": f"{ran} ran: {_why(op, call)}"}
     else:
         row["implementation"] += ", interpreted at toy size" if ran == "triton" else " at toy size"
     try:
         return row | _compared(case, call, direction, dtype, forced, ours, fewer)
     except Exception as error:  # how long it takes is known, whatever became of the oracle
         return {**row, "failed": f"not compared: {sentence(error)}"}
-
-
-def values(function: Callable[..., Any], call: Mapping[str, Any], direction: str, dtype: torch.dtype) -> Call:
-    """The results of one direction by name: outputs, and gradients by argument, given the same random gradients of the
-    outputs, which are rounded to `dtype`."""
-    if direction == "forward":
-        with torch.no_grad():
-            return _named(function(**call))
-    given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in call.items()}
-    wanted = {
-        name: x.requires_grad_()
-        for name, x in given.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and name not in FIXED
-    }
-    outputs = _named(function(**given))
-    learning = [x for x in outputs.values() if x.requires_grad]
-    grads = torch.autograd.grad(learning, list(wanted.values()), [_seed(x, dtype) for x in learning], allow_unused=True)
-    found = {f"d {name}": x for name, x in zip(wanted, grads, strict=True) if x is not None}
-    return found if direction == "backward" else {**{name: x.detach() for name, x in outputs.items()}, **found}
-
-
-def _seed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Random numbers of a shape, the same for all who return it; 1 for a loss."""
-    if x.ndim == 0:
-        return torch.ones_like(x)
-    generator = torch.Generator(x.device).manual_seed(x.numel())
-    return torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x.dtype)
-
-
-def _named(result: Any) -> Call:
-    """Outputs by name: of a tuple that has names, those."""
-    if isinstance(result, Tensor):
-        return {"out": result}
-    names = getattr(result, "_fields", None) or [f"out {number}" for number in range(len(result))]
-    return dict(zip(names, result, strict=True))
 
 
 def _compared(
@@ -360,7 +314,7 @@ def _compared(
         torch.cuda.empty_cache()
         call, compared = few.make(device, dtype), f"the last 1/{SHARE} of the rows"
         with using(forced):
-            ours = values(op, call, direction, dtype)
+            ours = bound(op, call, direction, dtype)()
         both = [_eager(op, x, direction, dtype) for x in (_wider(call), call)]
     assert both is not None
     oracle, eager = both
@@ -374,8 +328,10 @@ def _compared(
 
 
 def _eager(op: Any, call: Call, direction: str, dtype: torch.dtype) -> Call:
+    """What the reference makes, from a graph that is freed while it is used: in float32 it takes a lot of memory."""
     with using("reference"):
-        return values(op, call, direction, dtype)
+        found = bound(op, call, "forward" if direction == "forward" else "both", dtype)()
+    return {name: x for name, x in found.items() if direction != "backward" or name.startswith("d ")}
 
 
 def _seconds_of_oracle(op: Any, call: Call, direction: str) -> float:
@@ -496,19 +452,11 @@ def compile_ahead(of: list[str], capability: int, workers: int, seconds: float) 
     with Build(capability, workers, seconds, show=lambda row: print(json.dumps(row), flush=True)) as build:
         # What takes longest goes first.
         for piece in sorted(pieces(), key=lambda piece: piece.gate.op not in ("attend", "mhc_boundary", "attend_band")):
-            if has_kernels(piece.gate.op) and any(name.startswith(f"{piece.gate.name}, ") for name in of):
-                build.add(piece.gate.name, lambda piece=piece: _launch_all(piece.built, cpu))
+            if piece.gate.has_kernels and any(name.startswith(f"{piece.gate.name}, ") for name in of):
+                build.add(piece.gate.name, piece.built.launch)
         for one in micro.MICROS:
             if one.name in of:
                 build.add(one.name, lambda one=one: [run.launch() for run in one.runs(cpu, micro.TOY).values()])
-
-
-def _launch_all(case: Case, device: torch.device) -> None:
-    """A call in all its directions, in bfloat16."""
-    torch.manual_seed(0)
-    call = case.make(device, torch.bfloat16)
-    for direction in case.work:
-        bound(getattr(gsm_kernels, case.op), call, direction)()
 
 
 def line(row: Row) -> str:
@@ -573,17 +521,14 @@ def _alone(gate: Case, toy: Case) -> Piece:
     return Piece(gate, gate, toy)
 
 
-def _one_row(case: Case, work: Work) -> Case:
-    """The last row of a case, as a token is decoded."""
-    return replace(last_rows(case, 1), name=f"{case.name}, one row", work={"forward": work})
-
-
-def _attended(heads: int, channels: int) -> Work:
-    """Of one row's entries, and its query and output."""
+def _attended(heads: int, channels: int) -> dict[str, Work]:
+    """Of one row, as a token is decoded: its entries, and its query and output."""
     entries = workloads.WIDTH + workloads.PICKS
-    return Work(4 * heads * channels * entries, 2 * channels * entries + 4 * heads * channels)
+    moved = 2 * channels * entries + 4 * heads * channels
+    return {"forward": Work(4 * heads * channels * entries, moved)}
 
 
-def _searched(slots: int) -> Work:
+def _searched(slots: int) -> dict[str, Work]:
     """Of one row's slots, whose keys are read."""
-    return Work(2 * workloads.INDEX_HEADS * workloads.INDEX_WIDTH * slots, 2 * workloads.INDEX_WIDTH * slots)
+    width = workloads.INDEX_WIDTH
+    return {"forward": Work(2 * workloads.INDEX_HEADS * width * slots, 2 * width * slots)}

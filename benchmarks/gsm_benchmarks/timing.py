@@ -18,10 +18,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .machine import Lost, watching
 
@@ -70,15 +71,22 @@ class Prepared(NamedTuple):
     pause: int = PAUSE
 
 
-class Device(Protocol):
-    """What `prepare` asks of a GPU."""
+class Moment(NamedTuple):
+    """Milliseconds by the clock on the wall, and of processor time of this process."""
 
-    @property
-    def clock_khz(self) -> float: ...
+    wall: float
+    processor: float
 
-    def host_ms(self, run: Run) -> float: ...
+    def since(self, start: Moment, parts: int = 1) -> Moment:
+        """What went by, of each of so many equal parts."""
+        return Moment((self.wall - start.wall) / parts, (self.processor - start.processor) / parts)
 
-    def captured(self, run: Run) -> Run | None: ...
+
+def now(device: torch.device) -> Moment:
+    """This moment, when the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Moment(1e3 * time.perf_counter(), 1e3 * time.process_time())
 
 
 def spread(times: Iterable[float]) -> Spread:
@@ -170,14 +178,14 @@ def kernel_turns(
     if device.type != "cuda":
         times = take_turns(runs, device, rounds, seconds)
         return {name: Timed(spread(laps), "clock", None) for name, laps in times.items()}
-    with _Graphs(device) as gpu:
+    with Graphs(device) as gpu:
         ready = {name: prepare(run, gpu, may_replay=name == replayed) for name, run in runs.items()}
         pauses = {name: one.pause for name, one in ready.items()}
         found = take_turns({name: one.run for name, one in ready.items()}, device, rounds, seconds, pauses)
     return {name: Timed(spread(found[name]), one.how, one.host_ms) for name, one in ready.items()}
 
 
-def prepare(run: Run, gpu: Device, may_replay: bool = True) -> Prepared:
+def prepare(run: Run, gpu: Graphs, may_replay: bool = True) -> Prepared:
     """How the laps of a run are timed, by the time that the host takes to launch it."""
     host_ms = gpu.host_ms(run)
     if host_ms <= COVERED * PAUSE / gpu.clock_khz:
@@ -202,15 +210,24 @@ def own_stream(device: torch.device) -> Iterator[None]:
     before.wait_stream(own)  # not after an error: a GPU that is lost would raise another one
 
 
-def extra_bytes(run: Run, device: torch.device) -> int | None:
-    """The most memory that a run holds besides what it was given and what it returns; None on a CPU."""
-    if device.type != "cuda":
-        return None
+def measured(
+    runs: Mapping[str, Run], device: torch.device, rounds: int = 30, seconds: float = 15.0, replayed: str = "ours"
+) -> dict[str, dict[str, Any]]:
+    """What rows hold of runs that take turns (`kernel_turns`), as plain containers: `ms`, `timed`, `host_ms`, and
+    `extra_mib`, the most memory besides what a run was given and what it returns; None on a CPU."""
+    extra = {name: _extra_mib(run, device) if device.type == "cuda" else None for name, run in runs.items()}
+    return {
+        name: {"ms": one.spread._asdict(), "timed": one.how, "host_ms": one.host_ms, "extra_mib": extra[name]}
+        for name, one in kernel_turns(runs, device, rounds, seconds, replayed).items()
+    }
+
+
+def _extra_mib(run: Run, device: torch.device) -> float:
     with watching(device) as peak:
         returned = run()
         torch.cuda.synchronize(device)
-    kept = returned if isinstance(returned, list | tuple) else [returned]
-    return max(0, (peak.extra or 0) - sum(x.nbytes for x in kept if isinstance(x, Tensor)))
+    kept = sum(x.nbytes for x in tree_leaves(returned) if isinstance(x, Tensor))
+    return max(0, (peak.extra or 0) - kept) / 2**20
 
 
 def _lap(run: Run, pause: int) -> Callable[[], float]:
@@ -242,7 +259,7 @@ class _Laps:
         return milliseconds
 
 
-class _Graphs:
+class Graphs:
     """What `prepare` asks of this GPU; the graphs and their memory are there until the context ends."""
 
     def __init__(self, device: torch.device) -> None:
@@ -250,7 +267,7 @@ class _Graphs:
         self.clock_khz: float = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or USUAL_CLOCK
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def __enter__(self) -> _Graphs:
+    def __enter__(self) -> Graphs:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:

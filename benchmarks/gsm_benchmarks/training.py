@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +35,8 @@ from gsm_kernels import explain
 
 from . import machine, paper, results, timing
 from .paper import OURS
-from .results import Results, Row, mark, quartiles, read, table, usual_path
+from .results import Asked, Row, mark, quartiles, read, table
+from .timing import Moment, now
 
 # FLOP/s in bfloat16 without sparsity; a name that is not here has another rate, or one that nobody looked up.
 DATA_SHEET = dict.fromkeys(["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"], 989e12)
@@ -82,11 +82,6 @@ class Steps(NamedTuple):
 
 
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
     size: str | None = None,
     batch_size: int = 4,
@@ -96,27 +91,19 @@ def run(
     compile: bool = False,
     recompute: bool | Literal["selective"] = False,
     devices: int = 1,
+    **asked: Any,
 ) -> Path:
     """Measure each model, print the table and write it beside the JSON file; return that file.
 
-    Args:
-        device, output, results, force, minutes: as in configs/benchmark.yaml.
-        models: variants of the group ``model``.
-        size: a variant of the group ``size``; None: 0p5b on a GPU, nano on a CPU.
-        batch_size: sequences of a step, on each device.
-        context: tokens of a sequence; None: the size's own.
-        warm_up, steps: steps that are not timed, and that are.
-        compile: whether the model goes through ``torch.compile``.
-        recompute: whether activations are recomputed in the backward pass, in every model alike; ``selective``: those
-            that are cheap.
-        devices: how many train together, as many GPUs or processes; several through Lightning's DDP.
+    Args: as in configs/benchmark/training.yaml and configs/benchmark.yaml, which say what they mean.
 
     Raises:
         ValueError: a value out of range, a model whose cost is not known, or a file of another benchmark.
         KeyboardInterrupt: after the table of what there is was made.
     """
-    if results:
-        return _show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return _show(Path(how.results))
     if min(batch_size, steps, devices) < 1 or warm_up < 0 or (context is not None and context < 1):
         raise ValueError(
             f"batch_size {batch_size}, context {context}, steps {steps}, warm_up {warm_up}, devices {devices}: "
@@ -124,10 +111,9 @@ def run(
         )
     if devices > 1 and compile:
         raise ValueError(f"devices is {devices} and compile is true: compile is measured on one device; leave it out")
-    where = machine.chosen(device)
+    where = machine.chosen(how.device)
     size = size or ("0p5b" if where.type == "cuda" else "nano")
-    facts = machine.facts(where, models=True)
-    file = Results(Path(output) if output else usual_path(facts, "training"), facts, minutes)
+    file = how.open("training", where, models=True)
     marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute is True}
     marks["recomputed in part"] = recompute == "selective"
     rows = {}
@@ -136,7 +122,7 @@ def run(
         row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
         job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
         rows[row] = partial(measure, job, where, compile)
-    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=force, show=_show)
+    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=how.force, show=_show)
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
@@ -177,10 +163,10 @@ def _alone(job: Job, device: torch.device, compile: bool) -> Steps:
             model.compile()
         step, times = _step(model, job, device), []
         for number in range(job.warm_up + job.steps):
-            start = _now(device)
+            start = now(device)
             step()
             if number >= job.warm_up:
-                times.append(_now(device) - start)
+                times.append(now(device).since(start).wall)
     return Steps(times, peak.extra if device.type == "cuda" else None)
 
 
@@ -218,13 +204,6 @@ class RandomTokens(IterableDataset):
             ids_BT = torch.randint(self.vocabulary, self.shape, generator=generator, device=self.device)
             tokens_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
             yield {"tokens": tokens_BT, "targets": targets_BT, "documents": torch.zeros_like(tokens_BT)}
-
-
-def _now(device: torch.device) -> float:
-    """Milliseconds, when the device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * time.perf_counter()
 
 
 # On several devices: Lightning's DDP around the project's own module, a process for each device.
@@ -286,18 +265,18 @@ class Clock(lightning.Callback):
     """
 
     def __init__(self, warm_up: int) -> None:
-        self.warm_up, self.times, self._start = warm_up, [], 0.0
+        self.warm_up, self.times, self._start = warm_up, [], Moment(0.0, 0.0)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._start = _now(pl_module.device)
+        self._start = now(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop it."""
         if batch_idx >= self.warm_up:
-            self.times.append(_now(pl_module.device) - self._start)
+            self.times.append(now(pl_module.device).since(self._start).wall)
 
 
 def _show(path: Path) -> Path:
@@ -309,7 +288,7 @@ def _show(path: Path) -> Path:
 
 def _cells(name: str, row: Row, baseline: Row | None) -> tuple[str, ...]:
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", *("" for _ in HEAD[2:])
+        return name, f"failed: {row['failed']}"
     speed, share = row["tokens_per_second"], lambda value: f"{value:.1%}" if value is not None else "not known"
     ratio = f"{speed / baseline['tokens_per_second']:.3f}" if baseline else ""
     peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "not known"

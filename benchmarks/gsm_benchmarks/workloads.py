@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import gsm_kernels
 from gsm_kernels.testing import relative_error
 
 CHANNELS, ANGLES = 128, 16
@@ -53,6 +55,18 @@ class Case:
     op: str
     make: Make
     work: dict[str, Work]
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether its operation has Triton kernels of its own."""
+        return any(impl.name == "triton" for impl in getattr(gsm_kernels, self.op).fast)
+
+    def launch(self) -> None:
+        """Call it once in all its directions, in bfloat16 on the CPU: what would be launched is compiled elsewhere."""
+        torch.manual_seed(0)
+        call = self.make(torch.device("cpu"), torch.bfloat16)
+        for direction in self.work:
+            bound(getattr(gsm_kernels, self.op), call, direction)()
 
 
 def gates() -> tuple[Case, ...]:
@@ -270,12 +284,10 @@ def score_slots(name: str, batch: int, length: int, heads: int = INDEX_HEADS, wi
 def candidate_pool(name: str, batch: int, length: int, blocks: int = 512) -> Case:
     """The best blocks of eight slots."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = index_top_k("", batch, length).make(device, dtype)
-        del call["k"]
-        return {**call, "blocks": blocks}
+    def blocks_of(call: Call) -> Call:
+        return {**{key: x for key, x in call.items() if key != "k"}, "blocks": blocks}
 
-    return Case(name, "candidate_pool", make, index_top_k("", batch, length).work)
+    return changed(index_top_k("", batch, length), name, blocks_of, op="candidate_pool")
 
 
 def attend_range(
@@ -337,15 +349,21 @@ def grouped_linear(name: str, rows: int, groups: int = 56, width: int = MODEL, i
     )
 
 
-def last_rows(case: Case, rows: int) -> Case:
-    """The last rows of every sequence of a case, in memory of their own: a part of larger tensors may begin at an
-    address that does not divide by 16, for which other kernels are compiled."""
+def changed(case: Case, name: str, change: Callable[[Call], Call], **others: Any) -> Case:
+    """The case of another name whose calls are changed."""
+    return replace(case, name=name, make=lambda device, dtype: change(case.make(device, dtype)), **others)
 
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = case.make(device, dtype)
+
+def last_rows(case: Case, rows: int, work: dict[str, Work] | None = None) -> Case:
+    """The last rows of every sequence of a case, in memory of their own: a part of larger tensors may begin at an
+    address that does not divide by 16, for which other kernels are compiled. Given `work`, a case of its own name."""
+
+    def cut(call: Call) -> Call:
         return {name: x[:, -rows:].clone() if "_BR" in name else x for name, x in call.items()}
 
-    return replace(case, make=make)
+    if work is None:
+        return changed(case, case.name, cut)
+    return changed(case, f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", cut, work=work)
 
 
 def seen_entries(length: int, most: int, ratio: int = 1) -> int:
@@ -410,29 +428,37 @@ def _streaming(numbers: int, forward: float, backward: float) -> dict[str, Work]
     return {"forward": Work(0, 2 * numbers * forward), "backward": Work(0, 2 * numbers * backward)}
 
 
-def bound(function: Callable[..., Any], call: Mapping[str, Any], direction: str) -> Callable[[], Any]:
-    """A function of nothing that runs one direction on these arguments; for `backward` the forward has run already."""
+def bound(
+    function: Callable[..., Any], call: Mapping[str, Any], direction: str, dtype: torch.dtype | None = None
+) -> Callable[[], Call]:
+    """A function of nothing that runs one direction on these arguments, and returns by name what that makes: outputs,
+    and gradients (`d query_BRHC`), given gradients of the outputs that are the same for all who return these shapes,
+    rounded to `dtype`. For `backward` the forward has run already."""
     if direction == "forward":
         return lambda: _without_gradient(function, call)
-    leaves = {key: _leaf(key, value) for key, value in call.items()}
-    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
+    leaves = {name: _leaf(name, value) for name, value in call.items()}
+    wanted = {name: x for name, x in leaves.items() if isinstance(x, Tensor) and x.requires_grad}
 
-    def forward() -> tuple[list[Tensor], list[Tensor]]:
-        outputs = [x for x in tensors(function(**leaves)) if x.requires_grad]
-        return outputs, [torch.ones_like(x) if x.ndim == 0 else _like(x) for x in outputs]
+    def forward() -> tuple[Call, list[Tensor]]:
+        outputs = _named(function(**leaves))
+        return outputs, [_seed(x, dtype or x.dtype) for x in outputs.values() if x.requires_grad]
 
-    def backward(outputs: list[Tensor], gradients: list[Tensor]) -> Any:
-        return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+    def backward(outputs: Call, seeds: list[Tensor], again: bool = True) -> Call:
+        learning = [x for x in outputs.values() if x.requires_grad]
+        grads = torch.autograd.grad(learning, list(wanted.values()), seeds, retain_graph=again, allow_unused=True)
+        return {f"d {name}": x for name, x in zip(wanted, grads, strict=True) if x is not None}
 
-    if direction == "both":
-        return lambda: backward(*forward())
-    ready = forward()
-    return lambda: backward(*ready)
+    def both() -> Call:
+        outputs, seeds = forward()
+        grads = backward(outputs, seeds, again=False)
+        return {name: x.detach() for name, x in outputs.items()} | grads
+
+    return both if direction == "both" else partial(backward, *forward())
 
 
-def _without_gradient(function: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+def _without_gradient(function: Callable[..., Any], call: Mapping[str, Any]) -> Call:
     with torch.no_grad():
-        return function(**call)
+        return _named(function(**call))
 
 
 def _leaf(name: str, value: Any) -> Any:
@@ -440,14 +466,20 @@ def _leaf(name: str, value: Any) -> Any:
     return value.detach().requires_grad_(name not in FIXED) if floating else value
 
 
-def _like(x: Tensor) -> Tensor:
-    """Random numbers, the same for all who return this shape."""
+def _named(result: Any) -> Call:
+    """Outputs by name: of a tuple that has names, those."""
+    if isinstance(result, Tensor):
+        return {"out": result}
+    names = getattr(result, "_fields", None) or [f"out {number}" for number in range(len(result))]
+    return {name: x for name, x in zip(names, result, strict=True) if x is not None}
+
+
+def _seed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Random numbers of a shape, the same for all who return it; 1 for a loss."""
+    if x.ndim == 0:
+        return torch.ones_like(x)
     generator = torch.Generator(x.device).manual_seed(x.numel())
-    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-
-
-def tensors(result: Any) -> list[Tensor]:
-    return [x for x in ([result] if isinstance(result, Tensor) else result) if x is not None]
+    return torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x.dtype)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

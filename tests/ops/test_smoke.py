@@ -66,7 +66,7 @@ def test_every_operation_can_be_rehearsed(name):
     assert set(piece.gate.work) == set(piece.toy.work) == set(piece.built.work)
     direction = list(piece.toy.work)[-1]
     row = smoke.operation(piece.toy, direction, CPU, ROOF)
-    ran = "triton" if smoke.has_kernels(piece.gate.op) else ("sdpa", "chunked", "reference")
+    ran = "triton" if piece.gate.has_kernels else ("sdpa", "chunked", "reference")
     assert row["verdict"] == "right" and row["implementation"].startswith(ran), row
 
 
@@ -174,15 +174,14 @@ def test_what_is_built_is_what_is_launched(tmp_path):
         "import torch\n"
         "from gsm_benchmarks import smoke, workloads\n"
         "from gsm_benchmarks.build import requests\n"
-        "cpu = torch.device('cpu')\n"
         "torch.randn = lambda *size, generator=None, **how: torch.empty(*size, **how)\n"
-        "for piece in filter(lambda piece: smoke.has_kernels(piece.gate.op), smoke.pieces()):\n"
+        "for piece in filter(lambda piece: piece.gate.has_kernels, smoke.pieces()):\n"
         "    name, gate = piece.gate.name, piece.gate\n"
         "    if piece.gate.op == 'linear_cross_entropy':\n"
         "        gate = workloads.linear_cross_entropy('', 8192, width=16)  # the width is the BLAS's\n"
         "    if piece.gate.op == 'indexer_kl':\n"
         "        gate = smoke.last_rows(gate, 1024)\n"
-        "    wanted, built = ({*requests(lambda: smoke._launch_all(case, cpu), 90)} for case in (gate, piece.built))\n"
+        "    wanted, built = ({*requests(case.launch, 90)} for case in (gate, piece.built))\n"
         "    assert wanted and wanted <= built, (name, [one.kernel for one in wanted - built])\n"
         "print('the same')\n"
     )

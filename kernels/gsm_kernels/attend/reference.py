@@ -49,6 +49,7 @@ class _Chunk(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
+        """Of the fields of `Inputs`, [B,R,H,C]; where all rows are one chunk, its softmax is kept for backward."""
         inputs = Inputs(*arguments)
         ranges = _row_chunks(inputs)
         out_BRHC = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
@@ -63,6 +64,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BRHC):
+        """A gradient for each field of `Inputs`, in its dtype."""
         inputs, softmax = kept(ctx, Inputs)
         with full_precision(grad_BRHC):
             return _gradients(inputs, softmax, grad_BRHC)

@@ -47,16 +47,8 @@ def normaliser(
     """log2 of what one head's softmax divides by: window, all slots that a row sees, and sink. [lines, H]."""
     head = tl.program_id(0) % H
     tile = tl.program_id(0) // H
-    batch = (batch0 + tile // row_tiles).to(tl.int64)
-    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    inside = at < rows
-    line = (tile // row_tiles) * rows + at
-    channel = tl.arange(0, WIDTH)
-    query = tl.load(
-        query_ptr + (line.to(tl.int64) * H + head)[:, None] * C + channel[None, :],
-        mask=inside[:, None] & (channel < C)[None, :],
-        other=0.0,
-    )
+    batch, at, inside, line = tile_rows(tile, row_tiles, batch0, rows, ROWS)
+    query = entries(query_ptr, line.to(tl.int64) * H + head, inside, C, WIDTH)
     position, first, last = sight(position_ptr, first_ptr, last_ptr, batch * R + row0 + at, inside, F)
     place = E - R + row0 + at
     reach = place - tl.minimum(position, W - 1)
@@ -89,10 +81,7 @@ def mass_of_visible(
     """
     tile = tl.program_id(0) // slot_tiles
     start = (tl.program_id(0) % slot_tiles) * SLOTS
-    batch = (batch0 + tile // row_tiles).to(tl.int64)
-    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    inside = at < rows
-    line = (tile // row_tiles) * rows + at
+    batch, at, inside, line = tile_rows(tile, row_tiles, batch0, rows, ROWS)
     position, first, last = sight(position_ptr, first_ptr, last_ptr, batch * R + row0 + at, inside, F)
     if (tl.max(last, 0) > start) & (tl.min(first, 0) < start + SLOTS):
         slot = start + tl.arange(0, SLOTS)
@@ -193,6 +182,14 @@ def divergence(
 
 
 @triton.jit
+def tile_rows(tile, row_tiles, batch0, rows, ROWS: tl.constexpr):
+    """A tile of a chunk's rows: its sequence, where its rows stand in the chunk, which are there, and their lines."""
+    batch = (batch0 + tile // row_tiles).to(tl.int64)
+    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
+    return batch, at, at < rows, (tile // row_tiles) * rows + at
+
+
+@triton.jit
 def sight(position_ptr, first_ptr, last_ptr, row, inside, F):
     """Positions of rows and the ranges of slots that they see; an empty range at the end for padding."""
     position = tl.load(position_ptr + row, mask=inside, other=-1).to(tl.int32)
@@ -253,10 +250,7 @@ def query_gradients(
     """Gradients of one index head's queries and weights for a tile of rows, over all slots that these see."""
     head = tl.program_id(0) % J
     tile = tl.program_id(0) // J
-    batch = (batch0 + tile // row_tiles).to(tl.int64)
-    at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    inside = at < rows
-    line = (tile // row_tiles) * rows + at
+    batch, at, inside, line = tile_rows(tile, row_tiles, batch0, rows, ROWS)
     row = batch * R + row0 + at
     position, first, last = sight(position_ptr, first_ptr, last_ptr, row, inside, F)
     query = entries(query_ptr, row * J + head, inside, I, WIDTH)

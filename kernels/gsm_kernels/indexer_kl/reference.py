@@ -27,6 +27,7 @@ def indexer_kl(inputs: Inputs) -> IndexerLoss:
 class _IndexerKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
+        """Of the fields of `Inputs` and whether gradients are wanted: loss and recall, scalars in float32 or wider."""
         *given, wants_grad = arguments
         inputs = Inputs(*given)
         sums = _Sums(inputs.indexer, wants_grad)
@@ -41,6 +42,7 @@ class _IndexerKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        """The gradients that forward has made, scaled by that of the loss."""
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=False)  # none is saved where none was wanted
         return *indexer_gradients(*((grad * saved).to(dtype) for saved, dtype in pairs)), None
 

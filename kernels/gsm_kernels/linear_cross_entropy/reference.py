@@ -24,6 +24,7 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
+        """The loss, a scalar in float32 or wider; the gradients that are wanted are kept, as large as their inputs."""
         hidden, weight = at_least_float32(hidden_ND), at_least_float32(weight_VD)
         counted = target_N != ignore_index
         share = counted.to(hidden.dtype) / counted.sum().clamp(min=1)
@@ -42,6 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """The gradients that forward has made, scaled by that of the loss."""
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if saved is None else (saved * grad).to(dtype) for saved, dtype in pairs), None, None, None, None
 

@@ -23,6 +23,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
+        """The streams [B,R,X,D] and what is read of them [B,R,D], both in the dtype of the streams."""
         streams, update = _folded(streams_BRXD, 2), _folded(update_BRD, 1)
         flat_ND, count = streams.flatten(1), streams.shape[1]
         inverse_N = torch.linalg.vector_norm(flat_ND, dim=1).square_().div_(flat_ND.shape[1]).add_(eps).rsqrt_()
@@ -42,6 +43,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, left_grad_BRXD, mixed_grad_BRD):
+        """Gradients of streams, update, phi, bias and scale, each in the dtype of its input."""
         saved = ctx.saved_tensors
         with full_precision(left_grad_BRXD):
             grads = _gradients(saved, ctx.hc_eps, left_grad_BRXD, mixed_grad_BRD)

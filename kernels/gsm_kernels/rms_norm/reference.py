@@ -17,6 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
+        """The norm of x [..., D], in its dtype."""
         wide = at_least_float32(x)
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -24,6 +25,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Gradients of x and weight, each in the dtype of its input."""
         x, weight, inverse = ctx.saved_tensors
         with full_precision(grad):
             wide_ND, wide_D = at_least_float32(x).reshape(-1, x.shape[-1]), at_least_float32(weight)
