@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import pickle
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,37 +236,30 @@ def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
     assert "trainer.max_time is 1" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
 
 
-# The parts of a checkpoint that several ranks have written: their index is a pickle.
+# The parts of a checkpoint that several ranks have written.
 
 
-def in_parts(folder: Path, index: bytes | None = None, **more: Any) -> Path:
-    """A checkpoint in parts, with more entries besides a tensor, or with an index of one's own."""
+def in_parts(folder: Path, value: float = 1.0, **changes: Any) -> Path:
+    """A checkpoint in parts, of one tensor, with changes of what is said of it."""
     parts = folder / "checkpoints/shards/p"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        content = {"weights/model.x": torch.ones(3), **more}
-        dcp.save(content, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
-    if index is not None:
-        (parts / ".metadata").write_bytes(index)
-    small = {"shards": {"folder": "p", "names": []}, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
+    with warnings.catch_warnings(action="ignore"):
+        content = {"weights/model.x": torch.full((3,), value)}
+        metadata = dcp.save(content, storage_writer=shards.Writer(parts), no_dist=True)
+    entry = shards.described(metadata, parts, [])
+    entry["tensors"]["weights/model.x"]["pieces"][0] |= changes
+    small = {"shards": entry, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
     torch.save({**small, "format": FORMAT, "optimizer_states": []}, folder / "checkpoints/last.ckpt")
     return folder / "checkpoints/last.ckpt"
 
 
 def test_parts_that_have_changed_places_are_not_taken_for_each_other(tmp_path):
     """Each is sound in itself, and says nowhere which one it is."""
-    path = in_parts(tmp_path)
-    parts, other = path.parent / "shards/p", tmp_path / "other"
-    other.mkdir()
-    shards.seal(parts)
-    assert read_checkpoint(path)["state_dict"]["model.x"].tolist() == [1, 1, 1]
-    place = next(parts.glob("*.distcp"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.save({"weights/model.x": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(other), no_dist=True)
-    place.write_bytes(next(other.glob("*.distcp")).read_bytes())
-    with pytest.raises(CheckpointError, match=f"{place.name}, a part of .* is damaged, or another one in its place"):
-        read_checkpoint(path)
+    one, two = (in_parts(tmp_path / name, value) for name, value in (("one", 1.0), ("two", 0.0)))
+    assert read_checkpoint(one)["state_dict"]["model.x"].tolist() == [1, 1, 1]
+    (part,), (other,) = (path.parent.glob("shards/p/*") for path in (one, two))
+    part.write_bytes(other.read_bytes())
+    with pytest.raises(CheckpointError, match=f"{part.name}, a part of .* is damaged, or another one in its place"):
+        read_checkpoint(one)
 
 
 class Runs:
@@ -279,40 +272,42 @@ class Runs:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_what_is_no_tensor_in_the_parts_of_a_checkpoint_is_not_unpickled(tmp_path):
-    """PyTorch reads such an entry as a pickle, without a look at what it runs."""
-    path = in_parts(tmp_path, extra=Runs(tmp_path / "mark"))
+def test_a_part_of_a_checkpoint_and_an_index_beside_it_run_no_code(tmp_path):
+    path, bomb = in_parts(tmp_path), io.BytesIO()
+    torch.save(Runs(tmp_path / "mark"), bomb)
+    (part,) = path.parent.glob("shards/p/*")
+    small = torch.load(path, weights_only=True)
+    part.write_bytes(bomb.getvalue())
+    part.with_name(".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "mark")))  # what PyTorch would read
+    places = [(0, len(bomb.getvalue()))]
+    small["shards"]["tails"] = {part.name: shards._tails(part, places)}
+    small["shards"]["tensors"]["weights/model.x"]["pieces"][0]["length"] = places[0][1]
+    torch.save(small, path)
     for read in (load_model, read_checkpoint):
-        with pytest.raises(CheckpointError, match="BytesStorageMetadata, which is not of a checkpoint"):
+        with pytest.raises(CheckpointError, match="the parts in .* cannot be read: Weights only load failed"):
             read(path)
-    with pytest.raises(shards.Broken, match="holds 'extra' as something else than a tensor"):
-        shards._TensorsAlone().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="extra")), None)
     assert not (tmp_path / "mark").exists()
 
 
-def test_an_index_of_parts_changes_no_class(tmp_path):
-    """A few bytes would have changed what a path answers, for the whole process."""
-    index = b"cpathlib\nPosixPath\n}(S'is_file'\ncpathlib\nPosixPath\nub."
-    with pytest.raises(CheckpointError, match="an index of shards changes a type"):
-        read_checkpoint(in_parts(tmp_path, index))
-    assert not Path("/nope").is_file()
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"file": "../../../x"}, "has a part called '../../../x', which is no file in"),
+        ({"file": Path("x")}, "cannot read it|file is Posix"),
+        ({"start": -1}, "describes 'weights/model.x' by a number below 0"),
+        ({"sizes": [-3]}, "describes 'weights/model.x' by a number below 0"),
+        ({"offsets": {0: 0}}, r"shards.tensors.weights/model.x.pieces\[0\].offsets is {0: 0}"),
+        ({"length": 1 << 40}, "is cut off, after"),
+    ],
+)
+def test_what_is_said_of_parts_is_of_exact_types(change, said, tmp_path):
+    with pytest.raises(CheckpointError, match=said):
+        read_checkpoint(in_parts(tmp_path, **change))
 
 
-@pytest.mark.parametrize("change", ["key", "kind", "attribute", "place"])
-def test_an_index_of_parts_is_of_exact_types(change, tmp_path):
+def test_parts_with_an_index_of_an_earlier_version_are_named(tmp_path):
     path = in_parts(tmp_path)
-    file = path.parent / "shards/p/.metadata"
-    metadata = pickle.loads(file.read_bytes())
-    known, places = metadata.state_dict_metadata, metadata.storage_data
-    (name, kind), (place, info) = *known.items(), *places.items()
-    if change == "key":
-        known[5] = kind
-    elif change == "kind":
-        known[name] = info
-    elif change == "attribute":
-        object.__setattr__(place, "startswith", Path)
-    else:
-        info.offset = -1
-    file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="the index of a checkpoint's parts, cannot be read"):
+    small = torch.load(path, weights_only=True)
+    torch.save({**small, "shards": {name: small["shards"][name] for name in ("folder", "names")}}, path)
+    with pytest.raises(CheckpointError, match="whose index is a pickle, .*consolidate of the version that has written"):
         read_checkpoint(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config.check import few, flat
-from gsm.config.load import CheckpointError, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.config.load import CheckpointError, checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 
@@ -61,8 +61,7 @@ def digest(path: str | Path | None) -> str | None:
     """
     if path is None:
         return None
-    path = Path(path)
-    file = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    file = checkpoint_file(path)
     if not zipfile.is_zipfile(file):
         read_checkpoint(file)  # which says what is wrong with it
         raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
