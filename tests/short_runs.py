@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.experiments.fit import train
+from gsm.training.module import LanguageModeling
 
 TINY = (
     "model/residual=plain size.vocabulary=257 size.context=32 "
@@ -37,6 +40,23 @@ def count_calls(until: int) -> Callable[[], bool]:
         return left[0] == 0
 
     return called
+
+
+def at_call(method: str, count: int, act: Callable[[], object]) -> None:
+    """In a child process: when this method of the task is called for the ``count``-th time, something happens first."""
+    called, whole = count_calls(count), getattr(LanguageModeling, method)
+
+    def instead(self: Any, *given: Any) -> Any:
+        if called():
+            act()
+        return whole(self, *given)
+
+    setattr(LanguageModeling, method, instead)
+
+
+def sent(number: signal.Signals, method: str, count: int) -> None:
+    """In a child process: there it gets a signal."""
+    at_call(method, count, partial(os.kill, os.getpid(), number))
 
 
 def started(processes: Any, given: list[str], log: Path, death: Callable[[], None]) -> Any:
