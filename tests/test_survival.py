@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from adversary.damage import same
 from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
 
 import gsm.training.callbacks.checkpoints as files
@@ -182,26 +183,11 @@ def assert_same_run(folder: Path, other: Path) -> None:
     for name in ("last", "best"):
         one, two = (torch.load(f / f"checkpoints/{name}.ckpt", weights_only=True) for f in (folder, other))
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-            assert_equal(one[part], two[part], f"{name}.ckpt {part}")
-        assert_equal(one[STATE], two[STATE], f"{name}.ckpt random states")
+            assert same(one[part], two[part]), f"{name}.ckpt {part}"
+        assert same(one[STATE], two[STATE]), f"{name}.ckpt random states"
         assert one["callbacks"]["Best"] == two["callbacks"]["Best"]
     assert lines(folder) == lines(other)
     assert scalars(folder) == scalars(other)
     one, two = (json.loads((f / "summary.json").read_text()) for f in (folder, other))
     for key in ("status", "steps", "tokens", "val_loss", "bits_per_byte"):
         assert one[key] == two[key], key
-
-
-def assert_equal(one: Any, two: Any, where: str) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, two), where
-    elif isinstance(one, dict):
-        assert one.keys() == two.keys(), where
-        for key in one:
-            assert_equal(one[key], two[key], f"{where} {key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two), where
-        for first, second in zip(one, two, strict=True):
-            assert_equal(first, second, where)
-    else:
-        assert one == two, where

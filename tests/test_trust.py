@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import os
-import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from gsm import notebook, paths
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
+from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model
 from gsm.config.trust import vetted
 from gsm.evaluation.held_out import open_data
-from gsm.training.distributed import shards
 from gsm.training.resume import FORMAT
 
 PAYLOADS: dict[str, Any] = {
@@ -234,80 +229,3 @@ def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
         assert "what is trained could not be loaded again: write a yaml" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
     assert "trainer.max_time is 1" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
-
-
-# The parts of a checkpoint that several ranks have written.
-
-
-def in_parts(folder: Path, value: float = 1.0, **changes: Any) -> Path:
-    """A checkpoint in parts, of one tensor, with changes of what is said of it."""
-    parts = folder / "checkpoints/shards/p"
-    with warnings.catch_warnings(action="ignore"):
-        content = {"weights/model.x": torch.full((3,), value)}
-        metadata = dcp.save(content, storage_writer=shards.Writer(parts), no_dist=True)
-    entry = shards.described(metadata, parts, [])
-    entry["tensors"]["weights/model.x"]["pieces"][0] |= changes
-    small = {"shards": entry, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
-    torch.save({**small, "format": FORMAT, "optimizer_states": []}, folder / "checkpoints/last.ckpt")
-    return folder / "checkpoints/last.ckpt"
-
-
-def test_parts_that_have_changed_places_are_not_taken_for_each_other(tmp_path):
-    """Each is sound in itself, and says nowhere which one it is."""
-    one, two = (in_parts(tmp_path / name, value) for name, value in (("one", 1.0), ("two", 0.0)))
-    assert read_checkpoint(one)["state_dict"]["model.x"].tolist() == [1, 1, 1]
-    (part,), (other,) = (path.parent.glob("shards/p/*") for path in (one, two))
-    part.write_bytes(other.read_bytes())
-    with pytest.raises(CheckpointError, match=f"{part.name}, a part of .* is damaged, or another one in its place"):
-        read_checkpoint(one)
-
-
-class Runs:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.mark}",)
-
-
-def test_a_part_of_a_checkpoint_and_an_index_beside_it_run_no_code(tmp_path):
-    path, bomb = in_parts(tmp_path), io.BytesIO()
-    torch.save(Runs(tmp_path / "mark"), bomb)
-    (part,) = path.parent.glob("shards/p/*")
-    small = torch.load(path, weights_only=True)
-    part.write_bytes(bomb.getvalue())
-    part.with_name(".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "mark")))  # what PyTorch would read
-    places = [(0, len(bomb.getvalue()))]
-    small["shards"]["tails"] = {part.name: shards._tails(part, places)}
-    small["shards"]["tensors"]["weights/model.x"]["pieces"][0]["length"] = places[0][1]
-    torch.save(small, path)
-    for read in (load_model, read_checkpoint):
-        with pytest.raises(CheckpointError, match="the parts in .* cannot be read: Weights only load failed"):
-            read(path)
-    assert not (tmp_path / "mark").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"file": "../../../x"}, "has a part called '../../../x', which is no file in"),
-        ({"file": Path("x")}, "cannot read it|file is Posix"),
-        ({"start": -1}, "describes 'weights/model.x' by a number below 0"),
-        ({"sizes": [-3]}, "describes 'weights/model.x' by a number below 0"),
-        ({"offsets": {0: 0}}, r"shards.tensors.weights/model.x.pieces\[0\].offsets is {0: 0}"),
-        ({"length": 1 << 40}, "is cut off, after"),
-    ],
-)
-def test_what_is_said_of_parts_is_of_exact_types(change, said, tmp_path):
-    with pytest.raises(CheckpointError, match=said):
-        read_checkpoint(in_parts(tmp_path, **change))
-
-
-def test_parts_with_an_index_of_an_earlier_version_are_named(tmp_path):
-    path = in_parts(tmp_path)
-    small = torch.load(path, weights_only=True)
-    torch.save({**small, "shards": {name: small["shards"][name] for name in ("folder", "names")}}, path)
-    with pytest.raises(CheckpointError, match="whose index is a pickle, .*consolidate of the version that has written"):
-        read_checkpoint(path)
