@@ -146,8 +146,12 @@ def vetted_node(
 
 def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
     """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
-    weights = _weights(checkpoint)
-    return sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+    there, here = _weights(checkpoint), model.state_dict()
+    return sorted(there.keys() ^ here.keys()) or [
+        f"{name} {tuple(there[name].shape)} for {tuple(own.shape)}"
+        for name, own in here.items()
+        if there[name].shape != own.shape
+    ]
 
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
@@ -302,12 +306,3 @@ def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The model's own, by their names in it."""
     saved = checkpoint["state_dict"].items()
     return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}
-
-
-def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    return [
-        f"{name} {tuple(weights[name].shape)} for {tuple(shape)}"
-        for name, shape in shapes.items()
-        if weights[name].shape != shape
-    ]
