@@ -19,11 +19,14 @@ from gsm.config.compose import compose
 from gsm.experiments.fit import train
 from gsm.training.module import LanguageModeling
 
-TINY = (
-    "model/residual=plain size.vocabulary=257 size.context=32 "
-    "size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
-    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
-    "data=folder data.tokenizer=bytes data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
+SIZES = (
+    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4"
+).split()
+BYTES = ("data=folder", "data.tokenizer=bytes")
+TINY = ["model/residual=plain", *SIZES, *BYTES]
+TINY += (
+    "data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
     "global_batch=8 trainer.val_check_interval=7 trainer.log_every_n_steps=3 "
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"

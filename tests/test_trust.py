@@ -170,11 +170,6 @@ def test_a_broken_yaml_beside_the_others_names_nothing(config, tmp_path):
 
 def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
     """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
-    (tmp_path / "own_writer.py").write_text(
-        "from gsm.slots.writer.additive import Additive\nclass Own(Additive): pass\n"
-    )
-    (tmp_path / "yamls/model/writer").mkdir(parents=True)
-    (tmp_path / "yamls/model/writer/own.yaml").write_text("_target_: own_writer.Own\n_partial_: true\n")
     yamls = own_part(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     own = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])

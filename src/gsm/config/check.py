@@ -176,6 +176,15 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """What stands otherwise in two flat configurations: ``data.batch_size (4 there, 8 here)``."""
+    return [
+        f"{key} ({there.get(key, 'nothing')} there, {here.get(key, 'nothing')} here)"
+        for key in keys
+        if there.get(key) != here.get(key)
+    ]
+
+
 def _paths(node: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
     for name, below in node.items():

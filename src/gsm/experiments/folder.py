@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import ConfigError, few, flat
+from gsm.config.check import ConfigError, contrast, few, flat
 from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
@@ -142,11 +142,8 @@ def differences(
         divided: leave out how a step is divided among processes.
     """
     first, second = flat(old), flat(new)
-    return [
-        f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
-        for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-        if first.get(key) != second.get(key) and _matters(key, by_path, divided)
-    ]
+    keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
+    return contrast(first, second, (key for key in keys if _matters(key, by_path, divided)))
 
 
 @contextlib.contextmanager

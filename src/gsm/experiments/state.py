@@ -80,6 +80,9 @@ def after_a_step(task: LanguageModeling, half: torch.dtype | None) -> dict[str, 
     groups = task.model.parameter_groups().items()
     optimizer = task.optimizer.build({name: [trained(one) for one in group] for name, group in groups})
     optimizer.step()
+    for entries in optimizer.state.values():
+        if "step" in entries:  # a fused optimiser, which this device has not, counts so, whatever the default dtype
+            entries["step"] = entries["step"].float()
     weights = {f"model.{name}": like(value) for name, value in task.model.state_dict().items()}
     return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
 
