@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any
 from unittest.mock import patch
 
 import lightning
@@ -16,7 +15,7 @@ from small import GEOMETRY, SHALLOW, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gsm.files import replacing
+from gsm.files import save_whole
 from gsm.training.distributed import sharded
 from gsm.training.distributed.sharded import Sharded, undivided
 from gsm.training.module import LanguageModeling
@@ -103,12 +102,10 @@ def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback, **give
     )
 
 
-@contextmanager
-def slowly(path: Any) -> Iterator[BinaryIO]:
+def slowly(content: Any, path: Any) -> None:
     """A file that takes its time to be written."""
-    with replacing(path) as file:
-        time.sleep(0.5)
-        yield file
+    time.sleep(0.5)
+    save_whole(content, path)
 
 
 def trained(
@@ -127,7 +124,7 @@ def trained(
     trainer = trainer_of(strategy, steps, gradients, **(given or {}))
     trainer.fit(task, DataLoader(batches(world, rank, steps), batch_size=None))
     if save:
-        with patch.object(sharded, "replacing", slowly):
+        with patch.object(sharded, "save_whole", slowly):
             trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)
             trainer.strategy.teardown()
         assert (folder / "saved.ckpt").is_file(), "a rank that ends now would have the one that writes it killed"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.experiments.fit import train
+from gsm.training.module import LanguageModeling
 
-TINY = (
-    "model/residual=plain size.vocabulary=257 size.context=32 "
-    "size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
-    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
-    "data=folder data.tokenizer=bytes data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
+SIZES = (
+    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
+    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4"
+).split()
+BYTES = ("data=folder", "data.tokenizer=bytes")
+TINY = ["model/residual=plain", *SIZES, *BYTES]
+TINY += (
+    "data.batch_size=4 data.validation_sequences=10 trainer=cpu trainer.max_steps=30 "
     "global_batch=8 trainer.val_check_interval=7 trainer.log_every_n_steps=3 "
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"
@@ -37,6 +43,23 @@ def count_calls(until: int) -> Callable[[], bool]:
         return left[0] == 0
 
     return called
+
+
+def at_call(method: str, count: int, act: Callable[[], object]) -> None:
+    """In a child process: when this method of the task is called for the ``count``-th time, something happens first."""
+    called, whole = count_calls(count), getattr(LanguageModeling, method)
+
+    def instead(self: Any, *given: Any) -> Any:
+        if called():
+            act()
+        return whole(self, *given)
+
+    setattr(LanguageModeling, method, instead)
+
+
+def sent(number: signal.Signals, method: str, count: int) -> None:
+    """In a child process: there it gets a signal."""
+    at_call(method, count, partial(os.kill, os.getpid(), number))
 
 
 def started(processes: Any, given: list[str], log: Path, death: Callable[[], None]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from adversary.damage import same
 from short_runs import arguments, no_death, started
 
 import gsm
@@ -54,17 +55,6 @@ def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-
-
-def same(one: Any, two: Any) -> bool:
-    """Equality of nested containers with tensors."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
-    if isinstance(one, dict):
-        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
-    return one == two
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_never_taken_for_what_was_written(copy: Path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +13,16 @@ import pytest
 import ranks
 import tiny_text
 import torch
-import torch.distributed.checkpoint as dcp
 from small import SHALLOW, assert_same, build
-from torch.distributed.checkpoint import filesystem
 from torch.utils.data import DataLoader
 
 from gsm.config.check import ConfigError
-from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.module import TextData
-from gsm.experiments import folder as run_folder
 from gsm.experiments import trainers
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.distributed import ranks as roll_call
-from gsm.training.distributed import shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.optimizer import AdamW, Muon
-from gsm.training.resume import FORMAT
 
 MOE = "gsm-feed_forward=moe"
 
@@ -196,106 +188,6 @@ def test_ranks_and_workers_read_shares_that_make_up_the_steps_of_one(tmp_path: P
     shares = [read(rank, 2, workers=2) for rank in (0, 1)]
     for number, whole in enumerate(read(0, 1, workers=0)):
         assert torch.equal(torch.cat([shares[0][number], shares[1][number]]), whole)
-
-
-def test_parts_that_are_missing_are_named(tmp_path: Path):
-    path = tmp_path / "last.ckpt"
-    with pytest.raises(shards.Broken, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
-        shards.whole({shards.FOLDER: {"folder": "0012-ab", "names": []}}, path)
-    assert shards.whole({"state_dict": {}}, path) == {"state_dict": {}}
-
-
-def test_an_index_of_parts_runs_no_code(tmp_path: Path):
-    for code in (print, filesystem._write_item):  # the second lies beside classes that an index holds
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(code))
-        with pytest.raises(shards.Broken, match=f"an index of shards holds {code.__module__}.{code.__name__}"):
-            shards.Reader(tmp_path).read_metadata()
-
-
-def in_parts(folder: Path) -> tuple[Path, Path]:
-    """A checkpoint of a model in parts, and its only part."""
-    path, parts = folder / "last.ckpt", folder / shards.FOLDER / "0012-ab"
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save({"weights/w": torch.ones(999)}, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
-    entry = {"folder": parts.name, "names": []}
-    config = {"hyper_parameters": {"config": {"model": {}}}}
-    torch.save({shards.FOLDER: entry, "optimizer_states": [], "global_step": 12, "format": FORMAT, **config}, path)
-    (part,) = parts.glob("*.distcp")
-    return path, part
-
-
-def test_parts_that_are_missing_or_cut_off_are_named_before_anything_is_read(tmp_path: Path):
-    """PyTorch's own error is no Exception and went past everything that says a sentence, and names no file."""
-    path, part = in_parts(tmp_path)
-    small = read_checkpoint(path, mmap=True)
-    assert torch.equal(shards.whole(small, path)["state_dict"]["w"], torch.ones(999))
-    part.write_bytes(part.read_bytes()[:100])
-    for mmap in (True, False):
-        with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is cut off, after 100 of [0-9]* bytes$"):
-            read_checkpoint(path, mmap=mmap)
-    part.unlink()
-    with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is missing$"):
-        read_checkpoint(path, mmap=True)
-    (part.parent / ".metadata").write_bytes(b"\x80")
-    with pytest.raises(CheckpointError, match=r"\.metadata, the index of a checkpoint's parts, cannot be read"):
-        read_checkpoint(path, mmap=True)
-
-
-def test_a_part_that_is_spoilt_inside_is_an_error_like_any_other(tmp_path: Path):
-    path, part = in_parts(tmp_path)
-    small = read_checkpoint(path, mmap=True)
-    part.write_bytes(b"\0" * part.stat().st_size)
-    with pytest.raises(shards.Broken, match=f"^the parts in {part.parent} cannot be read: "):
-        shards.whole(small, path)
-    with pytest.raises(CheckpointError, match=f"^{part} is damaged from byte 0 on: "):
-        read_checkpoint(path)
-
-
-def test_a_flipped_bit_in_a_part_or_in_the_index_of_parts_is_found(tmp_path: Path):
-    path, part = in_parts(tmp_path)
-    index = part.parent / ".metadata"
-    shards.seal(part.parent)
-    assert torch.equal(read_checkpoint(path)["state_dict"]["w"], torch.ones(999))
-    for file, said in (
-        (part, f"^{part} is damaged from byte 0 on: "),
-        (index, "cannot be read: its checksum is another$"),
-    ):
-        written = bytearray(file.read_bytes())
-        for place in (len(written) // 3, len(written) // 2):
-            file.write_bytes(bytes([*written[:place], written[place] ^ 4, *written[place + 1 :]]))
-            with pytest.raises(CheckpointError, match=said):
-                read_checkpoint(path)
-        file.write_bytes(written)
-    read_checkpoint(path)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "a/b", ".."])
-def test_a_small_file_stands_for_parts_beside_it_alone(tmp_path: Path, name: str):
-    path, _ = in_parts(tmp_path)
-    small = torch.load(path, weights_only=True)
-    torch.save({**small, shards.FOLDER: {**small[shards.FOLDER], "folder": name}}, path)
-    with pytest.raises(CheckpointError, match="stands for parts in .* which are not there"):
-        read_checkpoint(path)
-
-
-def test_a_run_whose_parts_are_missing_says_what_can_be_done(tmp_path: Path):
-    """To go on from it ended in a traceback, after the model had been built."""
-    path, part = in_parts(tmp_path)
-    part.unlink()
-    with pytest.raises(CheckpointError, match=f"{part.name}, a part of {path}, is missing; resume=never starts over"):
-        run_folder._read_last(path)
-
-
-def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(tmp_path: Path):
-    for name in ("old", "best", "last", "new"):
-        (tmp_path / shards.FOLDER / name).mkdir(parents=True)
-    for name in ("best", "last"):
-        torch.save({shards.FOLDER: {"folder": name}}, tmp_path / f"{name}.ckpt")
-    shards.sweep(tmp_path, keep="new")
-    assert {path.name for path in (tmp_path / shards.FOLDER).iterdir()} == {"best", "last", "new"}
-    (tmp_path / "last.ckpt").write_bytes(b"broken")
-    shards.sweep(tmp_path)
-    assert (tmp_path / shards.FOLDER / "last").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.evaluation import plots
 from gsm.experiments import experiment as experiments
-from gsm.experiments.experiment import Experiment, train_all
+from gsm.experiments import trials
+from gsm.experiments.experiment import train_all
 from gsm.experiments.table import read_runs
+from gsm.experiments.trials import Experiment
 
 TOY = """# @package _global_
 # Does anything happen?
@@ -102,7 +104,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return any(run.finished for run in read_runs(tmp_path / "logs/toy") if str(run.folder) == config["folder"])
 
     monkeypatch.setattr(experiments.folder, "finished", is_finished)
-    monkeypatch.setattr(experiments, "compose", no_composition)
+    monkeypatch.setattr(trials, "compose", no_composition)
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "fake.py").write_text(FAKE)
@@ -150,7 +152,7 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
 def test_arms_and_seeds_can_be_picked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
 ):
-    monkeypatch.setattr(experiments, "compose", no_composition)
+    monkeypatch.setattr(trials, "compose", no_composition)
     assert [trial.jobs[""].name for trial in toy(tmp_path, *given).trials()] == names
 
 
@@ -161,7 +163,6 @@ def test_arms_and_seeds_can_be_picked(
         ("seeds=0", r"seeds is 0, but takes a list such as \[0,1,2\], or how many"),
         ("seeds=[a]", r"seeds is \['a'\]"),
         ("seeds=[-1]", r"seeds is \[-1\]"),
-        ("jobs=0", "jobs is 0, but has to be 1 or more"),
         ("folder=/tmp/x", "folder= is one run's"),
         ("seed=3 seeds=2", "seed=3 and seeds=2 were both given: leave one of them out"),
         ("table=[]", r"table is \[\], but takes a list of keys"),

@@ -10,17 +10,14 @@ from pathlib import Path
 
 import pytest
 import tiny_text
+from short_runs import BYTES, SIZES
 from test_experiment import TOY, configs, place, read_csv, until
 
 from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
 
-TINY = (
-    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
-    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
-    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3 trainer=cpu ngrams=false "
-    "sample=false"
-).split()
+TINY = [*SIZES, *BYTES, "data.batch_size=2", "data.validation_sequences=3"]
+TINY += ["trainer=cpu", "ngrams=false", "sample=false"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from small import mostly_slow
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, instantiate_model
-from gsm.experiments.experiment import Experiment
+from gsm.experiments.trials import Experiment
 from gsm.paths import variants
 
 

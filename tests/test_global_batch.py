@@ -13,7 +13,7 @@ from short_runs import TINY, arguments
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.experiments import fit, trainers
-from gsm.experiments.experiment import Experiment
+from gsm.experiments.trials import Experiment
 
 
 @lru_cache

@@ -101,6 +101,7 @@ def test_no_number_of_any_yaml_may_be_below_what_it_means(configs):
         ("callbacks.latest.minutes=nan", "callbacks.latest.minutes is nan, but has to be a finite number"),
         ("trainer.max_steps=0", "trainer.max_steps is 0, but has to be 1 or more"),
         ("seed=-1", "seed is -1, but has to be from 0 to 4.29497e"),
+        ("jobs=0", "jobs is 0, but has to be 1 or more"),
         ("global_batch=0", "global_batch is 0, but has to be 1 or more"),
         ("trainer.val_check_interval=0", "trainer.val_check_interval is 0, but has to be 1 or more"),
         ("trainer.devices=0", "trainer.devices is 0, but has to be from 1 to 1024"),

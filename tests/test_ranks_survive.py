@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here
+from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here, sent
 from test_experiment import until
 from test_jobs import running
 
@@ -27,7 +27,6 @@ from gsm.experiments.consolidate import consolidate
 from gsm.paths import ROOT
 from gsm.training.callbacks import checkpoints as files
 from gsm.training.distributed import sharded
-from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
 
 pytestmark = pytest.mark.slow
@@ -74,21 +73,9 @@ def whole(home: Path, processes: Any) -> Path:
     return home / "logs/whole/gsm/seed0"
 
 
-def on_rank(chosen: int, death: Callable[[], None]) -> None:
+def on_rank(chosen: int, death: Callable[..., None], *given: Any) -> None:
     if int(os.environ["RANK"]) == chosen:
-        death()
-
-
-def sent(number: signal.Signals, count: int) -> None:
-    """In some batch, the process gets a signal."""
-    trained = count_calls(count)
-
-    def step(self: Any, *given: Any, whole: Callable[..., Any] = LanguageModeling.training_step) -> Any:
-        if trained():
-            os.kill(os.getpid(), number)
-        return whole(self, *given)
-
-    LanguageModeling.training_step = step
+        death(*given)
 
 
 def assert_ends_alike(folder: Path, other: Path) -> None:
@@ -108,7 +95,7 @@ def assert_ends_alike(folder: Path, other: Path) -> None:
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, whole: Path, before: str, after: str):
     """Weights, place in the data, curves: as if it had been one process all the time. Any rank may get the signal."""
     name, rank = f"{before}-{after}", WAYS[before][0] - 1
-    codes, said = run(processes, home, name, before, partial(on_rank, rank, partial(sent, signal.SIGTERM, 13)))
+    codes, said = run(processes, home, name, before, partial(on_rank, rank, sent, signal.SIGTERM, "training_step", 13))
     assert codes == [143] * WAYS[before][0] and "interrupted at step " in said, said
     codes, said = run(processes, home, name, after)
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said
@@ -118,9 +105,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_rank_that_is_killed_is_named_and_the_same_call_goes_on(home: Path, processes: Any, whole: Path, way: str):
     name = f"killed-{way}"
-    saved = partial(sent, signal.SIGTERM, 7)
-    assert run(processes, home, name, way, partial(on_rank, 0, saved))[0] == [143, 143]
-    codes, said = run(processes, home, name, way, partial(on_rank, 1, partial(sent, signal.SIGKILL, 3)))
+    saved = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 7)
+    assert run(processes, home, name, way, saved)[0] == [143, 143]
+    codes, said = run(processes, home, name, way, partial(on_rank, 1, sent, signal.SIGKILL, "training_step", 3))
     assert codes == [1, -signal.SIGKILL], said
     assert "error: rank 1 of 2 has ended" in said and "last.ckpt, of step " in said and "to go on:" in said
     assert "Traceback" not in said
@@ -187,10 +174,10 @@ def no_room() -> None:
     saved = count_calls(2)
     for module in (files, sharded):
 
-        def write(path: Any, whole: Callable[..., Any] = module.replacing) -> Any:
-            return full(path) if Path(path).name == "last.ckpt" and saved() else whole(path)
+        def write(content: Any, path: Any, whole: Callable[..., Any] = module.save_whole) -> Any:
+            return full(path) if Path(path).name == "last.ckpt" and saved() else whole(content, path)
 
-        module.replacing = write
+        module.save_whole = write
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

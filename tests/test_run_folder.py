@@ -177,6 +177,28 @@ def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path
     leave(tmp_path / "run", "finished")
     sentence = prepare(config(tmp_path / "run", seed=4)).sentence
     assert "it is finished and its configuration differs in seed (0 there, 4 here)" in sentence
+    leave(tmp_path / "run", "finished")
+    longer = prepare(config(tmp_path / "run", trainer__max_steps=40))
+    assert "it is finished, after 7 steps, and one of another length is another run" in longer.sentence
+    assert longer.checkpoint is None and not (tmp_path / "run/checkpoints").exists()
+    assert Path(longer.sentence.split("was moved to ")[1].split(":")[0], "checkpoints/last.ckpt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"global_batch": 4}, r"sequences a step \(8 there, 4 here\), global_batch \(8 there, 4 here\)"),
+        ({"model__state_size": 6}, r"model.state_size \(.* there, 6 here\)"),
+        ({"optimizer__learning_rate": 0.5}, r"optimizer.learning_rate \(.* there, 0.5 here\)"),
+        ({"seed": 3}, r"seed \(0 there, 3 here\)"),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(
+    tmp_path: Path, changes: dict[str, Any], said: str
+):
+    last = leave(tmp_path / "old")
+    with pytest.raises(CheckpointError, match=f"cannot go on with this configuration: it differs in {said}"):
+        prepare(config(tmp_path / "run", resume=str(last), **changes))
 
 
 def test_a_run_that_began_with_a_path_is_not_undone_by_the_same_command(tmp_path: Path):
@@ -216,6 +238,10 @@ def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path)
     origin = leave(tmp_path / "old", hyper_parameters={"config": config(tmp_path, callbacks__selection=SELECTION)})
     longer = config(tmp_path / "run", resume=str(origin), trainer__max_steps=40, callbacks__selection=SELECTION)
     assert prepare(longer).sentence.endswith("new length: the learning rate, callbacks.selection.")
+    free = config(tmp_path / "run", resume=str(leave(tmp_path / "old")), trainer__max_steps=40, name="other")
+    free["trainer"]["log_every_n_steps"] = 5
+    start = prepare(free)
+    assert start.sentence.endswith("jumps to the curve of the new length: the learning rate.") and start.step == 7
 
 
 def test_steps_of_other_sequences_are_refused(tmp_path: Path):

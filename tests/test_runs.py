@@ -17,10 +17,12 @@ from gsm.config.load import read_checkpoint
 from gsm.evaluation import checkpoints, commands, plots
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import experiment as experiments
-from gsm.experiments import weights
-from gsm.experiments.experiment import Experiment, Trial, parse_runs, read_arms, train_all
+from gsm.experiments import trials, weights
+from gsm.experiments.asked import parse_runs, read_arms
+from gsm.experiments.experiment import train_all
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Job
+from gsm.experiments.trials import Experiment, Trial
 from gsm.files import write_json
 from gsm.training.resume import FORMAT, STATE
 
@@ -98,7 +100,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     """What a command with these overrides asks for."""
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(experiments, "compose", lambda overrides: composed(tuple(overrides)))
+    monkeypatch.setattr(trials, "compose", lambda overrides: composed(tuple(overrides)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import arguments, count_calls, lines, no_death, scalars, started
+from adversary.damage import same
+from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
 
 import gsm.training.callbacks.checkpoints as files
 from gsm.experiments import report
 from gsm.files import PARTIAL
 from gsm.training.callbacks.interruption import SAME
-from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
 
 KILLS = int(os.environ.get("GSM_TEST_KILLS", "5"))
@@ -44,48 +44,22 @@ def killed_in_a_half_written_checkpoint(count: int) -> None:
     files.save_whole = write
 
 
-def killed_before_the_checkpoint_has_its_name(count: int) -> None:
+def killed_as_the_checkpoint_gets_its_name(before: bool, count: int) -> None:
     named = count_calls(count)
 
     def replace(old: Path, new: Path, whole: Callable[..., None] = os.replace) -> None:
+        if not before:
+            whole(old, new)
         if str(new).endswith(".ckpt") and named():
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(old, new)
-
-    files.os.replace = replace
-
-
-def killed_after_the_checkpoint_has_its_name(count: int) -> None:
-    named = count_calls(count)
-
-    def replace(old: Path, new: Path, whole: Callable[..., None] = os.replace) -> None:
-        whole(old, new)
-        if str(new).endswith(".ckpt") and named():
-            os.kill(os.getpid(), signal.SIGKILL)
+        if before:
+            whole(old, new)
 
     files.os.replace = replace
 
 
 def killed_in_a_validation(count: int) -> None:
-    validated = count_calls(count % 2 + 1)
-
-    def step(self: Any, *given: Any, whole: Callable[..., None] = LanguageModeling.validation_step) -> None:
-        if validated():
-            os.kill(os.getpid(), signal.SIGKILL)
-        whole(self, *given)
-
-    LanguageModeling.validation_step = step
-
-
-def killed_in_a_batch(count: int) -> None:
-    trained = count_calls(count)
-
-    def step(self: Any, *given: Any, whole: Callable[..., Any] = LanguageModeling.training_step) -> Any:
-        if trained():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(self, *given)
-
-    LanguageModeling.training_step = step
+    sent(signal.SIGKILL, "validation_step", count % 2 + 1)
 
 
 def killed_at_some_moment(count: int) -> None:
@@ -96,9 +70,9 @@ DEATHS = [
     killed_at_some_moment,
     killed_in_a_half_written_checkpoint,
     killed_in_a_validation,
-    killed_before_the_checkpoint_has_its_name,
-    killed_in_a_batch,
-    killed_after_the_checkpoint_has_its_name,
+    partial(killed_as_the_checkpoint_gets_its_name, True),
+    partial(sent, signal.SIGKILL, "training_step"),
+    partial(killed_as_the_checkpoint_gets_its_name, False),
 ]
 
 
@@ -154,13 +128,14 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
     which has three steps of two batches. So nothing that was trained is lost."""
     log, folder = home / "signals.log", home / "logs/signals/gsm/seed0"
     signals = [
-        (signal.SIGTERM, 143, partial(signalled_in_a_batch, 7, signal.SIGTERM), 6),
-        (signal.SIGINT, 130, partial(signalled_in_a_validation, signal.SIGINT), 9),
-        (signal.SIGUSR1, 138, partial(signalled_in_a_batch, 4, signal.SIGUSR1), 12),
-        (signal.SIGUSR2, 140, partial(signalled_in_a_batch, 6, signal.SIGUSR2), 15),  # with a validation to follow
+        (signal.SIGTERM, 143, ("training_step", 7), 6),
+        (signal.SIGINT, 130, ("validation_step", 1), 9),
+        (signal.SIGUSR1, 138, ("training_step", 4), 12),
+        (signal.SIGUSR2, 140, ("training_step", 6), 15),  # with a validation to follow
     ]
-    for number, code, injected, step in signals:
+    for number, code, (method, count), step in signals:
         given = arguments(home, "signals", "callbacks.latest.minutes=10")
+        injected = partial(sent, number, method, count)
         child = started(processes, given, log, injected)
         child.join()
         said = log.read_text()
@@ -177,35 +152,17 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
     assert_same_run(folder, straight)
 
 
-def signalled_in_a_batch(count: int, number: signal.Signals, again_after: float | None = None) -> None:
-    trained = count_calls(count)
-
-    def step(self: Any, *given: Any, whole: Callable[..., Any] = LanguageModeling.training_step) -> Any:
-        if trained():
-            os.kill(os.getpid(), number)
-            if again_after is not None:
-                time.sleep(again_after)
-                os.kill(os.getpid(), number)
-                time.sleep(60)
-        return whole(self, *given)
-
-    LanguageModeling.training_step = step
-
-
-def signalled_in_a_validation(number: signal.Signals) -> None:
-    validated = count_calls(1)
-
-    def step(self: Any, *given: Any, whole: Callable[..., None] = LanguageModeling.validation_step) -> None:
-        if validated():
-            os.kill(os.getpid(), number)
-        whole(self, *given)
-
-    LanguageModeling.validation_step = step
+def signalled_twice() -> None:
+    """The second signal comes while the first is still being waited for."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(2 * SAME)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once(home: Path, processes: Any):
-    injected = partial(signalled_in_a_batch, 3, signal.SIGTERM, 2 * SAME)
+    injected = partial(at_call, "training_step", 3, signalled_twice)
     child = started(processes, arguments(home, "twice", "callbacks=default"), home / "twice.log", injected)
     child.join(50)
     assert child.exitcode == -signal.SIGTERM, "it went on sleeping"
@@ -226,26 +183,11 @@ def assert_same_run(folder: Path, other: Path) -> None:
     for name in ("last", "best"):
         one, two = (torch.load(f / f"checkpoints/{name}.ckpt", weights_only=True) for f in (folder, other))
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-            assert_equal(one[part], two[part], f"{name}.ckpt {part}")
-        assert_equal(one[STATE], two[STATE], f"{name}.ckpt random states")
+            assert same(one[part], two[part]), f"{name}.ckpt {part}"
+        assert same(one[STATE], two[STATE]), f"{name}.ckpt random states"
         assert one["callbacks"]["Best"] == two["callbacks"]["Best"]
     assert lines(folder) == lines(other)
     assert scalars(folder) == scalars(other)
     one, two = (json.loads((f / "summary.json").read_text()) for f in (folder, other))
     for key in ("status", "steps", "tokens", "val_loss", "bits_per_byte"):
         assert one[key] == two[key], key
-
-
-def assert_equal(one: Any, two: Any, where: str) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, two), where
-    elif isinstance(one, dict):
-        assert one.keys() == two.keys(), where
-        for key in one:
-            assert_equal(one[key], two[key], f"{where} {key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two), where
-        for first, second in zip(one, two, strict=True):
-            assert_equal(first, second, where)
-    else:
-        assert one == two, where

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_runs import BYTES, SIZES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
@@ -22,11 +23,7 @@ from gsm.experiments.fit import train
 from gsm.paths import ROOT
 from gsm.training.callbacks.tensorboard import COLUMNS, METRICS
 
-TINY = (
-    "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
-    "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4 "
-    "data=folder data.tokenizer=bytes data.batch_size=2 data.validation_sequences=3"
-).split()
+TINY = [*SIZES, *BYTES, "data.batch_size=2", "data.validation_sequences=3"]
 
 
 def arguments(folder: Path) -> list[str]:
@@ -185,7 +182,7 @@ def test_a_bad_checkpoint_is_explained(run: tuple[Path, str], tmp_path: Path):
 
 def test_a_seed_fixes_the_weights_and_leaves_the_generator_alone():
     def weight(seed: int) -> torch.Tensor:
-        return gsm.build_model("gsm", overrides=TINY[:12], seed=seed).embedding.weight
+        return gsm.build_model("gsm", overrides=SIZES, seed=seed).embedding.weight
 
     before = torch.get_rng_state()
     assert torch.equal(weight(3), weight(3))

@@ -5,25 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from gsm import notebook, paths
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model, read_checkpoint
+from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model
 from gsm.config.trust import vetted
 from gsm.evaluation.held_out import open_data
-from gsm.training.distributed import shards
 from gsm.training.resume import FORMAT
 
 PAYLOADS: dict[str, Any] = {
@@ -175,11 +170,6 @@ def test_a_broken_yaml_beside_the_others_names_nothing(config, tmp_path):
 
 def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
     """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
-    (tmp_path / "own_writer.py").write_text(
-        "from gsm.slots.writer.additive import Additive\nclass Own(Additive): pass\n"
-    )
-    (tmp_path / "yamls/model/writer").mkdir(parents=True)
-    (tmp_path / "yamls/model/writer/own.yaml").write_text("_target_: own_writer.Own\n_partial_: true\n")
     yamls = own_part(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     own = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])
@@ -234,85 +224,3 @@ def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
         assert "what is trained could not be loaded again: write a yaml" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
     assert "trainer.max_time is 1" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
-
-
-# The parts of a checkpoint that several ranks have written: their index is a pickle.
-
-
-def in_parts(folder: Path, index: bytes | None = None, **more: Any) -> Path:
-    """A checkpoint in parts, with more entries besides a tensor, or with an index of one's own."""
-    parts = folder / "checkpoints/shards/p"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        content = {"weights/model.x": torch.ones(3), **more}
-        dcp.save(content, storage_writer=dcp.FileSystemWriter(parts), no_dist=True)
-    if index is not None:
-        (parts / ".metadata").write_bytes(index)
-    small = {"shards": {"folder": "p", "names": []}, "hyper_parameters": {"config": {"model": {}}}, "global_step": 1}
-    torch.save({**small, "format": FORMAT, "optimizer_states": []}, folder / "checkpoints/last.ckpt")
-    return folder / "checkpoints/last.ckpt"
-
-
-def test_parts_that_have_changed_places_are_not_taken_for_each_other(tmp_path):
-    """Each is sound in itself, and says nowhere which one it is."""
-    path = in_parts(tmp_path)
-    parts, other = path.parent / "shards/p", tmp_path / "other"
-    other.mkdir()
-    shards.seal(parts)
-    assert read_checkpoint(path)["state_dict"]["model.x"].tolist() == [1, 1, 1]
-    place = next(parts.glob("*.distcp"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.save({"weights/model.x": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(other), no_dist=True)
-    place.write_bytes(next(other.glob("*.distcp")).read_bytes())
-    with pytest.raises(CheckpointError, match=f"{place.name}, a part of .* is damaged, or another one in its place"):
-        read_checkpoint(path)
-
-
-class Runs:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.mark}",)
-
-
-def test_what_is_no_tensor_in_the_parts_of_a_checkpoint_is_not_unpickled(tmp_path):
-    """PyTorch reads such an entry as a pickle, without a look at what it runs."""
-    path = in_parts(tmp_path, extra=Runs(tmp_path / "mark"))
-    for read in (load_model, read_checkpoint):
-        with pytest.raises(CheckpointError, match="BytesStorageMetadata, which is not of a checkpoint"):
-            read(path)
-    with pytest.raises(shards.Broken, match="holds 'extra' as something else than a tensor"):
-        shards._TensorsAlone().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="extra")), None)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_an_index_of_parts_changes_no_class(tmp_path):
-    """A few bytes would have changed what a path answers, for the whole process."""
-    index = b"cpathlib\nPosixPath\n}(S'is_file'\ncpathlib\nPosixPath\nub."
-    with pytest.raises(CheckpointError, match="an index of shards changes a type"):
-        read_checkpoint(in_parts(tmp_path, index))
-    assert not Path("/nope").is_file()
-
-
-@pytest.mark.parametrize("change", ["key", "kind", "attribute", "place"])
-def test_an_index_of_parts_is_of_exact_types(change, tmp_path):
-    path = in_parts(tmp_path)
-    file = path.parent / "shards/p/.metadata"
-    metadata = pickle.loads(file.read_bytes())
-    known, places = metadata.state_dict_metadata, metadata.storage_data
-    (name, kind), (place, info) = *known.items(), *places.items()
-    if change == "key":
-        known[5] = kind
-    elif change == "kind":
-        known[name] = info
-    elif change == "attribute":
-        object.__setattr__(place, "startswith", Path)
-    else:
-        info.offset = -1
-    file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="the index of a checkpoint's parts, cannot be read"):
-        read_checkpoint(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import uuid
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 BLOCK = 1 << 22  # bytes that are read at a time
 DIRECTORY = 0x10  # of a part of an archive: PyTorch takes one that is marked so for empty, and gives zeros
@@ -47,6 +50,17 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Writes a file as a whole or not at all. Raises OSError."""
     with replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
+    """``torch.save`` through `replacing`, of what is a file in memory first: PyTorch's writer hides why a disk refuses.
+
+    Raises OSError.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with replacing(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:

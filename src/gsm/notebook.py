@@ -21,9 +21,9 @@ from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import plots
 from gsm.experiments.compare import CONTENTS
-from gsm.experiments.experiment import Experiment
 from gsm.experiments.fit import train
 from gsm.experiments.table import RunSummary, read_runs
+from gsm.experiments.trials import Experiment
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Seen

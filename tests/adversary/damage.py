@@ -112,12 +112,11 @@ def _parts(draw: random.Random, world: World) -> Case:
 
 def _harm_parts(draw: random.Random, how: str, last: Path, world: World) -> None:
     parts = sorted(path for path in last.parent.rglob("*") if path.is_file() and path != last)
-    big = [path for path in parts if path.suffix == ".distcp"]
-    chosen = draw.choice([*big, *(path for path in parts if path not in big)])
+    chosen = draw.choice([*parts, last] if how == "mutated" else parts)  # the last says where each tensor is
     if how == "mutated":
         chosen.write_bytes(mutate(draw, chosen.read_bytes())[1])
     elif how == "exchanged":
-        one, two = draw.choice(big), draw.choice(parts)
+        one, two = draw.choice(parts), draw.choice(parts)
         content = one.read_bytes()
         one.write_bytes(two.read_bytes())
         two.write_bytes(content)
@@ -131,7 +130,7 @@ def _harm_parts(draw: random.Random, how: str, last: Path, world: World) -> None
         changed = world.checkpoint()
         for value in changed["state_dict"].values():
             value.add_(1)
-        inside.in_parts(changed, world.last, other, files=len(big) > 1)
+        inside.in_parts(changed, world.last, other, files=len(parts) > 1)
         place = other.parent / chosen.relative_to(last.parent)
         if place.is_file():
             chosen.write_bytes(place.read_bytes())

@@ -67,10 +67,9 @@ def in_parts(checkpoint: Mapping[str, Any], written: Path, path: Path, files: bo
     ordered = [names[id(parameter)] for group in model.parameter_groups().values() for parameter in group]
     tensors, rest = parts.take_apart(checkpoint, ordered)
     folder = path.parent / parts.FOLDER / "00000006-parts"
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=not files, thread_count=1)
-    dcp.save(tensors, storage_writer=writer, no_dist=True)
-    parts.seal(folder)
-    torch.save({**rest, parts.FOLDER: {"folder": folder.name, "names": ordered}}, path)
+    writer = parts.Writer(folder, single_file_per_rank=not files, thread_count=1)
+    metadata = dcp.save(tensors, storage_writer=writer, no_dist=True)
+    torch.save({**rest, parts.FOLDER: parts.described(metadata, folder, ordered)}, path)
 
 
 def whole(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ PLACES = ("name", "arm", *PATHS)
 WHOLE = 2**62  # the sizes of tensors that PyTorch can tell from its own marks are smaller
 
 # From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
-# refuses by itself is not here, nor what may be any number. None: no end.
+# refuses by itself is not here: these are numbers that no part of ours looks at, and ends beyond what machines can do.
+# None: no end.
 RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (0, 2**32 - 1),
     "jobs": (1, None),
     "global_batch": (1, None),
     "data.seed": (0, 2**32 - 1),
-    "data.examples": (1, None),
     "data.validation_sequences": (1, 10**7),
     "data.num_workers": (0, MOST_PROCESSES),
     "data.prepare_workers": (1, MOST_PROCESSES),
@@ -61,9 +61,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "decoder_layers": (1, MOST_LAYERS),
     "rope_base": (1, None),
     "bank_rope_base": (1, None),
-    "yarn_factor": (1, None),
-    "yarn_mscale": (0, None),
-    "optimizer.learning_rate": (0, 1e3),
     "trainer.max_steps": (1, None),
     "trainer.devices": (1, MOST_PROCESSES),
     "trainer.num_nodes": (1, 100_000),
@@ -72,8 +69,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "trainer.val_check_interval": (1, None),
     "trainer.check_val_every_n_epoch": (1, None),
     "trainer.num_sanity_val_steps": (-1, None),
-    "callbacks.latest.minutes": (0, None),
-    "callbacks.latest.share": (0, None),
 }
 SIZES = ("size.", "model.geometry.")
 
@@ -101,7 +96,7 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
         raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
-            raise unknown("key", key, reference, "the configuration", directories)
+            raise unknown("key", key, reference, "the configuration", directories, _paths(reference))
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
         if isinstance(value, Mapping):
@@ -179,6 +174,23 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in config.items():
         found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return found
+
+
+def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """What stands otherwise in two flat configurations: ``data.batch_size (4 there, 8 here)``."""
+    return [
+        f"{key} ({there.get(key, 'nothing')} there, {here.get(key, 'nothing')} here)"
+        for key in keys
+        if there.get(key) != here.get(key)
+    ]
+
+
+def _paths(node: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
+    for name, below in node.items():
+        if name not in ("hydra", "recipe"):
+            yield f"{above}{name}"
+            yield from _paths(below, f"{above}{name}.") if isinstance(below, Mapping) else ()
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gsm import paths
 from gsm.config.check import ConfigError, check_readable, unknown
-from gsm.config.compose import check_overrides, from_job, register_resolvers
+from gsm.config.compose import SEARCH, check_overrides, from_job, register_resolvers, search
 from gsm.experiments.launcher import check_available
 from gsm.training.distributed.ranks import rank
 
@@ -39,7 +39,6 @@ REMEDIES = {
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
-SEARCH = "hydra.searchpath="
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
@@ -63,7 +62,8 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
             first = sys.argv.index(parsed.overrides[0]) if parsed.overrides else len(sys.argv)  # they stand together
             sys.argv.insert(first, search(directories))
         check_available(parsed.overrides)
-        check_overrides(parsed.overrides, directories, script)
+        if not (parsed.config_name or parsed.config_path):  # another one is checked inside of its job
+            check_overrides(parsed.overrides, script)
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
@@ -113,11 +113,6 @@ def _own_configs(folder: str | None) -> None:
         raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
     others = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
     os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *others]))
-
-
-def search(directories: Sequence[Path]) -> str:
-    """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
-    return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
 
 
 def read_arguments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,19 +11,20 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, QuotedString
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
-from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, parameters, unknown
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
 # What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
 # writer `delta`, whose state carries more, and by GSM and the baseline alike.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
+SEARCH = "hydra.searchpath="
 
 
 def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
@@ -37,49 +38,37 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
-    overrides, directories = list(overrides), paths.config_folders(directories)[1:]
-    groups = _groups(_folders(directories))
+    overrides, folders = list(overrides), paths.config_folders(directories)
+    groups = _groups(folders)
     parsed = _check_choices(overrides, groups)
     try:
-        composed = _hydra(tuple(overrides), directories, script)
+        composed = _hydra(tuple(overrides), folders, script)
     except ConfigError:
-        _check_keys(parsed, directories, script, groups)  # which says it better, and takes a composition of its own
+        _name_unknown(parsed, groups, folders, script)
         raise
-    state = HydraConfig.instance()
-    before = state.cfg
-    only_groups = all(override.key_or_group in groups for override in parsed)
-    try:
-        state.set_config(composed)  # which the configuration refers to, as inside a job
-        choices = composed.hydra.runtime.choices
-        reference = composed if only_groups and not choices.get("experiment") else None
-        return finish(composed, choices, directories, script, reference)
-    finally:
-        state.cfg = before
+    return _as_job(composed, folders, script)
 
 
-def finish(
-    config: DictConfig,
-    choices: Mapping[str, str],
-    directories: Sequence[Path] = (),
-    script: str = "train",
-    reference: DictConfig | None = None,
-) -> dict[str, Any]:
+def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -> dict[str, Any]:
     """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
 
-    ``HydraConfig`` has to be set, as it is inside a job. ``reference`` is the composition of the same groups without
-    experiment and values, where it is at hand. Raises ConfigError.
+    ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
     """
-    chosen = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
+    job = HydraConfig.get()
+    chosen = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
     _fill_in(plain)
-    if reference is None:
-        groups = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-        reference = _remembered(groups, tuple(directories), paths.stamp(_folders(directories)), script)
+    groups = _groups(folders)
+    if not chosen.get("experiment") and all(one.key_or_group in groups for one in _parse(job.overrides.task)):
+        reference = config
+    else:
+        given = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
+        reference = _remembered(given, tuple(folders), paths.stamp(folders), script)
     if script == "train":
         plain = {**dict.fromkeys(NAMED_PARTS), **plain}
         plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
     known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}
-    check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, _folders(directories))
+    check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, folders)
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
@@ -104,24 +93,29 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    job, script = HydraConfig.get(), HydraConfig.get().job.config_name or "train"
-    finished = finish(config, job.runtime.choices, job_directories(), script)
+    script = HydraConfig.get().job.config_name or "train"
+    finished = finish(config, _job_folders(), script)
     if script == "train":
-        refuse_unnamed(finished, job_directories())
+        refuse_unnamed(finished, _job_folders())
     return finished
 
 
-def job_directories() -> list[Path]:
-    """The folders of yaml files besides ``configs/`` of the Hydra job that is running."""
+def _job_folders() -> list[Path]:
+    """The folders of yaml files of the Hydra job that is running, the project's first."""
     sources = HydraConfig.get().runtime.config_sources
-    folders = [Path(source.path) for source in sources if source.schema == "file"]
-    return [folder for folder in dict.fromkeys(folders) if folder != paths.configs()]
+    return list(dict.fromkeys([paths.configs(), *(Path(one.path) for one in sources if one.schema == "file")]))
 
 
-def check_overrides(overrides: Sequence[str], directories: Sequence[Path] = (), script: str = "train") -> None:
-    """Checks a command line: every group has the chosen variant, every key exists. Raises ConfigError."""
-    groups = _groups(_folders(directories))
-    _check_keys(_check_choices(overrides, groups), directories, script, groups)
+def check_overrides(overrides: Sequence[str], script: str = "train") -> None:
+    """Checks a command line, before Hydra does anything; of a sweep, the first of its jobs. Raises ConfigError."""
+    groups = _groups(paths.config_folders())
+    parsed = [one for one in _check_choices(overrides, groups) if not one.is_interval_sweep()]  # its sweeper's matter
+    compose([_first(one, groups) for one in parsed], script=script)
+
+
+def search(directories: Sequence[Path]) -> str:
+    """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
+    return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
 
 
 def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> list[Override]:
@@ -132,32 +126,46 @@ def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> 
     return parsed
 
 
-def _check_keys(
-    parsed: Sequence[Override], directories: Sequence[Path], script: str, groups: Mapping[str, set[str]]
+def _name_unknown(
+    parsed: Sequence[Override], groups: Mapping[str, set[str]], folders: Sequence[Path], script: str
 ) -> None:
-    """Every override of a value names a key that exists, unless it adds one."""
-    first = tuple(line for override in parsed if (line := _first_choice(override, groups)))
-    values = [
-        override.key_or_group
-        for override in parsed
-        if override.key_or_group not in groups and not (override.is_add() or override.is_force_add())
+    """Raises ConfigError for a key that does not exist, which says more than Hydra: what was meant, and what there is.
+
+    Forced in, as a yaml could put it there, it is found by `check`.
+    """
+    forced = [
+        _first(one, groups) if one.key_or_group in groups else f"++{one.key_or_group}={_value(one)}" for one in parsed
     ]
-    for key in values:
-        _check_key(key, _remembered(first, tuple(directories), paths.stamp(_folders(directories)), script), groups)
+    try:
+        composed = _hydra(forced, folders, script)
+    except ConfigError:  # it is something else
+        return
+    _as_job(composed, folders, script)
 
 
-def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -> DictConfig:
+def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[str, Any]:
+    """The same configuration finished as inside of its job: it refers to Hydra's node. Raises ConfigError."""
+    state = HydraConfig.instance()
+    before = state.cfg
+    try:
+        state.set_config(composed)
+        return finish(composed, folders, script)
+    finally:
+        state.cfg = before
+
+
+def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> DictConfig:
     """Hydra's composition, its own node included; what it changes globally is put back."""
     register_resolvers()
-    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in directories)}]"] if directories else []
+    own = [search(folders[1:])] if folders[1:] else []
     main = GlobalHydra.instance()
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
-            return hydra.compose(script, [*overrides, *search], return_hydra_config=True)
+            return hydra.compose(script, [*overrides, *own], return_hydra_config=True)
     except MissingConfigException as error:
-        raise _missing(error, directories) from error
+        raise _missing(error, folders) from error
     except HydraException as error:
         raise ConfigError(" ".join(str(error).split())) from error
     finally:
@@ -166,9 +174,9 @@ def _hydra(overrides: Sequence[str], directories: Sequence[Path], script: str) -
 
 
 @functools.lru_cache(maxsize=64)
-def _remembered(overrides: tuple[str, ...], directories: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
+def _remembered(overrides: tuple[str, ...], folders: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
     """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
-    return _hydra(overrides, directories, script)
+    return _hydra(overrides, folders, script)
 
 
 def register_resolvers() -> None:
@@ -213,7 +221,7 @@ def _gap(word: str, size: Mapping[str, Any], state_size: int | None) -> int:
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
-    known = _groups(_folders(job_directories())).get(group, set())
+    known = _groups(_job_folders()).get(group, set())
     for name in (first, *without):
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")
@@ -247,10 +255,6 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
 
 
-def _folders(directories: Sequence[Path]) -> list[Path]:
-    return [paths.configs(), *directories]
-
-
 def _groups(folders: Sequence[Path]) -> dict[str, set[str]]:
     """Every group with its variants: the folders below the configs, and the yaml files in them."""
     groups: dict[str, set[str]] = {}
@@ -273,10 +277,6 @@ def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
             raise ConfigError(
                 f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
             )
-        if key in PLACES and not override.is_sweep_override() and "${" not in str(override.value()):
-            # Hydra makes the folder before the configuration is looked at as a whole.
-            if not (key == "arm" and isinstance(override.value(), list)):
-                check_place(key, _plain(override))
         return
     if override.is_delete() or override.value() is None:
         _check_left_out(override, groups[key])
@@ -298,12 +298,6 @@ def _check_left_out(override: Override, known: Collection[str]) -> None:
     raise ConfigError(f"{said}, but a run needs one of {', '.join(sorted(known))}")
 
 
-def _plain(override: Override) -> Any:
-    """The value of an override, without its quotes."""
-    value = override.value()
-    return value.text if isinstance(value, QuotedString) else value
-
-
 def _choices(override: Override, known: Collection[str]) -> list[str]:
     """The variants that an override of a group names: one, several in a sweep, or those that fit a pattern."""
     value = override.value()
@@ -316,57 +310,24 @@ def _choices(override: Override, known: Collection[str]) -> list[str]:
     )
 
 
-def _first_choice(override: Override, groups: Mapping[str, set[str]]) -> str | None:
-    """The override of a group with one choice, for composing what the other overrides are checked against."""
-    choices = _choices(override, groups.get(override.key_or_group, ()))
-    if override.key_or_group not in groups or not choices:
-        return None
-    return f"{override.get_key_element()}={choices[0]}"
+def _first(override: Override, groups: Mapping[str, set[str]]) -> str:
+    """The override itself; of a sweep, what its first job gets."""
+    if not override.is_sweep_override():
+        return str(override.input_line)
+    known = groups.get(override.key_or_group)
+    choices = _choices(override, known) if known else list(override.sweep_string_iterator())
+    return f"{override.get_key_element()}={choices[0]}" if choices else str(override.input_line)
 
 
-def _check_key(key: str, composed: DictConfig, groups: Mapping[str, set[str]]) -> None:
-    """An override of a value names a key that exists."""
-    node: Any = composed
-    path: list[str] = []
-    for part in key.split("."):
-        if not OmegaConf.is_dict(node):
-            return
-        if part not in node.keys() or (not path and part == "hydra"):  # `in node` denies what still lacks a value
-            raise _unknown_key(key, part, path, node, composed, groups)
-        path.append(part)
-        node = node._get_node(part)
+def _value(override: Override) -> str:
+    """The value of an override as it was written; null for one that deletes."""
+    return str(override.input_line).partition("=")[2] or "null"
 
 
-def _unknown_key(
-    key: str, part: str, path: Sequence[str], node: DictConfig, composed: DictConfig, groups: Mapping[str, set[str]]
-) -> ConfigError:
-    """The error for ``part`` below ``path``; what a constructor takes is known, whether it has a value yet or not."""
-    target = node.get("_target_")
-    taken = (parameters(target) if target else None) or {}
-    if part in taken:
-        return ConfigError(f"{key} is taken by {target} but has no value yet: write +{key}=")
-    if path:
-        known = {str(name) for name in node if not str(name).startswith("_")} | set(taken)
-        return unknown("key", ".".join([*path, part]), known, ".".join(path))
-    known = {str(name) for name in node if name != "hydra"} | set(groups)
-    return unknown("key", part, known, "the configuration", deeper=_paths(composed))
-
-
-def _paths(node: DictConfig, above: str = "") -> Iterator[str]:
-    """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
-    for name in node:
-        if name in ("hydra", "recipe"):
-            continue
-        below = node._get_node(name)
-        yield f"{above}{name}"
-        if isinstance(below, DictConfig):
-            yield from _paths(below, f"{above}{name}.")
-
-
-def _missing(error: MissingConfigException, directories: Sequence[Path]) -> ConfigError:
+def _missing(error: MissingConfigException, folders: Sequence[Path]) -> ConfigError:
     """A variant that a yaml chose, but that does not exist."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    groups = _groups(_folders(directories))
+    groups = _groups(folders)
     if group in groups:
-        return unknown("variant", choice, groups[group], f"the group '{group}'", _folders(directories))
+        return unknown("variant", choice, groups[group], f"the group '{group}'", folders)
     return ConfigError(" ".join(str(error).split()))

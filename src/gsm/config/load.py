@@ -22,6 +22,7 @@ from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
 from gsm.training.resume import ENTRIES, FORMAT, STATE
 
+LAST = "checkpoints/last.ckpt"  # in the folder of a run
 NUMBER = (int, float)
 NONE = type(None)
 # What a checkpoint consists of: the kind of every entry, or in curly brackets what lies below it (under ..., of
@@ -40,7 +41,7 @@ SHAPE: dict[Any, Any] = {
         }
     },
     "state_dict": {...: torch.Tensor},
-    shards.FOLDER: {"folder": str, "names": [str]},
+    shards.FOLDER: shards.SHAPE,
     "global_step": int,
     "optimizer_states": [{"state": {...: Mapping}, "param_groups": [{"params": list}]}],
     ENTRIES: [{...: [str]}],
@@ -145,8 +146,12 @@ def vetted_node(
 
 def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
     """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
-    weights = _weights(checkpoint)
-    return sorted(weights.keys() ^ model.state_dict().keys()) or _other_shapes(model, weights)
+    there, here = _weights(checkpoint), model.state_dict()
+    return sorted(there.keys() ^ here.keys()) or [
+        f"{name} {tuple(there[name].shape)} for {tuple(own.shape)}"
+        for name, own in here.items()
+        if there[name].shape != own.shape
+    ]
 
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
@@ -188,8 +193,7 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         FileNotFoundError: there is no such file.
         CheckpointError: it is truncated, damaged or no checkpoint of this project, or its parts are.
     """
-    path = Path(path)
-    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    path = checkpoint_file(path)
     if not path.is_file():
         beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
         raise FileNotFoundError(
@@ -219,6 +223,12 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
     except shards.Broken as error:
         raise CheckpointError(str(error)) from error
+
+
+def checkpoint_file(path: str | os.PathLike[str]) -> Path:
+    """The file itself, or the last checkpoint of a run's folder, which need not be there yet."""
+    path = Path(path)
+    return path if path.suffix == ".ckpt" or path.is_file() else path / LAST
 
 
 def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:
@@ -296,12 +306,3 @@ def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The model's own, by their names in it."""
     saved = checkpoint["state_dict"].items()
     return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}
-
-
-def _other_shapes(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    return [
-        f"{name} {tuple(weights[name].shape)} for {tuple(shape)}"
-        for name, shape in shapes.items()
-        if weights[name].shape != shape
-    ]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gsm.config import command_line
 from gsm.config.check import ConfigError
-from gsm.config.load import read_checkpoint
-from gsm.training.callbacks.checkpoints import save_whole
+from gsm.config.load import checkpoint_file, read_checkpoint
+from gsm.files import save_whole
 from gsm.training.distributed import shards
 
 
@@ -25,8 +25,7 @@ def consolidate(checkpoint: str, output: str) -> Path:
         ConfigError: the output is the checkpoint itself.
         OSError: it cannot be written.
     """
-    path, target = Path(checkpoint), Path(output)
-    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    path, target = checkpoint_file(checkpoint), Path(output)
     if target.resolve() == path.resolve():
         raise ConfigError(f"output is {output}, the checkpoint itself: choose another file")
     save_whole(shards.whole(read_checkpoint(path, mmap=True, verify=True), path), target)

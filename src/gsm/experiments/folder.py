@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import ConfigError, few, flat
-from gsm.config.load import CheckpointError, read_checkpoint
+from gsm.config.check import ConfigError, contrast, few, flat
+from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
 from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
-LAST = "checkpoints/last.ckpt"
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
 # What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
@@ -91,21 +90,27 @@ def prepare(
         shards.sweep(folder / "checkpoints")
     last = folder / LAST
     if resume not in ("auto", "never"):
-        path = Path(resume)
-        return _from_path((path / LAST if path.is_dir() else path).resolve(), config, leads, fingerprint, world)
-    if resume == "never" or config.get("force") or not last.is_file():
+        path = checkpoint_file(resume).resolve()
+        checkpoint, began, changes = _began_with(path, config, fingerprint, world), f", which began with {path}", []
+        if checkpoint is None:
+            return _from_path(path, config, leads, fingerprint, world)
+    elif resume == "never" or config.get("force") or not last.is_file():
         return _over(config, leads)
-    checkpoint = _read_last(last)
-    changes = _changes(checkpoint, config, fingerprint, world)
+    else:
+        checkpoint, began = _read_last(last), ""
+        changes = _changes(checkpoint, config, fingerprint, world)
+    step = checkpoint["global_step"]
     if _status(folder) == "finished":
-        return _over(config, leads, _why_over(changes, checkpoint["global_step"])) if changes else _finished(folder)
+        if changes:
+            return _over(config, leads, _why_over(changes, step))
+        return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
-            f"the unfinished run in {folder}, at step {checkpoint['global_step']}, differs in {few(changes)}: "
-            "give what it had to go on with it, resume=never to move it aside and start over, or another name="
+            f"the unfinished run in {folder}, at step {step}, differs in {few(changes)}: give what it had to go on "
+            "with it, resume=never to move it aside and start over, or another name="
         )
-    sentence = f"Going on with the unfinished run in {folder} (resume=never starts over)."
-    return _start(last, checkpoint, sentence, checkpoint.get("origin"))
+    sentence = f"Going on with the unfinished run in {folder}{began} (resume=never starts over)."
+    return Start(last, sentence, step, checkpoint.get("origin"))
 
 
 def finished(config: Mapping[str, Any]) -> bool:
@@ -137,11 +142,8 @@ def differences(
         divided: leave out how a step is divided among processes.
     """
     first, second = flat(old), flat(new)
-    return [
-        f"{key} ({first.get(key, 'nothing')} there, {second.get(key, 'nothing')} here)"
-        for key in sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-        if first.get(key) != second.get(key) and _matters(key, by_path, divided)
-    ]
+    keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
+    return contrast(first, second, (key for key in keys if _matters(key, by_path, divided)))
 
 
 @contextlib.contextmanager
@@ -199,23 +201,24 @@ def _trained_otherwise(
     return steps + differences(theirs, config, by_path, divided=there == here)
 
 
+def _began_with(
+    path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int
+) -> dict[str, Any] | None:
+    """The checkpoint of the folder's own run, if that once began with the one at ``path``: given again, a command does
+    not undo it."""
+    last = Path(config["folder"]) / LAST
+    if last.is_file() and path != last.resolve():
+        with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
+            checkpoint = _read(last)
+            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
+                return checkpoint
+    return None
+
+
 def _from_path(
     path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
 ) -> Start:
-    """Goes on from a checkpoint of this or another folder, or from where the folder's own run, which once began with
-    it, is by now: given again, a command does not undo it. Raises CheckpointError where it does not fit."""
-    folder = Path(config["folder"])
-    last = folder / LAST
-    with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
-        if last.is_file() and path != last.resolve():
-            checkpoint = _read(last)
-            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
-                if _status(folder) == "finished":
-                    return _finished(folder)
-                sentence = (
-                    f"Going on with the unfinished run in {folder}, which began with {path} (resume=never starts over)."
-                )
-                return _start(last, checkpoint, sentence, str(path))
+    """Goes on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
     checkpoint = _read(path)
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
@@ -223,26 +226,18 @@ def _from_path(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
             "resume=never to start over"
         )
-    sentence = f"Going on from {path}, step {checkpoint['global_step']}.{_jumps(checkpoint, config)}"
-    if leads and folder.resolve() not in path.parents:
-        moved = _move_aside(folder, config)
+    step = checkpoint["global_step"]
+    sentence = f"Going on from {path}, step {step}.{_jumps(checkpoint, config)}"
+    if leads and Path(config["folder"]).resolve() not in path.parents:
+        moved = _move_aside(Path(config["folder"]), config)
         sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
-    return _start(path, checkpoint, sentence, str(path))
-
-
-def _finished(folder: Path) -> Start:
-    return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
+    return Start(path, sentence, step, str(path))
 
 
 def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
     """From nothing; what lies in the folder moves away."""
     moved = _move_aside(Path(config["folder"]), config) if leads else None
     return Start(None, f"An earlier run in this folder was moved to {moved}{reason}." if moved else "")
-
-
-def _start(path: Path, checkpoint: Mapping[str, Any], sentence: str, origin: str | None) -> Start:
-    """From a checkpoint."""
-    return Start(path, sentence, checkpoint["global_step"], origin)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:

@@ -1,7 +1,8 @@
 """Whether what a checkpoint holds of the weights and of the optimiser can be taken up by this model, entry by entry.
 
 PyTorch takes an optimiser's state as it finds it: a moment of another shape crashes the fused step, one in half
-precision or a missing one trains on without a word. So names, shapes and dtypes are compared before anything is loaded.
+precision or a missing one trains on without a word. So names, shapes and dtypes are compared before anything is loaded,
+with those of the same model after a step on the meta device.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ from torch import Tensor, nn
 
 from gsm.config.check import few
 from gsm.config.load import CheckpointError, not_finite, read_checkpoint
-from gsm.models.base import LanguageModel
 from gsm.training.distributed import shards
 from gsm.training.module import LanguageModeling
-from gsm.training.optimizer import AdamW
 from gsm.training.resume import ENTRIES, STATE, random_states, restore_random_states
 
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Trainer, precision: str | None) -> None:
@@ -38,31 +36,23 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
 
     Raises CheckpointError, which names what does not fit.
     """
-    checkpoint, model, settings = read_checkpoint(path, mmap=True), task.model, task.optimizer
-    half = HALVES.get(precision or "")
-    known = {f"model.{name}": value for name, value in model.state_dict().items()}
+    checkpoint, model = read_checkpoint(path, mmap=True), task.model
+    optimizer = task.optimizer.build(model.parameter_groups())
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
-    optimizer = settings.build(model.parameter_groups())
-    groups = optimizer.param_groups
-    own = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    own = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     ordered = checkpoint.get(shards.FOLDER, {}).get("names", own)  # parts go by the names that they were given
-    called = dict(zip(own, ordered, strict=False))
-    kept = {called.get(name, name): entries for name, entries in _kept(model, settings).items()}
     try:
-        found = _described(checkpoint, path, ordered)
+        tensors = {} if shards.FOLDER in checkpoint else shards.take_apart(checkpoint, ordered)[0]
+        found = shards.kinds(checkpoint) if shards.FOLDER in checkpoint else _described(tensors)
+        wanted = _described(shards.take_apart(after_a_step(task, HALVES.get(precision or "")), ordered)[0])
     except (shards.Broken, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
     try:
-        wrong = [*_wrong_weights(found, known, half), *_wrong_moments(found, known, half)]
-        wrong += [
-            *_wrong_entries(checkpoint, found, ordered, kept),
-            *_wrong_settings(checkpoint, optimizer),
-        ]
-        wrong += _wrong_places(checkpoint, trainer)
+        wrong = [*_wrong_tensors(found, wanted, _untouched(checkpoint, found, ordered))]
+        wrong += [*_wrong_settings(checkpoint, optimizer), *_wrong_places(checkpoint, trainer)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
-    if not wrong and shards.FOLDER not in checkpoint:  # of parts, each rank reads its share alone
-        tensors, _ = shards.take_apart(checkpoint, ordered)
+    if not wrong:  # of parts, each rank reads its share alone
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(
@@ -71,43 +61,72 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         )
 
 
-def _described(checkpoint: Mapping[str, Any], path: Path, ordered: list[str]) -> Described:
-    """Shape and dtype of every tensor, under the names of a checkpoint's parts (`gsm.training.distributed.shards`)."""
-    if shards.FOLDER in checkpoint:
-        kinds = shards.Reader(shards.folder_of(checkpoint, path)).kinds()
-        return {name: (tuple(kind.size), kind.properties.dtype) for name, kind in kinds.items()}
-    tensors, _ = shards.take_apart(checkpoint, ordered)
+def after_a_step(task: LanguageModeling, half: torch.dtype | None) -> dict[str, Any]:
+    """What a checkpoint would hold of weights and optimiser after a step, without their values.
+
+    Args:
+        task: with the model.
+        half: what its parameters would be converted to; None: nothing.
+    """
+
+    def like(value: Tensor) -> Tensor:
+        return torch.empty_like(value, device="meta", dtype=half if half and value.is_floating_point() else None)
+
+    def trained(parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+        made.grad = torch.empty_like(made)
+        return made
+
+    groups = task.model.parameter_groups().items()
+    optimizer = task.optimizer.build({name: [trained(one) for one in group] for name, group in groups})
+    optimizer.step()
+    for entries in optimizer.state.values():
+        if "step" in entries:  # a fused optimiser, which this device has not, counts so, whatever the default dtype
+            entries["step"] = entries["step"].float()
+    weights = {f"model.{name}": like(value) for name, value in task.model.state_dict().items()}
+    return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+
+
+def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
+    """Shape and dtype of every tensor. Raises TypeError for one that is sparse."""
     other = [name for name, value in tensors.items() if value.layout is not torch.strided]
     if other:
         raise TypeError(f"{few(other)} is sparse")
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
-def _wrong_weights(found: Described, known: Mapping[str, Tensor], half: torch.dtype | None) -> Iterator[str]:
-    saved = {name.removeprefix(shards.WEIGHTS): kind for name, kind in found.items() if name.startswith(shards.WEIGHTS)}
-    for name in sorted(known.keys() | {name for name in saved if name.startswith("model.")}):
-        if name not in saved or name not in known:
-            yield f"{name} is {'missing' if name in known else 'no parameter of this model'}"
-        else:
-            yield from _other(name, saved[name], tuple(known[name].shape), _dtype(known[name], half))
+def _untouched(checkpoint: Mapping[str, Any], found: shards.Described, ordered: list[str]) -> set[str]:
+    """Parameters that an optimiser has nothing of: those that never had a gradient. Which they are the checkpoint says
+    (an older one does not)."""
+    told = checkpoint.get(ENTRIES)
+    if told is not None and len(told) != 1:
+        raise ValueError(f"{ENTRIES} is of {len(told)} optimisers")
+    without = [name for number, name in enumerate(ordered) if told and not told[0].get(number)]
+    kept = {_parameter(key) for key in found if key.startswith(shards.OPTIMIZER)}
+    return {*(ordered if checkpoint["global_step"] == 0 else without)} - kept
 
 
-def _wrong_moments(found: Described, known: Mapping[str, Tensor], half: torch.dtype | None) -> Iterator[str]:
-    for key, kind in found.items():
-        if key.startswith(shards.OPTIMIZER):
-            name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
-            counts = entry == "step"
-            shape, dtype = ((), torch.float32) if counts else (tuple(known[name].shape), _dtype(known[name], half))
-            yield from _other(f"the optimiser's {entry} of {name}", kind, shape, dtype)
+def _wrong_tensors(found: shards.Described, wanted: shards.Described, untouched: set[str]) -> Iterator[str]:
+    """What is missing, too much, or of another shape or dtype."""
+    for key in sorted(found.keys() | wanted.keys()):
+        weighs = key.startswith(shards.WEIGHTS)
+        name = key.removeprefix(shards.WEIGHTS) if weighs else f"the optimiser's {key.rpartition('/')[2]} of "
+        name += "" if weighs else _parameter(key)
+        if key not in wanted:
+            if not weighs or name.startswith("model."):
+                yield f"{name} is {'no parameter of this model' if weighs else 'not what it keeps'}"
+        elif key not in found:
+            if weighs or _parameter(key) not in untouched:
+                yield f"{name} is missing"
+        elif found[key] != wanted[key]:
+            yield f"{name} is {_shown(*found[key])}, but has to be {_shown(*wanted[key])}"
 
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """What the optimiser and its schedule are set to, which is what the configuration says, and where they stand."""
     step = checkpoint["global_step"]
-    (state,), schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     here = optimizer.state_dict()["param_groups"]
-    if len(checkpoint.get(ENTRIES, [state])) != 1:
-        yield f"{ENTRIES} is of {len(checkpoint[ENTRIES])} optimisers"
     if len(state["param_groups"]) != len(here):
         yield f"the optimiser has {len(state['param_groups'])} groups of parameters, but has to have {len(here)}"
     for saved, own in zip(state["param_groups"], here, strict=False):
@@ -117,57 +136,17 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
             if saved.get(key) != own[key] and not (isinstance(own[key], tuple) and list(own[key]) == saved.get(key)):
                 there, wanted = f"{saved.get(key)!r:.40}", f"{own[key]!r:.40}"
                 yield f"the optimiser's {key} of {own.get('name')} is {there}, but has to be {wanted}"
-    (schedule,) = schedules
     if schedule["base_lrs"] != [group["lr"] for group in here]:
         yield f"the schedule's base_lrs is {schedule['base_lrs']!r:.60}"
     if schedule["last_epoch"] != step:
         yield f"the schedule stands at {schedule['last_epoch']!r:.20}, but the run at step {step!r:.20}"
-    for part, kind in (("loops", Mapping), ("callbacks", Mapping)):
-        if not isinstance(checkpoint[part], kind) or not checkpoint[part]:
-            yield f"{part} is missing"
-
-
-def _kept(model: LanguageModel, settings: AdamW) -> dict[str, set[str]]:
-    """The names of what the optimiser keeps for each parameter that it trains: found in a step of small ones."""
-    names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
-    small: dict[Tensor, str] = {}
-
-    def like(parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(torch.zeros([1] * parameter.ndim), requires_grad=parameter.requires_grad)
-        made.grad = torch.zeros_like(made)
-        small[made] = names[id(parameter)]
-        return made
-
-    groups = {name: [like(parameter) for parameter in group] for name, group in model.parameter_groups().items()}
-    optimizer = settings.build(groups)
-    optimizer.step()
-    return {small[made]: set(state) for made, state in optimizer.state.items()}
-
-
-def _wrong_entries(
-    checkpoint: Mapping[str, Any], found: Described, ordered: list[str], kept: Mapping[str, set[str]]
-) -> Iterator[str]:
-    """Entries of the optimiser that are missing, or that it does not have.
-
-    It has none for a parameter that never had a gradient. Which those are the checkpoint says (an older one does not).
-    """
-    there: dict[str, set[str]] = {name: set() for name in ordered}
-    for key in found:
-        if key.startswith(shards.OPTIMIZER):
-            name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
-            there.setdefault(name, set()).add(entry)
-    told = checkpoint.get(ENTRIES)
-    without = {name for number, name in enumerate(ordered) if told and not told[0].get(number)}
-    for name in sorted(there.keys() | kept.keys()):
-        has, wanted = there.get(name, set()), kept.get(name, set())
-        if not has and (name in without or checkpoint["global_step"] == 0):
-            continue
-        yield from (f"the optimiser's {entry} of {name} is missing" for entry in sorted(wanted - has))
-        yield from (f"the optimiser's {entry} of {name} is not what it keeps" for entry in sorted(has - wanted))
 
 
 def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> Iterator[str]:
     """What the trainer, its callbacks and the generators of random numbers could not take up."""
+    for part in ("loops", "callbacks"):
+        if not checkpoint[part]:
+            yield f"{part} is missing"
     yield from _unlike(trainer.fit_loop.state_dict(), checkpoint["loops"]["fit_loop"], "loops.fit_loop")
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if callback.state_key in checkpoint["callbacks"]:
@@ -198,14 +177,10 @@ def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
         yield f"{place} is {saved!r:.40}, but has to be a number"
 
 
-def _other(name: str, kind: tuple[Any, torch.dtype], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
-    if kind != (shape, dtype):
-        yield f"{name} is {_shown(*kind)}, but has to be {_shown(shape, dtype)}"
+def _parameter(key: str) -> str:
+    """The parameter that an entry of the optimiser is for."""
+    return key.removeprefix(shards.OPTIMIZER).rpartition("/")[0]
 
 
-def _dtype(value: Tensor, half: torch.dtype | None) -> torch.dtype:
-    return half if half is not None and value.is_floating_point() else value.dtype
-
-
-def _shown(shape: Any, dtype: torch.dtype) -> str:
+def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import few, flat
-from gsm.config.load import CheckpointError, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.config.check import contrast, few, flat
+from gsm.config.load import CheckpointError, checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 
@@ -61,8 +61,7 @@ def digest(path: str | Path | None) -> str | None:
     """
     if path is None:
         return None
-    path = Path(path)
-    file = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    file = checkpoint_file(path)
     if not zipfile.is_zipfile(file):
         read_checkpoint(file)  # which says what is wrong with it
         raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
@@ -73,9 +72,6 @@ def digest(path: str | Path | None) -> str | None:
 
 def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The fields of the model that two configurations differ in, for an error."""
-    there, here = flat(checkpoint["hyper_parameters"]["config"]["model"]), flat(config["model"])
-    return [
-        f"model.{key} ({there.get(key, 'nothing')} there, {here.get(key, 'nothing')} here)"
-        for key in sorted(there.keys() | here.keys(), key=lambda key: (key.startswith("geometry."), key))
-        if there.get(key) != here.get(key)
-    ]
+    there = flat(checkpoint["hyper_parameters"]["config"]["model"], "model.")
+    here = flat(config["model"], "model.")
+    return contrast(there, here, sorted(there.keys() | here.keys(), key=lambda key: (".geometry." in key, key)))

@@ -14,7 +14,7 @@ import lightning
 import torch
 from torch import Tensor
 
-from gsm.training.callbacks.checkpoints import save_whole
+from gsm.files import save_whole
 
 NONE = -1
 

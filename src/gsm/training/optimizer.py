@@ -36,7 +36,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("learning_rate", 0, math.inf),
+            ("learning_rate", 0, 1e3),
             ("final_fraction", 0, 1),
             ("weight_decay", 0, math.inf),
         ):

@@ -7,7 +7,6 @@ writes, it leaves the others waiting. One of a user's own beside these works.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import time
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from gsm.errors import ConfigError
-from gsm.files import replacing
+from gsm.files import save_whole
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.resume import ends_interval
@@ -189,11 +187,3 @@ def _all_or_none(trainer: lightning.Trainer, action: Callable[[], None]) -> None
     refused = trainer.strategy.broadcast(refused)
     if refused is not None:
         raise refused
-
-
-def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` through ``replacing``. Raises OSError."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with replacing(path) as file:
-        file.write(buffer.getbuffer())

@@ -51,28 +51,28 @@ COLUMNS = {  # of the HPARAMS tab: where in the configuration; what a model does
     "experiment": "name",
     "arm": "arm",
     "seed": "seed",
-    "model": "choices/model",
-    "size": "choices/size",
-    "data": "choices/data",
-    "encoder_reading": "choices/model/encoder_reading",
-    "retriever": "choices/model/retriever",
-    "stage_query": "choices/model/stage_query",
-    "writer": "choices/model/writer",
-    "state_reader": "choices/model/state_reader",
-    "residual": "choices/model/residual",
-    "feed_forward": "choices/model/feed_forward",
-    "indexer_training": "choices/model/indexer_training",
-    "stages": "model/stages",
-    "state_size": "model/state_size",
-    "window": "size/window",
-    "top_k": "size/top_k",
-    "steps": "trainer/max_steps",
-    "context": "data/context",
-    "batch_size": "data/batch_size",
+    "model": "choices.model",
+    "size": "choices.size",
+    "data": "choices.data",
+    "encoder_reading": "choices.model/encoder_reading",
+    "retriever": "choices.model/retriever",
+    "stage_query": "choices.model/stage_query",
+    "writer": "choices.model/writer",
+    "state_reader": "choices.model/state_reader",
+    "residual": "choices.model/residual",
+    "feed_forward": "choices.model/feed_forward",
+    "indexer_training": "choices.model/indexer_training",
+    "stages": "model.stages",
+    "state_size": "model.state_size",
+    "window": "size.window",
+    "top_k": "size.top_k",
+    "steps": "trainer.max_steps",
+    "context": "data.context",
+    "batch_size": "data.batch_size",
     "global_batch": "global_batch",
-    "learning_rate": "optimizer/learning_rate",
-    "weight_decay": "optimizer/weight_decay",
-    "precision": "trainer/precision",
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "precision": "trainer.precision",
 }
 
 
@@ -123,13 +123,9 @@ class Hyperparameters(lightning.Callback):
 
 def look_up(config: Mapping[str, Any], path: str) -> str | int | float | bool:
     """The value at a path; lists and a missing value as text, since the tab knows numbers, booleans and text."""
-    head, _, rest = path.partition("/")
-    if head == "choices":
-        value = config.get("choices", {}).get(rest)
-    else:
-        value = config.get(head)
-        for key in rest.split("/") if rest else []:
-            value = value.get(key) if isinstance(value, Mapping) else None
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
     if value is None:
         return "-"
     return value if isinstance(value, str | int | float | bool) else str(value)

@@ -11,7 +11,7 @@ import lightning
 import torch
 from torch import Tensor
 
-from gsm.training.resume import ends_interval, ends_step
+from gsm.training.resume import ends_interval
 
 
 class Throughput(lightning.Callback):
@@ -19,7 +19,7 @@ class Throughput(lightning.Callback):
     there and at every validation also ``train/tokens``, those that the run has trained on until then.
 
     Attributes:
-        tokens: positions of the steps that this run has done, summed over ranks and over resumed parts.
+        tokens: positions that this run has trained on, summed over ranks and over resumed parts.
         seconds: time that took, in seconds.
         latest: tokens per second of the last interval, None before the first has ended.
     """
@@ -28,7 +28,6 @@ class Throughput(lightning.Callback):
         self.tokens = 0
         self.seconds = 0.0
         self.latest: float | None = None
-        self._accumulated = 0  # tokens of the batches of a step that is not done yet
         self._clock: float | None = None
         self._device = torch.device("cpu")
         self._interval = (0, 0.0)
@@ -50,9 +49,7 @@ class Throughput(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch; at the end of an interval, logs."""
-        self._accumulated += batch["tokens"].numel() * trainer.world_size
-        if ends_step(trainer):
-            self.tokens, self._accumulated = self.tokens + self._accumulated, 0
+        self.tokens += batch["tokens"].numel() * trainer.world_size
         if ends_interval(trainer):
             self._read_clock()
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from gsm.files import replacing
+from gsm.files import save_whole
 from gsm.layers.block import Block
 from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
@@ -116,10 +115,8 @@ class Sharded(ModelParallelStrategy):
             self.finish()
             self._upload = parts, *self._begin(tensors, path.parent / shards.FOLDER, step)
         _, name, upload = self._upload
-        rest[shards.FOLDER] = {"folder": name, "names": self._names}
-        content = io.BytesIO()
-        torch.save(rest, content)  # now: training changes what it holds
-        self._pending.append(self._writer.submit(self._commit, upload, path, content, name))
+        rest = copy.deepcopy(rest)  # now: training changes what it holds
+        self._pending.append(self._writer.submit(self._commit, upload, path, rest, name))
 
     def finish(self) -> None:
         """Waits until all that was begun is on the disk. Raises OSError."""
@@ -138,9 +135,9 @@ class Sharded(ModelParallelStrategy):
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
         owners = {key: value for key, value in self._parameters().items() if isinstance(value, DTensor)}
         if shards.FOLDER in checkpoint:
-            reader = shards.Reader(shards.folder_of(checkpoint, path))
-            tensors = {key: _room(kind, _owner(owners, key, kind.size)) for key, kind in reader.kinds().items()}
-            shards.fill(tensors, reader, process_group=self._host_group())
+            kinds = shards.kinds(checkpoint).items()
+            tensors = {key: _room(size, dtype, _owner(owners, key, size)) for key, (size, dtype) in kinds}
+            shards.fill(tensors, checkpoint, path, process_group=self._host_group())
         else:
             tensors, _ = shards.take_apart(checkpoint, self._names)
             tensors = {key: _share(value, _owner(owners, key, value.shape)) for key, value in tensors.items()}
@@ -162,23 +159,22 @@ class Sharded(ModelParallelStrategy):
     def _begin(self, tensors: shards.Tensors, folder: Path, step: int) -> tuple[str, Future[Any]]:
         """Starts to write the parts; where, and when they are all there."""
         name = self.broadcast(f"{step:08}-{uuid.uuid4().hex[:8]}")
-        writer = dcp.FileSystemWriter(folder / name)
+        writer = shards.Writer(folder / name)
         upload = dcp.async_save(tensors, storage_writer=writer, process_group=self._host_group())
         assert isinstance(upload, Future)
         return name, upload
 
-    def _commit(self, upload: Future[Any], path: Path, content: io.BytesIO, name: str) -> None:
+    def _commit(self, upload: Future[Any], path: Path, rest: dict[str, Any], name: str) -> None:
         """The small file, once the parts of all ranks are there; what it stood for before may go.
 
         All ranks wait for it (launchers kill the one that writes as soon as another has ended for a signal), and all
         raise what has kept it from being written.
         """
-        upload.result()
+        metadata = upload.result()
 
         def write() -> None:
-            shards.seal(path.parent / shards.FOLDER / name)
-            with replacing(path) as file:
-                file.write(content.getbuffer())
+            parts = shards.described(metadata, path.parent / shards.FOLDER / name, self._names)
+            save_whole({**rest, shards.FOLDER: parts}, path)
             shards.sweep(path.parent, keep=name)
 
         ranks.agreed(write, self._host_group())
@@ -202,11 +198,9 @@ def _owner(parameters: Mapping[str, DTensor], key: str, shape: Sequence[int]) ->
     return owner if owner is not None and owner.shape == torch.Size(shape) else None
 
 
-def _room(kind: TensorStorageMetadata, owner: DTensor | None) -> Tensor:
+def _room(size: Sequence[int], dtype: torch.dtype, owner: DTensor | None) -> Tensor:
     """Where this rank's share is read to."""
-    if owner is None:
-        return torch.empty(kind.size, dtype=kind.properties.dtype)
-    return torch.zeros_like(owner, dtype=kind.properties.dtype).detach()
+    return torch.empty(size, dtype=dtype) if owner is None else torch.zeros_like(owner, dtype=dtype).detach()
 
 
 def _share(value: Tensor, owner: DTensor | None) -> Tensor:

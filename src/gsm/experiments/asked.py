@@ -1,0 +1,195 @@
+"""What a configuration says of an experiment's arms, seeds and runs, and of its table's columns, read and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+
+from gsm import paths
+from gsm.config.check import ConfigError, flat, unknown
+from gsm.config.command_line import read_arguments
+from gsm.evaluation import commands
+from gsm.experiments.table import COLUMNS
+
+OWN = {"arm", "arms", "seed", "seeds", "jobs", "force", "table"}  # the parent's keys; a job gets its own
+NOT_FOR_ARMS = {*OWN, "name", "logs", "folder", "experiment", "resume"}
+NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
+AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no overrides
+TOLD = ("checkpoint", "output")  # of evaluate.py's arguments, those that its job says
+NAME = re.compile(r"[A-Za-z_][\w.+-]*")
+PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")  # what Hydra's grammar takes for one word
+WORDS = {"null", "true", "false", "nan", "inf"}  # what it takes for values rather than names
+
+
+@dataclass(frozen=True)
+class Run:
+    """An entry of ``runs``: the overrides that it trains with, the arguments that it measures with, or a checkpoint."""
+
+    name: str
+    after: str | None = None
+    lines: tuple[str, ...] = ()
+    measures: bool = False
+    given: str | None = None
+
+
+def read_arms(arms: Any) -> dict[str, list[str]]:
+    """The arms of a configuration; without those that are null, which an experiment does not take over from the one
+    that it builds on. Raises ConfigError."""
+    if not isinstance(arms, Mapping) or not arms:
+        raise ConfigError(
+            f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
+        )
+    arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
+    for name, overrides in arms.items():
+        _check_name("arms", str(name))
+        if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
+            raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
+        _check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
+    return {str(name): list(overrides) for name, overrides in arms.items()}
+
+
+def parse_runs(runs: Any) -> list[Run]:
+    """The runs of a configuration, in its order. Raises ConfigError."""
+    if not isinstance(runs, Mapping) or not runs:
+        raise ConfigError(
+            f"runs is {runs!r}, but maps names to what differs, for example "
+            "{train: null, extend: {after: train, data.context: 1024}}"
+        )
+    found: dict[str, Run] = {}
+    for name, asked in runs.items():
+        run = _parse_run(str(name), asked)
+        before = found.get(run.after) if run.after is not None else None
+        if run.after is not None and before is None:
+            raise ConfigError(
+                f"runs.{name} is after {run.after}, but no run of that name stands before it ({', '.join(found)}); "
+                f"runs.{run.after}=PATH takes the weights of a checkpoint"
+            )
+        if before and before.measures:
+            raise ConfigError(f"runs.{name} is after {run.after}, which measures, and so leaves no weights")
+        if run.measures and run.after is None:
+            raise ConfigError(f"runs.{name} measures, but does not say what: give it after: <run>")
+        found[run.name] = run
+    if all(run.given for run in found.values()):
+        raise ConfigError(f"runs has {', '.join(found)} alone, which are there already: one has to train or to measure")
+    return list(found.values())
+
+
+def _parse_run(name: str, asked: Any) -> Run:
+    _check_name("runs", name)
+    if isinstance(asked, str):
+        return Run(name, given=asked)
+    if not isinstance(asked, Mapping | None):
+        raise ConfigError(f"runs.{name} is {asked!r}, but maps keys to values, or is the path of a checkpoint")
+    entries = dict(asked or {})
+    after = entries.pop(AFTER, None)
+    after = after if after is None else str(after)
+    if EVALUATE not in entries:
+        lines = [_line(name, key, value) for key, value in _flat(f"runs.{name}", entries).items()]
+        _check_overrides(f"runs.{name}", lines, NOT_FOR_RUNS)
+        return Run(name, after, tuple(lines))
+    if len(entries) > 1:
+        raise ConfigError(f"runs.{name} has evaluate beside other keys: let one run train, and another evaluate it")
+    wanted = entries[EVALUATE] or {}
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(f"runs.{name}.evaluate is {wanted!r}, but maps arguments of evaluate.py to values")
+    lines = commands.words(_flat(f"runs.{name}.evaluate", wanted))
+    chosen, words = commands.choose(lines)
+    for word in words:
+        if word.partition("=")[0] in TOLD:
+            raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
+    try:  # what evaluate.py would not take is refused now, not when everything is trained
+        chosen(**read_arguments(words, chosen, chosen.script))
+    except ConfigError as error:
+        raise ConfigError(f"runs.{name}.evaluate: {error}") from error
+    return Run(name, after, tuple(lines), measures=True)
+
+
+def _flat(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value under the path to it, in the order of the yaml.
+
+    Where `a.b: 1` and `a: {b: 2}` are both there, the second counts: it is what ++runs.<name>.a.b=2 makes of it.
+    """
+    empty = [key for key, value in asked.items() if isinstance(value, Mapping) and not flat(value)]
+    if empty:
+        raise ConfigError(f"{where} has {empty[0]} without a value: give it one, or leave it out")
+    return flat(asked) | flat({key: value for key, value in asked.items() if "." not in key})
+
+
+def _line(run: str, name: str, value: Any) -> str:
+    """An entry of a run as an override; a group has a slash in front, so that values below it can be given too."""
+    if isinstance(value, str) and is_group(name):
+        raise ConfigError(f"runs.{run}.{name} is '{value}', but {name} is a group: write /{name}: {value}")
+    return f"{name.removeprefix('/')}={quoted(value)}"
+
+
+def is_group(name: str) -> bool:
+    """Whether it is a folder of variants, of the project or of the user's own."""
+    return any((place / name).is_dir() for place in paths.config_folders())
+
+
+def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
+    """The arms that ``arm=`` picks. Raises ConfigError for one that there is not."""
+    names = [str(name) for name in (wanted if isinstance(wanted, list) else [wanted])]
+    for name in names:
+        if name not in arms:
+            raise unknown("arm", name, arms, "the experiment")
+    return list(dict.fromkeys(names))
+
+
+def read_seeds(seeds: Any) -> list[int]:
+    """``[0, 2]``, or 3 for the first three. Raises ConfigError."""
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        return list(range(seeds))
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
+        raise ConfigError(f"seeds is {seeds!r}, but takes a list such as [0,1,2], or how many: seeds=3")
+    return list(dict.fromkeys(seeds))
+
+
+def read_columns(table: Any) -> list[str]:
+    """The keys that the table shows. Raises ConfigError."""
+    if table is None:
+        return list(COLUMNS)
+    if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
+        raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
+    return table
+
+
+def _check_name(where: str, name: str) -> None:
+    if not NAME.fullmatch(name) or name in WORDS:
+        raise ConfigError(
+            f"{where} has the name '{name}', but a name begins with a letter and has no spaces or slashes"
+        )
+
+
+def _check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> None:
+    """Raises ConfigError, which names ``where``, for an override that cannot be read, or is the experiment's to say."""
+    for line in lines:
+        try:
+            sets = key_of(line)
+        except HydraException as error:
+            raise ConfigError(f"{where}: cannot read '{line}': write key=value or group=option") from error
+        if sets in reserved:
+            raise ConfigError(f"{where} sets {sets}, which is the experiment's: leave {line} out")
+
+
+def key_of(line: str) -> str:
+    """The key or group that an override sets. Raises HydraException."""
+    return OverridesParser.create().parse_override(line).key_or_group
+
+
+def quoted(value: Any) -> str:
+    """A value as an override on the command line has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    plain = not isinstance(value, str | Path) or (PLAIN.fullmatch(text) and text not in WORDS)
+    return text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()

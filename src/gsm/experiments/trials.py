@@ -1,0 +1,292 @@
+"""The trials of an experiment, an arm with a seed each, and the jobs that they consist of: composed, not yet begun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gsm import paths
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose, refuse_unnamed
+from gsm.config.load import CheckpointError, checkpoint_file
+from gsm.evaluation import commands
+from gsm.evaluation.checkpoints import TRAINED
+from gsm.evaluation.ruler import Ruler
+from gsm.experiments import folder, trainers, weights
+from gsm.experiments.asked import (
+    OWN,
+    Run,
+    is_group,
+    key_of,
+    parse_runs,
+    quoted,
+    read_arms,
+    read_chosen,
+    read_columns,
+    read_seeds,
+)
+from gsm.experiments.jobs import Job
+from gsm.experiments.table import Table, read_runs, summarise
+from gsm.files import read_json, write_json
+
+
+@dataclass(frozen=True, eq=False)
+class Training(Job):
+    """Trains with this configuration."""
+
+    config: Mapping[str, Any] = field(kw_only=True, repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where it trains."""
+        return Path(self.config["folder"])
+
+    def finished(self) -> bool:
+        """Whether it has come to its end. One whose checkpoint is broken has not: the run itself then says what can be
+        done."""
+        try:
+            return folder.finished(self.config)
+        except (CheckpointError, FileNotFoundError) as error:  # its own, or the one that it started from
+            print(f"{self.name} was finished, but cannot be used: {error}", flush=True)
+            return False
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation(Job):
+    """Measures a checkpoint with these arguments of evaluate.py."""
+
+    folder: Path = field(kw_only=True)
+    checkpoint: Path = field(kw_only=True)
+    words: tuple[str, ...] = field(kw_only=True)
+
+    def finished(self) -> bool:
+        """Whether just this was measured of just these weights."""
+        known = read_json(self.folder / "summary.json") or {}
+        there = known.get("status") == "finished" and self.checkpoint.is_file()
+        return there and self._measured().items() <= known.items()
+
+    def conclude(self) -> None:
+        """Writes what was measured, and what came out of it."""
+        chosen, _ = commands.choose(self.words)
+        found = {"status": "finished", **self._measured(), "metrics": chosen.metrics_in(self.folder)}
+        write_json(self.folder / "summary.json", found)
+
+    def _measured(self) -> dict[str, Any]:
+        return {"command": list(self.words), "checkpoint": weights.digest(self.checkpoint)}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One arm with one seed: what a line of the table is made from.
+
+    Attributes:
+        config: composed; what all of its runs have.
+        overrides: that it was composed from.
+        jobs: by the name of the run; a single one without a name trains in the trial's own folder.
+    """
+
+    arm: str
+    seed: int
+    config: Mapping[str, Any] = field(repr=False)
+    overrides: tuple[str, ...] = field(repr=False)
+    jobs: dict[str, Training | Evaluation] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where its summary lies."""
+        return Path(self.config["folder"])
+
+    def finished(self) -> bool:
+        """Whether all that it consists of has come to its end."""
+        return all((job.after is None or job.after.finished()) and job.finished() for job in self.jobs.values())
+
+    def note(self, **facts: Any) -> None:
+        """Writes what is known of it so far; a single job writes all by itself. Raises OSError."""
+        if "" in self.jobs:
+            return
+        known = {"experiment": self.config["name"], "arm": self.arm, "seed": self.seed, "reason": None, **facts}
+        known[TRAINED] = self._trained()
+        if read_json(self.folder / "summary.json") != known:
+            write_json(self.folder / "summary.json", known)
+
+    def conclude(self) -> None:
+        """Writes all that its last training says, and the metrics of every evaluation. Raises OSError."""
+        if "" in self.jobs:
+            return
+        said = {name: read_json(job.folder / "summary.json") or {} for name, job in self.jobs.items()}
+        where = {name: os.path.relpath(job.folder, self.folder) for name, job in self.jobs.items()}
+        facts = said[self._trained()[-1]] if self._trained() else {}
+        facts |= {f"{name}/{key}": x for name, one in said.items() for key, x in one.get("metrics", {}).items()}
+        runs = {name: {**said[name], "folder": where[name]} for name in self.jobs}
+        curves = where[self._trained()[0]] if self._trained() else ""
+        self.note(**{**facts, "status": "finished", "runs": runs, "curves": curves, "run": None})
+
+    def _trained(self) -> list[str]:
+        return [name for name, job in self.jobs.items() if isinstance(job, Training)]
+
+
+class Experiment:
+    """What one command asks for.
+
+    Args:
+        config: the parent's composed configuration.
+        given: the overrides on the parent's command line, without Hydra's own.
+        script: the command that trains one run, as words; overrides are added to it.
+
+    Attributes:
+        arms: all arms by name, with their overrides.
+        chosen: the names of those to train.
+        seeds: to train them with.
+
+    Raises:
+        ConfigError: arms, seeds, jobs or table cannot be used.
+    """
+
+    def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), script: Sequence[str] = ()) -> None:
+        keys = {key_of(line) for line in given}
+        if "folder" in keys:
+            raise ConfigError("folder= is one run's, but this experiment has several: choose logs= or name= instead")
+        self.config, self.given, self.script = config, given, script
+        self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
+        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
+        if {"seed", "seeds"} <= keys:
+            raise ConfigError(
+                f"seed={config['seed']} and seeds={config['seeds']} were both given: leave one of them out"
+            )
+        one_seed = config["seeds"] is None or "seed" in keys
+        self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
+        self.columns = read_columns(config["table"])
+        self._trials: dict[tuple[str, int], Trial] = {}  # to compose one takes a third of a second
+        self._alike: dict[tuple[str, str], Training] = {}
+
+    @property
+    def folder(self) -> Path:
+        """``logs/<name>``."""
+        return Path(self.config["logs"]) / str(self.config["name"])
+
+    @property
+    def held(self) -> Path:
+        """The folder that no other command may work on: the experiment's, or that of a single arm and seed."""
+        single = self.config["arms"] is None and self.config["seeds"] is None
+        return self.trial(self.chosen[0], self.seeds[0]).folder if single else self.folder
+
+    def trials(self) -> list[Trial]:
+        """What is to be trained, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm."""
+        found = [self.trial(arm, seed) for seed in self.seeds for arm in self.chosen]
+        for arm in self.arms:
+            self.trial(arm, self.seeds[0])
+        return found
+
+    def trial(self, arm: str, seed: int) -> Trial:
+        """One arm with one seed; what the user has given comes last and so holds for every arm.
+
+        Raises ConfigError, which names the arm, and the run of it.
+        """
+        if (arm, seed) not in self._trials:
+            overrides = self._overrides(arm, seed)
+            with naming(f"arm {arm}"):
+                trial = Trial(arm, seed, composed(overrides), overrides)
+                self._add_jobs(trial)
+            self._trials[arm, seed] = trial
+        return self._trials[arm, seed]
+
+    def table(self) -> Table:
+        """Of all finished runs of this configuration, whether this command has trained them or another."""
+        runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
+        return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, self.arms)
+
+    def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
+        mine = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
+        theirs = [line for line in self.given if line not in mine and key_of(line).partition(".")[0] not in OWN]
+        theirs = [line for line in theirs if line != "resume=never"]  # which the parent obeys, once
+        return (*mine, "arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", *self.arms[arm], *theirs)
+
+    def _add_jobs(self, trial: Trial) -> None:
+        """One for every run of a trial, or that of another arm which trains the same."""
+        config, asked = trial.config, trial.config["runs"]
+        if asked is None:
+            name, after = self._name(trial.folder), self._trained_in(config.get("start_from"))
+            command, log = (*self.script, *trial.overrides), trial.folder / "train.log"
+            trial.jobs[""] = Training(name, command, log, after, config=config)
+            return
+        if str(config["resume"]) not in ("auto", "never"):
+            raise ConfigError("resume=PATH is for a single run: runs.<name>=PATH takes the weights of a checkpoint")
+        weights_of: dict[str | None, Path] = {}
+        for run in parse_runs(asked):
+            start, after = weights_of.get(run.after), trial.jobs.get(run.after or "")
+            if run.given:
+                weights_of[run.name] = checkpoint_file(run.given)
+            elif run.measures and start:
+                trial.jobs[run.name] = self._evaluation(trial.folder / run.name, run, start, after)
+            else:
+                trial.jobs[run.name] = self._training(trial, run, start, after)
+                weights_of[run.name] = checkpoint_file(trial.jobs[run.name].folder)
+
+    def _training(self, trial: Trial, run: Run, start: Path | None, after: Job | None) -> Training:
+        """Where it is finished already, in this arm or another, or what is to be done for all arms that train alike."""
+        own = trial.folder / run.name
+        overrides = [*_without(trial.overrides, run.lines, start), "runs=null", *run.lines, f"folder={quoted(own)}"]
+        overrides += [f"start_from={quoted(start)}"] if start else []
+        with naming(f"run {run.name}"):
+            config = composed(overrides)
+        after = after or self._trained_in(config.get("start_from"))
+        job = Training(self._name(own), (*self.script, *overrides), own / "train.log", after, config=config)
+        if after is None or after.finished():
+            for place in [own, *sorted(self.folder.glob(f"*/seed{trial.seed}/{run.name}"))]:
+                there = replace(job, name=self._name(place), config={**config, "folder": str(place)})
+                if there.finished():
+                    return there
+        begins = after.name if after else str(weights.digest(config.get("start_from")))
+        return self._alike.setdefault((folder.identity({**config, "start_from": None}), begins), job)
+
+    def _evaluation(self, place: Path, run: Run, start: Path, after: Job | None) -> Evaluation:
+        chosen, _ = commands.choose(run.lines)
+        prefix, output = "ruler." if chosen is Ruler else "", place if chosen.takes_folder else place / chosen.file
+        words = [*run.lines, f"checkpoint={start}", f"{prefix}output={output}"]
+        command, log = (sys.executable, str(paths.ROOT / "evaluate.py"), *words), place / "evaluate.log"
+        return Evaluation(self._name(place), command, log, after, folder=place, checkpoint=start, words=run.lines)
+
+    def _trained_in(self, start: str | None) -> Job | None:
+        """The job, of an arm before, that trains what another one starts from."""
+        jobs = (job for trial in self._trials.values() for job in trial.jobs.values() if isinstance(job, Training))
+        return next((job for job in jobs if start and checkpoint_file(job.folder) == checkpoint_file(start)), None)
+
+    def _name(self, place: Path) -> str:
+        return os.path.relpath(place, self.folder)
+
+
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """A configuration that can be trained here, and loaded from what it trains. Raises ConfigError."""
+    config = compose(overrides)
+    refuse_unnamed(config)
+    if config.get("runs") is None:
+        trainers.refuse_remainder(config)
+    return config
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts in front of what is wrong where it is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None) -> list[str]:
+    """The overrides of a trial that hold for a run with these lines: not what is said anew, nor what is said of a group
+    that the run chooses itself."""
+    groups = [key_of(line) for line in lines if is_group(key_of(line))]
+    gone = tuple(f"{name}{mark}" for group in groups for name in (group, group.replace("/", ".")) for mark in "./")
+    said = {"runs", *(["start_from"] if start else [])}
+    keys = {line: key_of(line) for line in overrides}
+    return [
+        line
+        for line, key in keys.items()
+        if not (key.partition(".")[0] in said or key in groups or key.startswith(gone))
+    ]

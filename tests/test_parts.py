@@ -1,0 +1,167 @@
+"""A checkpoint in parts: what is missing, damaged, exchanged or a stranger's is named, and nothing of it is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from gsm.config.load import CheckpointError, load_model, read_checkpoint
+from gsm.experiments import folder as run_folder
+from gsm.training.distributed import shards
+from gsm.training.resume import FORMAT
+
+
+def in_parts(folder: Path, value: float = 1.0, **changes: Any) -> tuple[Path, Path]:
+    """A checkpoint in parts, of one tensor, with changes of what is said of it; and its only part."""
+    path, parts = folder / "last.ckpt", folder / shards.FOLDER / "0012-ab"
+    with warnings.catch_warnings(action="ignore"):
+        content = {"weights/model.x": torch.full((999,), value)}
+        metadata = dcp.save(content, storage_writer=shards.Writer(parts), no_dist=True)
+    entry = shards.described(metadata, parts, [])
+    entry["tensors"]["weights/model.x"]["pieces"][0] |= changes
+    small = {shards.FOLDER: entry, "hyper_parameters": {"config": {"model": {}}}, "global_step": 12}
+    torch.save({**small, "format": FORMAT, "optimizer_states": []}, path)
+    (part,) = parts.iterdir()
+    return path, part
+
+
+def test_parts_that_are_missing_are_named(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(shards.Broken, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
+        shards.whole({shards.FOLDER: {"folder": "0012-ab", "names": []}}, path)
+    assert shards.whole({"state_dict": {}}, path) == {"state_dict": {}}
+
+
+def test_parts_that_are_missing_or_cut_off_are_named_before_anything_is_read(tmp_path: Path):
+    """PyTorch's own error is no Exception and went past everything that says a sentence, and names no file."""
+    path, part = in_parts(tmp_path)
+    small = read_checkpoint(path, mmap=True)
+    assert torch.equal(shards.whole(small, path)["state_dict"]["model.x"], torch.ones(999))
+    part.write_bytes(part.read_bytes()[:100])
+    for mmap in (True, False):
+        with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is cut off, after 100 of [0-9]* bytes$"):
+            read_checkpoint(path, mmap=mmap)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is missing$"):
+        read_checkpoint(path, mmap=True)
+
+
+def test_a_part_that_is_spoilt_inside_is_an_error_like_any_other(tmp_path: Path):
+    path, part = in_parts(tmp_path)
+    small = read_checkpoint(path, mmap=True)
+    part.write_bytes(b"\0" * part.stat().st_size)
+    with pytest.raises(shards.Broken, match=f"^{part}, a part of {path}, is damaged, or another one in its place$"):
+        shards.whole(small, path)
+    with pytest.raises(CheckpointError, match=f"^{part} is damaged from byte 0 on: "):
+        read_checkpoint(path)
+
+
+def test_a_flipped_bit_in_a_part_or_in_the_index_of_parts_is_found(tmp_path: Path):
+    path, part = in_parts(tmp_path)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["model.x"], torch.ones(999))
+    for file, said in (
+        (part, f"^{part} is damaged from byte 0 on: "),
+        (path, f"^{path} is truncated or damaged, or no checkpoint: "),
+    ):
+        written = bytearray(file.read_bytes())
+        for place in (written.find(b"tails"), len(written) // 3) if file == path else (len(written) // 2,):
+            file.write_bytes(bytes([*written[:place], written[place] ^ 4, *written[place + 1 :]]))
+            with pytest.raises(CheckpointError, match=said):
+                read_checkpoint(path)
+        file.write_bytes(written)
+    read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "a/b", ".."])
+def test_a_small_file_stands_for_parts_beside_it_alone(tmp_path: Path, name: str):
+    path, _ = in_parts(tmp_path)
+    small = torch.load(path, weights_only=True)
+    torch.save({**small, shards.FOLDER: {**small[shards.FOLDER], "folder": name}}, path)
+    with pytest.raises(CheckpointError, match="stands for parts in .* which are not there"):
+        read_checkpoint(path)
+
+
+def test_a_run_whose_parts_are_missing_says_what_can_be_done(tmp_path: Path):
+    """To go on from it ended in a traceback, after the model had been built."""
+    path, part = in_parts(tmp_path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"{part.name}, a part of {path}, is missing; resume=never starts over"):
+        run_folder._read_last(path)
+
+
+def test_parts_go_when_no_checkpoint_stands_for_them_and_stay_when_nobody_knows(tmp_path: Path):
+    for name in ("old", "best", "last", "new"):
+        (tmp_path / shards.FOLDER / name).mkdir(parents=True)
+    for name in ("best", "last"):
+        torch.save({shards.FOLDER: {"folder": name}}, tmp_path / f"{name}.ckpt")
+    shards.sweep(tmp_path, keep="new")
+    assert {path.name for path in (tmp_path / shards.FOLDER).iterdir()} == {"best", "last", "new"}
+    (tmp_path / "last.ckpt").write_bytes(b"broken")
+    shards.sweep(tmp_path)
+    assert (tmp_path / shards.FOLDER / "last").is_dir()
+
+
+def test_parts_that_have_changed_places_are_not_taken_for_each_other(tmp_path: Path):
+    """Each is sound in itself, and says nowhere which one it is."""
+    (one, part), (_, other) = in_parts(tmp_path / "one"), in_parts(tmp_path / "two", 0.0)
+    part.write_bytes(other.read_bytes())
+    with pytest.raises(CheckpointError, match=f"{part.name}, a part of .* is damaged, or another one in its place"):
+        read_checkpoint(one)
+
+
+class Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_part_of_a_checkpoint_and_an_index_beside_it_run_no_code(tmp_path: Path):
+    (path, part), bomb = in_parts(tmp_path), io.BytesIO()
+    torch.save(Runs(tmp_path / "mark"), bomb)
+    small = torch.load(path, weights_only=True)
+    part.write_bytes(bomb.getvalue())
+    part.with_name(".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "mark")))  # what PyTorch would read
+    places = [(0, len(bomb.getvalue()))]
+    small["shards"]["tails"] = {part.name: shards._tails(part, places)}
+    small["shards"]["tensors"]["weights/model.x"]["pieces"][0]["length"] = places[0][1]
+    torch.save(small, path)
+    for read in (load_model, read_checkpoint):
+        with pytest.raises(CheckpointError, match="the parts in .* cannot be read: Weights only load failed"):
+            read(path)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"file": "../../../x"}, "has a part called '../../../x', which is no file in"),
+        ({"file": Path("x")}, "cannot read it|file is Posix"),
+        ({"start": -1}, "describes 'weights/model.x' by a number below 0"),
+        ({"sizes": [-999]}, "describes 'weights/model.x' by a number below 0"),
+        ({"offsets": {0: 0}}, r"shards.tensors.weights/model.x.pieces\[0\].offsets is {0: 0}"),
+        ({"length": 1 << 40}, "is cut off, after"),
+    ],
+)
+def test_what_is_said_of_parts_is_of_exact_types(change: dict[str, Any], said: str, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=said):
+        read_checkpoint(in_parts(tmp_path, **change)[0])
+
+
+def test_parts_with_an_index_of_an_earlier_version_are_named(tmp_path: Path):
+    path, _ = in_parts(tmp_path)
+    small = torch.load(path, weights_only=True)
+    torch.save({**small, "shards": {name: small["shards"][name] for name in ("folder", "names")}}, path)
+    with pytest.raises(CheckpointError, match="whose index is a pickle, .*consolidate of the version that has written"):
+        read_checkpoint(path)
