@@ -112,12 +112,22 @@ def test_a_boundary_of_hyper_connections_moves_ten_times_the_width():
 
 def test_a_prompt_in_chunks_moves_what_its_chunks_move():
     model = cost(build("gsm-writer=additive"))
-    whole = Parts(model.forward_bytes(20, 1))
-    whole.update(model.forward_bytes(20, 1, 20))
-    whole.update(model.forward_bytes(3, 1, 40))
+    calls = ((20, 1 - 23, 0), (20, 1 - 3, 20), (3, 1, 40))
+    whole, flops = Parts(), Parts()
+    for call in calls:
+        whole.update(model.forward_bytes(*call))
+        flops.update(model.forward_flops(*call))
     assert model.prefill_bytes(43, chunk=20) == whole
-    flops = Parts(model.forward_flops(20, 1) + model.forward_flops(20, 1, 20) + model.forward_flops(3, 1, 40))
     assert model.prefill_flops(43, chunk=20) == flops
+
+
+@pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc", "hybrid", "yoco"])
+def test_a_prompt_in_chunks_computes_what_it_does_at_once(case: str):
+    """All products, to the last row, are those of one pass; what rows look at too."""
+    model = cost(build(case))
+    at_once = model.forward_flops(4096, 1)
+    for chunk in (64, 256, 1000):
+        assert model.prefill_flops(4096, chunk) == at_once, chunk
 
 
 def test_sequences_of_a_batch_share_the_weights_alone():

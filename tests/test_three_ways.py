@@ -4,10 +4,19 @@ and variant, with a memory that grows (capacity None) and with a static one."""
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from small import LENGTHS, MEMORIES, SHALLOW, K, M, W, assert_same, build, cases, mostly_slow, random_tokens
+from torch import Tensor
+
+from gsm.cache.memory import Memory, map_nodes
+from gsm.layers.block import Block
+from gsm.models.base import LanguageModel
 
 FAR = 6 * W  # tokens: more than all windows and the state of a shallow model carry
 
@@ -99,15 +108,57 @@ def test_a_memory_holds_on_to_nothing_of_the_caller():
     assert memory.document_B.item() == 0
 
 
+@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
 @pytest.mark.parametrize("capacity", [None, 41])
-def test_prefill_in_chunks_equals_one_prefill(capacity):
-    model, tokens = build("gsm-writer=additive"), random_tokens(1, 41)
-    whole = model.prefill(tokens, model.start(capacity=capacity))
+def test_prefill_in_chunks_equals_one_prefill(case: str, capacity: int | None):
+    """Its logits, what is remembered, and how many rows every block computes."""
+    model, tokens = build(case, geometry=SHALLOW), random_tokens(2, 41)
+    start = partial(model.start, batch=2, capacity=capacity)
+    with rows_of_blocks(model) as at_once:
+        whole = model.prefill(tokens, start())
     assert not whole.hidden_BRD.requires_grad, "prefill records gradients"
     for chunk in (1, 7, 16, 40):
-        part = model.prefill(tokens, model.start(capacity=capacity), chunk=chunk)
+        with rows_of_blocks(model) as rows:
+            part = model.prefill(tokens, start(), chunk=chunk)
+        assert rows == at_once, f"in chunks of {chunk}"
         assert_same(part.logits, whole.logits, f"prefill in chunks of {chunk}")
         assert part.memory.breakdown() == whole.memory.breakdown()
+        for kept, wanted in zip(tensors(part.memory), tensors(whole.memory), strict=True):
+            assert_same(kept, wanted, f"memory after prefill in chunks of {chunk}")
+
+
+def tensors(memory: Memory) -> list[Tensor]:
+    """All that a memory is made of."""
+    found: list[Tensor] = []
+    map_nodes(memory, (Tensor,), lambda one: found.append(one) or one)
+    return found
+
+
+@contextmanager
+def rows_of_blocks(model: LanguageModel) -> Iterator[Counter[str]]:
+    """Rows that each block computes inside, by its name."""
+    counted: Counter[str] = Counter()
+    blocks = {name: part for name, part in model.named_modules() if isinstance(part, Block)}
+
+    def counting(name: str, one: Block):
+        return one.register_forward_pre_hook(lambda _, given: counted.update({name: given[1].rows}))
+
+    hooks = [counting(name, one) for name, one in blocks.items()]
+    try:
+        yield counted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_rows_below_one_want_a_memory():
+    model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
+    with pytest.raises(ValueError, match="below 1 with a memory"):
+        model(tokens, rows=0)
+    with pytest.raises(ValueError, match="without targets, got -3"):
+        model(tokens, targets=tokens, memory=model.start(), rows=-3)
+    out = model(tokens, memory=model.start(), rows=0)
+    assert out.logits.shape == (1, 0, model.vocabulary) and out.memory.used == 5
 
 
 @pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "gsm-feed_forward=moe", "baseline"])

@@ -35,4 +35,4 @@ def lowered(x: Tensor) -> Tensor:
 def last(x_BT: Tensor, rows: int) -> Tensor:
     """The last ``rows`` positions of [B, T, ...]; ``x`` itself if these are all: in backward even a whole slice
     copies."""
-    return x_BT if rows == x_BT.shape[1] else x_BT[:, -rows:]
+    return x_BT if rows == x_BT.shape[1] else x_BT[:, x_BT.shape[1] - rows :]

@@ -25,7 +25,8 @@ class Span:
 
     Attributes:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
-        rows: how many trailing positions this layer has to produce.
+        rows: how many trailing positions this layer has to produce; of a whole call, 0 or less: none, and the first one
+            that will be wanted comes 1 - rows positions later.
         whole: known without asking the device: these end the one document that is all which any memory holds.
         filled: the same of a static memory, whose windows may have places that are not filled yet: how many tokens
             there are, these included (None: it is not known).
@@ -44,8 +45,8 @@ class Span:
         return last(self.position_BT, self.rows)
 
     def last(self, rows: int) -> Span:
-        """Ask for ``rows`` trailing positions (or all there are)."""
-        return replace(self, rows=min(rows, self.position_BT.shape[1]))
+        """Ask for ``rows`` trailing positions (or all there are; less than none is none)."""
+        return replace(self, rows=max(0, min(rows, self.position_BT.shape[1])))
 
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one."""

@@ -61,7 +61,7 @@ def rows_of(model: LanguageModel, tokens: int, rows: int) -> list[tuple[int, int
     decoder = list(zip([plan.entering, *plan.decoder], plan.decoder, strict=False))
     if isinstance(model, GSM):
         return [*encoder, *[(plan.state, plan.state)] * len(model.aggregation.layers), *decoder]
-    return [*encoder, (tokens, rows), *decoder] if isinstance(model, YOCO) else [*encoder, *decoder]
+    return [*encoder, (tokens, plan.entering), *decoder] if isinstance(model, YOCO) else [*encoder, *decoder]
 
 
 def _stack(stack: Stack, place: str) -> Iterator[Layer]:

@@ -54,16 +54,17 @@ class Parts(Counter[str]):
 
 @dataclass(frozen=True)
 class Call:
-    """One forward: N new positions, R rows asked for, and what a memory holds already."""
+    """One forward: N new positions, R rows asked for (as of ``LanguageModel.forward``), and what a memory holds
+    already."""
 
     tokens: int
     rows: int
     before: int = 0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.before < 0 or not 1 <= self.rows <= self.tokens:
+        if self.tokens < 1 or self.before < 0 or self.rows > self.tokens:
             given = f"{self.tokens} tokens, {self.rows} rows, {self.before} before"
-            raise ValueError(f"{given}: give 1 <= rows <= tokens and before >= 0")
+            raise ValueError(f"{given}: give tokens >= 1, rows <= tokens and before >= 0")
 
     @property
     def end(self) -> int:
@@ -91,7 +92,8 @@ class Cost:
 
         Args:
             tokens: new positions (N).
-            rows: trailing positions for which an output is wanted; None: all, as in training; 1: prefill.
+            rows: trailing positions for which an output is wanted; None: all, as in training; 1: prefill; 0 or less:
+                the first one wanted comes 1 - rows positions later.
             before: positions that a memory holds already.
 
         Raises:
@@ -114,8 +116,8 @@ class Cost:
         return self.forward_flops(1, before=position)
 
     def prefill_flops(self, tokens: int, chunk: int = 4096) -> Parts:
-        """FLOPs of ``LanguageModel.prefill``, which asks for the last row of every chunk."""
-        return _total(self.forward_flops(new, 1, start) for start, new in _chunks(tokens, chunk))
+        """FLOPs of ``LanguageModel.prefill``: of every chunk what the last row of all needs."""
+        return _total(self.forward_flops(*call) for call in _chunks(tokens, chunk))
 
     def training_flops(self, tokens: int) -> Parts:
         """FLOPs of forward and backward on a sequence, by part: each product is made again for the gradient of either
@@ -186,8 +188,8 @@ class Cost:
     def prefill_bytes(
         self, tokens: int, chunk: int = 4096, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
-        """Bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights."""
-        return _total(self.forward_bytes(new, 1, start, dtype, batch) for start, new in _chunks(tokens, chunk))
+        """Bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights of the layers that it runs."""
+        return _total(self.forward_bytes(*call, dtype, batch) for call in _chunks(tokens, chunk))
 
     def training_bytes(
         self, tokens: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16, master: torch.dtype = torch.float32
@@ -241,14 +243,18 @@ class Cost:
             yield layer, entering, asked
 
     def _products(self, call: Call) -> Iterator[tuple[str, ProductCost, int]]:
-        """All products by name, and how many rows each meets."""
+        """All products that are made by name, and how many rows each meets: of a bank perhaps none."""
         for layer, entering, asked in self._layers(call):
             work = layer.work
             slots = call.end // work.ratio - call.before // work.ratio
-            for times, parts in ((asked, work.per_row), (entering, work.per_token), (slots, work.per_slot)):
+            made = [(asked, work.per_row)] if asked else []
+            made += [(entering, work.per_token)] if entering else []
+            made += [(slots, work.per_slot)] if entering or slots else []
+            for times, parts in made:
                 yield from ((f"{layer.place}/{part}", each, times) for part, each in parts.items())
-        yield "state/writer", self.writer, self.model.schedule(call.tokens, call.rows).state
-        yield "head", self.head, call.rows
+        state = self.model.schedule(call.tokens, call.rows).state
+        yield from [("state/writer", self.writer, state)] if state else []
+        yield from [("head", self.head, call.rows)] if call.rows > 0 else []
 
     def _again(self, forward: Parts) -> Parts:
         """What the layers compute or move a second time in the backward pass, if activations are recomputed."""
@@ -288,11 +294,13 @@ def paper_cache(model: GSM | Baseline, tokens: int) -> int:
     return entries * shape.entry_dim
 
 
-def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Where each chunk of a prompt starts, and its tokens."""
+def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Of each chunk of a prompt its tokens, the rows to ask for, and the tokens before it."""
     if tokens < 1 or chunk < 1:
         raise ValueError(f"{tokens} tokens in chunks of {chunk}: give 1 or more of each")
-    yield from ((start, min(chunk, tokens - start)) for start in range(0, tokens, chunk))
+    for start in range(0, tokens, chunk):
+        new = min(chunk, tokens - start)
+        yield new, 1 - (tokens - start - new), start
 
 
 def _itemsize(dtype: torch.dtype, wide: bool) -> int:

@@ -36,7 +36,7 @@ class Bank:
 
     def last(self, rows: int) -> Bank:
         """The same bank for the last ``rows`` rows."""
-        return replace(self, first_BR=self.first_BR[:, -rows:], last_BR=self.last_BR[:, -rows:])
+        return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Attended:
         return replace(
             self,
             bank=None if self.bank is None else self.bank.last(rows),
-            chosen_BRK=None if self.chosen_BRK is None else self.chosen_BRK[:, -rows:],
+            chosen_BRK=None if self.chosen_BRK is None else last(self.chosen_BRK, rows),
             bias_BRK=None if self.bias_BRK is None else last(self.bias_BRK, rows),
-            pool_BRN=None if self.pool_BRN is None else self.pool_BRN[:, -rows:],
+            pool_BRN=None if self.pool_BRN is None else last(self.pool_BRN, rows),
         )
 
     def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> Attended:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams
+from gsm.shapes import last
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -90,9 +91,11 @@ class Block(nn.Module):
         self.feed_forward = feed_forward(dim)
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
-        """From the streams of T positions to those of the last ``span.rows``."""
+        """From the streams of T positions to those of the last ``span.rows``; for none, the mixer only remembers."""
         entered_BTD = streams.mixed_BTD
         update_BRD, out = self.attention(self.attention_norm(entered_BTD), span, cache, below)
+        if not span.rows:
+            return Streams(*(last(x, 0) for x in streams)), out._replace(entered_BTD=entered_BTD)
         streams = self.attention_residual.leave(streams, update_BRD)
         fed = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD), span.row_position_BR)
         streams = self.feed_forward_residual.leave(streams, fed.update_BRD)

@@ -49,6 +49,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_BRD: Tensor) -> Tensor:
         """Maps [..., dim_in] to [..., groups * rank]."""
-        groups, _, width = self.weight.shape
+        groups, rank, width = self.weight.shape
         split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
-        return torch.bmm(split, self.weight.to(split.dtype).mT).transpose(0, 1).reshape(*x_BRD.shape[:-1], -1)
+        return (
+            torch.bmm(split, self.weight.to(split.dtype).mT).transpose(0, 1).reshape(*x_BRD.shape[:-1], groups * rank)
+        )

@@ -3,11 +3,11 @@ memory protocol.
 
 The three ways differ in their arguments alone:
 
-                        new positions     rows asked for    memory
-    training            the sequence      all               none
-    prefill             the prompt        1                 fresh
-    chunked prefill     a chunk           1                 of the chunks before
-    decode              1                 1                 of all before
+                        new positions     rows asked for           memory
+    training            the sequence      all                      none
+    prefill             the prompt        1                        fresh
+    chunked prefill     a chunk           1 - what comes after     of the chunks before
+    decode              1                 1                        of all before
 """
 
 from __future__ import annotations
@@ -152,12 +152,13 @@ class LanguageModel(nn.Module):
             targets: int64 [B, T], already shifted, -100 for positions that do not count.
             memory: what ``start`` or an earlier call returned. A growing one is never changed; a static one is, once
                 the call has succeeded, and is itself ``Output.memory``.
-            rows: trailing positions for which an output is wanted (default: all).
+            rows: trailing positions for which an output is wanted (default: all). With a memory also 0 or less: none,
+                and the first one that will be wanted comes 1 - rows positions later; computed is what that one needs.
 
         Raises:
             ValueError: naming field, value and limit.
         """
-        check_call(self.vocabulary, tokens, documents, targets, rows)
+        check_call(self.vocabulary, tokens, documents, targets, rows, remembered=memory is not None)
         if memory is not None:
             check_memory(memory, self._layout(), tokens)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
@@ -172,7 +173,7 @@ class LanguageModel(nn.Module):
             position_BT = document_positions(documents, books.document_B, books.position_B)
         inner = memory or replace(books, **self._nothing_kept())
         whole, filled = (one, None) if memory is None or not one else memory.joined_after(length)
-        span = Span(position_BT, rows or length, whole, filled)
+        span = Span(position_BT, length if rows is None else rows, whole, filled)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
@@ -212,7 +213,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, memory: Memory, chunk: int = 4096, documents: Tensor | None = None) -> Output:
-        """Reads a prompt in chunks, computing of each only what its last row needs; returns the last row's output.
+        """Reads a prompt in chunks, computing of each only what the last row needs; returns the last row's output.
 
         Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
         end at the border of the last chunk; where they are wanted, call the model itself.
@@ -250,11 +251,12 @@ class LanguageModel(nn.Module):
 
     def _read(self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int) -> Output:
         """The chunks of a prompt, one after the other; the output of the last row, with the memory after it."""
-        out = None
-        for start in range(0, max(tokens.shape[1], 1), chunk):
+        out, length = None, tokens.shape[1]
+        for start in range(0, max(length, 1), chunk):
             tokens_BT = tokens[:, start : start + chunk]
-            part = None if documents is None else documents[:, start : start + chunk]
-            out = self(tokens_BT, documents=part, memory=memory.narrow(memory.used + tokens_BT.shape[1]), rows=1)
+            part, later = None if documents is None else documents[:, start : start + chunk], length - start - chunk
+            narrow = memory.narrow(memory.used + tokens_BT.shape[1])
+            out = self(tokens_BT, documents=part, memory=narrow, rows=1 - max(0, later))
             memory = out.memory if memory.capacity is None else memory  # what is narrow has no room for the next chunk
         assert out is not None
         return replace(out, memory=memory)

@@ -29,7 +29,7 @@ from gsm.layers.sparse import Role, SparseAttention
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
-from gsm.models.schedule import Schedule, stack_rows
+from gsm.models.schedule import Schedule, at_least_none, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, learned_of
 from gsm.span import Span
 
@@ -88,7 +88,7 @@ class Baseline(LanguageModel):
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer: the decoder's bank needs the whole encoder; the decoder's windows shrink above it."""
         reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
-        entering, *decoder = stack_rows(new, rows, reaches)
+        entering, *decoder = at_least_none(stack_rows(new, rows, reaches))
         return Schedule([new] * self.geometry.encoder_layers, decoder, entering=entering)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:

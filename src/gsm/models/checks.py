@@ -12,10 +12,19 @@ IGNORED = -100  # target of a position that is not trained on
 
 
 def check_call(
-    vocabulary: int, tokens: Tensor, documents: Tensor | None, targets: Tensor | None, rows: int | None
+    vocabulary: int,
+    tokens: Tensor,
+    documents: Tensor | None,
+    targets: Tensor | None,
+    rows: int | None,
+    remembered: bool = False,
 ) -> None:
     """Raises ValueError for arguments of a forward that do not fit one another or the vocabulary. Values are looked at
-    on the CPU alone: elsewhere that would stall the device."""
+    on the CPU alone: elsewhere that would stall the device.
+
+    Args:
+        remembered: whether there is a memory, for which a call without rows has a use.
+    """
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
             f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
@@ -31,8 +40,11 @@ def check_call(
                 f"{name} must be whole numbers on the device of tokens, {tokens.device}, got {other.dtype} on "
                 f"{other.device}"
             )
-    if rows is not None and not 1 <= rows <= length:
-        raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}")
+    if rows is not None and (rows > length or rows < 1 and (not remembered or targets is not None)):
+        raise ValueError(
+            f"rows must lie between 1 and the {length} new positions, or below 1 with a memory and without targets, "
+            f"got {rows}"
+        )
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
         check_range(vocabulary, "token id", tokens)
         if targets is not None:

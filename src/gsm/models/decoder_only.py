@@ -26,7 +26,7 @@ from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import Matched
-from gsm.models.schedule import Schedule, stack_rows
+from gsm.models.schedule import Schedule, at_least_none, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.span import Span
 
@@ -79,7 +79,7 @@ class DecoderOnly(Matched):
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer."""
-        _, *decoder = stack_rows(new, rows, self.reaches)
+        _, *decoder = at_least_none(stack_rows(new, rows, self.reaches))
         return Schedule([], decoder, entering=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:

@@ -153,8 +153,7 @@ class GSM(LanguageModel):
         z_BRD, state, written = self.writer(streams.mixed_BTD, increments, wanted, memory.state)
         tap("state/e", streams.mixed_BTD)
         tap("state/z", z_BRD)
-        streams = Streams.copies(last(z_BRD, rows.entering), copies)
-        entering = span.last(rows.entering).cut()
+        streams, entering = Streams.copies(last(z_BRD, rows.entering), copies), span.last(rows.entering).cut()
         streams, decoded = self.decoder(streams, entering, rows.decoder, memory.decoder, state)
         caches = {"encoder": caches_of(encoded), "stages": retrieved.caches, "state": written}
         after = replace(memory, **caches, decoder=caches_of(decoded))

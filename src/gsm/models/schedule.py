@@ -5,6 +5,10 @@
     layer       1    2    3    4    state   decoder
     rows       20   20   10    7      7        1
 
+    the first 12 of them, a row asked for 8 positions later (R = 1 - 8)
+
+    rows       12   12    2    0      0        0
+
 A layer that produces R rows reads R + W - 1 positions of the layer below (its window), so ranges shrink upwards by W
 - 1 a layer; banks need every position, so nothing shrinks below the last bank (paper, equation 14).
 """
@@ -20,7 +24,7 @@ class Schedule:
     """Rows of one call.
 
     Attributes:
-        encoder, decoder: rows that each of their layers produces.
+        encoder, decoder: rows that each of their layers produces, at least 0.
         state: positions that enter stages and state writer.
         written: positions whose entries of the state are wanted.
         entering: positions that enter the decoder's first layer.
@@ -33,17 +37,22 @@ class Schedule:
     entering: int = 0
 
 
+def at_least_none(rows: Sequence[int]) -> list[int]:
+    """0 where a row that is wanted comes so much later that nothing of a call is needed for it."""
+    return [max(0, one) for one in rows]
+
+
 def stack_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
     """The rows of a stack of any mixers, pruned exactly, from the top downwards; before them, the positions that enter.
 
     Args:
         new: new positions of the call (N).
-        rows: rows asked for (R); R = N is training.
+        rows: rows asked for (R); R = N is training; R <= 0: a row 1 - R positions after these.
         reaches: of each layer, how many positions back of its input a row needs; None: all of them.
 
     Returns:
         One number more than there are layers: the positions that enter the first one, and the rows of each: those
-        asked for at the top; below a layer with reach c that produces R rows, min(N, R + c).
+        asked for at the top; below a layer with reach c that produces R rows, min(N, R + c), which may be negative.
     """
     wanted = [rows]
     for reach in reversed(reaches):
@@ -66,7 +75,7 @@ def gsm_schedule(
 
     Args:
         new: new positions of the call (N).
-        rows: rows asked for (R); R = N is training.
+        rows: rows asked for (R), as of ``stack_rows``.
         encoder_layers: depth of the encoder.
         last_bank: last encoder layer that owns a bank (the paper's l*).
         window: entries of an encoder layer's window (W).
@@ -80,7 +89,8 @@ def gsm_schedule(
     above = [
         min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
     ]
-    return Schedule([new] * (last_bank - 1) + above, decoder, state, written, entering)
+    encoder = at_least_none([new] * (last_bank - 1) + above)
+    return Schedule(encoder, at_least_none(decoder), *at_least_none([state, written, entering]))
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

@@ -77,7 +77,9 @@ class Stack(nn.Module):
         outputs: list[LayerOutput] = []
         for block, wanted, cache in zip(self, rows, caches, strict=True):
             span = span.last(wanted)
-            if self.recompute and self.training:
+            if not span.position_BT.shape[1]:  # nothing enters it: what is below goes on to those above
+                out = LayerOutput(cache, below, entered_BTD=streams.mixed_BTD)
+            elif self.recompute and self.training:
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
             else:
                 streams, out = block(streams, span, cache, below)

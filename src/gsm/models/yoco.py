@@ -87,7 +87,8 @@ class YOCO(Matched):
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer: what is cached needs every position, the cross-decoder the rows asked for alone."""
         depths = self.geometry
-        return Schedule([new] * depths.encoder_layers, [rows] * depths.decoder_layers, entering=rows)
+        wanted = max(0, rows)
+        return Schedule([new] * depths.encoder_layers, [wanted] * depths.decoder_layers, entering=wanted)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the cross-decoder's output for the rows asked for."""
@@ -97,8 +98,9 @@ class YOCO(Matched):
         entry_BTE = self.key_value(self.cache_norm(streams.mixed_BTD), self.rope.at(span, x_BTD.dtype))
         (cache,) = memory.decoder
         seen_BFE, slots, cache = cache.extend(entry_BTE, span)
+        span = span.last(rows.entering)
         history = self.key_value.history(seen_BFE, slots, span)
-        streams = Streams(*(last(x, span.rows) for x in streams))
+        streams = Streams(*(last(x, rows.entering) for x in streams))
         streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
         after = replace(memory, encoder=caches_of(encoded), decoder=(cache,))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
