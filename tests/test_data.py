@@ -21,8 +21,9 @@ from gsm.data import tokens as tokens_module
 from gsm.data.corpus import Corpus
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
-from gsm.data.packing import IGNORED, TrainingOrder, training_batches, validation_batches
+from gsm.data.packing import DOCUMENTS, TrainingOrder, training_batches, validation_batches
 from gsm.data.tokenizer import Tokenizer
+from gsm.models.checks import IGNORED
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,28 @@ def test_documents_change_exactly_after_an_end_of_text(make: Callable[..., TextD
         assert torch.equal(row["documents"].diff(), ended)
         for document in row["documents"].unique().tolist():
             assert owner.setdefault(document, index) == index, "two sequences may not share a document id"
+
+
+def test_all_targets_count_where_documents_say_so(make: Callable[..., TextData]) -> None:
+    plain, every, stream = (make(documents=kind).train_set for kind in DOCUMENTS)
+    for index in range(len(plain)):
+        row, all_targets, run_through = plain[index], every[index], stream[index]
+        assert torch.equal(row["tokens"], all_targets["tokens"]) and torch.equal(row["tokens"], run_through["tokens"])
+        assert torch.equal(all_targets["targets"], run_through["targets"])
+        told = row["targets"] != IGNORED
+        assert torch.equal(row["targets"][told], all_targets["targets"][told])
+        assert (all_targets["targets"] != IGNORED).all(), "exactly T targets a sequence"
+        assert torch.equal(row["documents"], all_targets["documents"])
+        assert len(run_through["documents"].unique()) == 1
+    assert len({make(documents=kind).train_set[0]["documents"][0].item() for kind in DOCUMENTS}) == 1
+    assert len({str(make(documents=kind).fingerprint()) for kind in DOCUMENTS}) == 3, (
+        "a run does not go on with another"
+    )
+
+
+def test_an_unknown_treatment_of_documents_is_named(make: Callable[..., TextData]) -> None:
+    with pytest.raises(ValueError, match=r"data.documents is 'apart', but has to be one of isolated, "):
+        make(documents="apart")
 
 
 def test_batches_are_int64_and_hold_the_same_as_single_sequences(make: Callable[..., TextData]) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from small import GEOMETRY, K, W, build
 
-from gsm.data.packing import IGNORED
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
+from gsm.models.checks import IGNORED
 from gsm.models.schedule import local_reach
 from gsm.training.callbacks.selection import DenseFirst, selecting
 from gsm.training.module import LanguageModeling

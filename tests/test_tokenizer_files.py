@@ -15,8 +15,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.packing import IGNORED
 from gsm.data.tokenizer import Tokenizer
+from gsm.models.checks import IGNORED
 
 AWKWARD = ["", "plain", "naïve — 東京 🐍\r\n\t x", "a</s>b<|endoftext|>", "\x00\x7f", "    if a:\n        return  b"]
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Zwölf größere Boxkämpfer jagen Viktor. " * 9]

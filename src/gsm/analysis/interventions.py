@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsm.data.packing import IGNORED
 from gsm.layers.attended import SharedState
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
+from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.shapes import last
 

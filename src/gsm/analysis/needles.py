@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gsm.analysis.interventions import Answers, ablations, answers, without_entries, without_slots, without_stages
 from gsm.analysis.rollout import TAPS, decoder_rollout, state_routes
-from gsm.data.packing import IGNORED
 from gsm.data.recall import Needle
 from gsm.data.synthetic import HELD_OUT, Generated
 from gsm.models.base import LanguageModel
+from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 

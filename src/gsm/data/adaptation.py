@@ -24,11 +24,12 @@ from gsm.data.cache import cache_folder
 from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.module import chosen_tokenizer
-from gsm.data.packing import IGNORED, validation_indices
+from gsm.data.packing import validation_indices
 from gsm.data.ruler import TASKS, Needles, Sample
 from gsm.data.synthetic import HELD_OUT, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
+from gsm.models.checks import IGNORED
 
 MARK = "Final answer:"
 RESPONSES = {

@@ -14,7 +14,14 @@ from gsm.data.base import DataModule
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
-from gsm.data.packing import Sequences, TrainingOrder, training_batches, validation_batches, validation_indices
+from gsm.data.packing import (
+    DOCUMENTS,
+    Sequences,
+    TrainingOrder,
+    training_batches,
+    validation_batches,
+    validation_indices,
+)
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 
@@ -29,6 +36,8 @@ class TextData(DataModule):
         vocabulary: how many ids the model has; a BPE is trained to this size.
         context: T, at least 2.
         batch_size: B on each device, at least 1.
+        documents: what a sequence makes of its documents: isolated, isolated_all_targets or stream (see
+            `gsm.data.packing`).
         tokenizer: "bpe", "bytes", the path of a tokenizer.json (also .xz or .gz, or the folder it lies in), or a ready
             `Tokenizer` (that of a checkpoint, for instance).
         end_of_text: the token of a tokenizer.json that ends a document; None: a usual one that it has.
@@ -58,6 +67,7 @@ class TextData(DataModule):
         vocabulary: int,
         context: int,
         batch_size: int,
+        documents: str = "isolated",
         tokenizer: str | Tokenizer = "bpe",
         end_of_text: str | None = None,
         path: str | None = None,
@@ -85,6 +95,9 @@ class TextData(DataModule):
         _require("max_validation_tokens", max_validation_tokens, context + 1)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         _require("longest_line", longest_line, 1)
+        if documents not in DOCUMENTS:
+            raise ValueError(f"data.documents is '{documents}', but has to be one of {', '.join(DOCUMENTS)}")
+        self.documents = documents
         told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
         told["longest_line"] = longest_line
         self.corpus = corpus or _corpus(path, **told)
@@ -188,7 +201,7 @@ class TextData(DataModule):
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
         """At most `most` sequences of another length, spread evenly. Raises ValueError for a split that is shorter."""
-        sequences = Sequences(self.split(split), length, self.tokenizer.end_of_text)
+        sequences = self._open(split, length)
         return list(sequences.each(validation_indices(len(sequences), most)))
 
     def headline(self) -> dict[str, str]:
@@ -225,11 +238,12 @@ class TextData(DataModule):
             "corpus": self.corpus.digest,
             "tokenizer": self.tokenizer.digest,
             "context": self.context,
+            "documents": self.documents,
             **{name: limit or "all" for name, limit in limits.items()},
         }
 
-    def _open(self, split: str) -> Sequences:
-        return Sequences(self.split(split), self.context, self.tokenizer.end_of_text)
+    def _open(self, split: str, context: int | None = None) -> Sequences:
+        return Sequences(self.split(split), context or self.context, self.tokenizer.end_of_text, self.documents)
 
     def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
         return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=self.on_gpu)

@@ -4,7 +4,12 @@
     sequence 0 a0 a1 a2 END | b0 b1 b2 b3 | b4 END c0 ...      T = 4; the next sequence's first id is the last target
     targets    a1 a2 END -100 b1 b2 b3 b4 | END -100 ...       the end of text is predicted, what follows it is not
 
-Ids that fill no whole sequence at the end of a split are left over.
+Ids that fill no whole sequence at the end of a split are left over. What a sequence makes of its documents is a choice:
+
+    isolated                attention and positions stay inside documents; the first id of a document is no target
+    isolated_all_targets    the same, and every id is a target: the first of a document is predicted from the end of the
+                            one before it
+    stream                  a sequence is one document: positions run through, and every id is a target
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import torch
 from torch import Tensor
 
 from gsm.data.tokens import Split
+from gsm.models.checks import IGNORED
 
-IGNORED = -100
+DOCUMENTS = ("isolated", "isolated_all_targets", "stream")
 BLANK = -1  # the index of a sequence without targets, which evens out ranks
 
 
@@ -29,13 +35,14 @@ class Sequences:
         split: the cached ids.
         context: T, at least 2.
         end_of_text: the id that closes a document.
+        documents: ``isolated``, ``isolated_all_targets`` or ``stream``, see above.
 
     Raises:
         ValueError: the split is shorter than one sequence and its last target.
     """
 
-    def __init__(self, split: Split, context: int, end_of_text: int) -> None:
-        self.split, self.context, self.end_of_text = split, context, end_of_text
+    def __init__(self, split: Split, context: int, end_of_text: int, documents: str = "isolated") -> None:
+        self.split, self.context, self.end_of_text, self.documents = split, context, end_of_text, documents
         self.ids = split.open()
         if len(self) == 0:
             raise ValueError(
@@ -59,8 +66,9 @@ class Sequences:
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
         """The sequences of these indices, int64 [B,T] each.
 
-        `targets` is -100 where nothing is to be predicted: after an end of text, and throughout at index -1 (`BLANK`).
-        `documents` counts documents upwards along a row, from a number that no other sequence uses.
+        `targets` is -100 where nothing is to be predicted: after an end of text where documents are `isolated`, and
+        throughout at index -1 (`BLANK`). `documents` counts documents upwards along a row, from a number that no other
+        sequence uses; in a `stream` there is one.
         """
         index_B = np.asarray(indices, dtype=np.int64)
         blank_B1 = (index_B < 0)[:, None]
@@ -68,10 +76,12 @@ class Sequences:
         rows = np.stack([self.ids[start : start + self.context + 1] for start in start_B1[:, 0]]).astype(np.int64)
         token_BT, target_BT = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:]
         end_BT = token_BT == self.end_of_text
+        new_BT = end_BT & (self.documents != "stream")  # another document begins behind this id
+        untold_BT = end_BT & (self.documents == "isolated")
         values = {
             "tokens": token_BT,
-            "targets": np.where(end_BT | blank_B1, IGNORED, target_BT),
-            "documents": start_B1 + np.cumsum(end_BT, axis=1) - end_BT,
+            "targets": np.where(untold_BT | blank_B1, IGNORED, target_BT),
+            "documents": start_B1 + np.cumsum(new_BT, axis=1) - new_BT,
         }
         return {name: torch.from_numpy(value_BT) for name, value_BT in values.items()}
 

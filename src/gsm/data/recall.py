@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gsm.data.packing import IGNORED
+from gsm.models.checks import IGNORED
 
 
 class Drawn(NamedTuple):

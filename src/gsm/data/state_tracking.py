@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gsm.data.groups import Group, group
-from gsm.data.packing import IGNORED
 from gsm.data.recall import Drawn
+from gsm.models.checks import IGNORED
 
 ANSWERS = ("direct", "steps")
 LETTERS = ("all", "few")

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gsm.data.base import DataModule
 from gsm.data.loader import Batches
-from gsm.data.packing import IGNORED, validation_batches
+from gsm.data.packing import validation_batches
 from gsm.data.recall import Task
+from gsm.models.checks import IGNORED
 
 # Stands for the seed in validation: the same sequences for every seed of a run, and never trained on.
 HELD_OUT = 2**32 - 1

@@ -32,7 +32,8 @@ from gsm.evaluation.measure import Measure, write
 from gsm.evaluation.results import by_arm, cell
 from gsm.experiments.table import grid_text
 from gsm.files import read_json
-from gsm.models.base import IGNORED, LanguageModel, Output
+from gsm.models.base import LanguageModel, Output
+from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.shapes import promoted
 from gsm.training.callbacks.summary import commit, versions

@@ -33,7 +33,8 @@ from gsm.evaluation.held_out import HeldOut, open_data, read_masks, row_losses
 from gsm.evaluation.measure import Measure, publish, write
 from gsm.evaluation.results import Grid, Progress, Results, by_arm, silent
 from gsm.experiments.folder import unlike
-from gsm.models.base import IGNORED, LanguageModel
+from gsm.models.base import LanguageModel
+from gsm.models.checks import IGNORED
 from gsm.training.callbacks.summary import versions
 
 PAPERS_LONGEST = 65536
