@@ -156,10 +156,10 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         geometry = replace(geometry, encoder_ratio=int(name))
     elif slot == "stages":
         options["stages"] = []
-    elif slot == "pool":
-        options["candidate_pool"] = True
-    elif slot and choice != "residual=mhc":
+    elif slot not in ("", "pool") and choice != "residual=mhc":
         options[slot] = variant(slot, name)
+    if family == "baseline" and choice != "pool":  # 8 entries: less than these models' banks have
+        options.setdefault("candidate_pool", False)
     if slot == "writer":  # M has to be a multiple of the entries that it writes for a position
         count = options[slot].keywords.get("slots", 1)
         options.setdefault("state_size", -(-M // count) * count)

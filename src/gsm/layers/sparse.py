@@ -151,10 +151,13 @@ class SparseAttention(LatentAttention):
             tap(f"{self.name}/top_k", attended.chosen_BRK)
 
     def narrow(self, attended: Attended, found: Selection) -> Attended:
-        """Adds the candidate pool that binds the layers above. This layer itself has searched everything."""
-        if self.pool_blocks is None or found.index is None or found.key_BFI is None or attended.bank is None:
-            return attended
+        """Adds the candidate pool that binds the layers above, unless it would hold the whole bank. This layer itself
+        has searched everything."""
         bank = attended.bank
+        if self.pool_blocks is None or found.index is None or found.key_BFI is None or bank is None:
+            return attended
+        if found.key_BFI.shape[1] <= POOL_BLOCK * self.pool_blocks:
+            return attended
         pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
         return replace(attended, pool_BRN=pool_BRN)
 

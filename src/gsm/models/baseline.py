@@ -40,8 +40,8 @@ class Baseline(LanguageModel):
     Args:
         geometry: widths and depths.
         candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks
-            of 8 entries, which the Full layer publishes; off in main training (a no-op there, and introduced after
-            pre-training in the release).
+            of 8 entries, which the Full layer publishes (section 2.1). Where the bank has no more entries than that, as
+            in main training at every size, nothing is published and nothing changes.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
         indexer_training: how indexers learn.
@@ -56,7 +56,7 @@ class Baseline(LanguageModel):
         self,
         geometry: Geometry,
         *,
-        candidate_pool: bool = False,
+        candidate_pool: bool = True,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         indexer_training: IndexerTraining | None = None,
