@@ -49,7 +49,7 @@ SCALES = {"prefill_seconds": 1.0, "decode_seconds": 1e3, "cache_bytes": 2.0**-20
 PAPER_SAYS = (
     "Attention and search in the decoder, and what it keeps, beside the terms of the paper's section 2.1. These count "
     "d for an entry that is attended to, which takes two products (logit and mixture), and let Reindex layers search a "
-    "pool, which this baseline has only with `model.candidate_pool=true`."
+    "pool, which this baseline has unless `model.candidate_pool=false`."
 )
 
 
