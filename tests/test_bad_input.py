@@ -114,7 +114,7 @@ CASES = {
         "chunk must be at least 1 token, got 0",
     ),
     "generation from nothing": (generate(TOKENS[:, :0]), "got an empty prompt"),
-    "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages \[6\] exceed the 4 encoder layers"),
+    "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages \[6\] lie outside of layers 2 to 4"),
     "stage without a bank": (
         lambda: GSM(GEOMETRY, stages=[1]),
         r"stages \[1\] stand on window-only layers, which have no bank; the first layer with one is 2",

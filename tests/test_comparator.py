@@ -17,7 +17,7 @@ from gsm.layers.key_value import KeyValue
 from gsm.layers.residual import HyperConnection, Plain
 from gsm.layers.sliding_window import SlidingWindow
 from gsm.models.decoder_only import DecoderOnly
-from gsm.models.matching import BARE, head_counts, match, note
+from gsm.models.matching import BARE, difference_note, head_counts, match
 from gsm.models.schedule import stack_rows
 from gsm.paths import variants
 from gsm.span import Span
@@ -200,7 +200,7 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
     assert poor.heads < 4 and poor.rank >= 3
     tiny = match(GEOMETRY, head_counts(4), make, lambda: make(1, 1))
     assert tiny.heads == 1 and tiny.rank == 3 and tiny.difference == count(make(1, 3)) - count(make(1, 1))
-    assert "more than the baseline" in note(tiny.difference, make(1, 3))
+    assert "more than the baseline" in difference_note(tiny.difference, make(1, 3))
 
 
 def test_matching_tries_only_heads_between_too_few_and_too_many():

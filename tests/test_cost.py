@@ -330,12 +330,17 @@ def test_a_part_that_says_nothing_of_its_cost_is_refused(model: str):
         cost(silent)
 
 
-def test_a_model_of_another_class_is_refused():
+def test_a_model_that_says_nothing_of_its_layers_is_refused_and_a_subclass_costs_what_it_says():
     class Wider(LanguageModel):
+        run = schedule = empty_memory = lambda self, *arguments: None
+
+    with pytest.raises(ValueError, match=r"the cost of Wider is not known; give it a method layer_costs\(\)"):
+        cost(Wider(GEOMETRY.vocabulary, GEOMETRY.dim))
+
+    class Longer(GSM):
         pass
 
-    with pytest.raises(ValueError, match=r"the cost of Wider is not known; gsm.costs.layers knows GSM, Baseline"):
-        cost(Wider(GEOMETRY.vocabulary, GEOMETRY.dim))
+    assert cost(Longer(GEOMETRY)).training_flops(41) == cost(GSM(GEOMETRY)).training_flops(41)
 
 
 def test_a_pool_that_may_run_short_is_refused():

@@ -7,9 +7,9 @@ import functools
 
 import pytest
 import torch
-from small import GEOMETRY, build, cases, random_tokens
+from small import GEOMETRY, build, cases, random_tokens, variant
 from test_cost import model_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,10 +17,14 @@ import gsm.layers.search as search
 from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost, paper_cache, paper_decode
 from gsm.costs.primitives import ProductCost
+from gsm.layers.attended import StatePart
+from gsm.layers.linear import Linear
+from gsm.layers.projections import Shape
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.observe import record
+from gsm.slots.state_reader.base import StateAttention, StateReader
 from gsm_kernels.index_top_k.reference import slots_visible
 
 BLOCKS = ("encoder", "decoder")
@@ -60,7 +64,7 @@ def test_a_step_reads_every_weight_once_and_the_entries_that_it_sees(case: str, 
         return top_k(query, weight, key_BFI, first_BR, last_BR, k, pool)
 
     monkeypatch.setattr(search, "index_top_k", watched)
-    with Touched(model) as touched, record("*/weights") as seen:
+    with Touched(model) as touched, record("*/weights", "*/weights/*") as seen:
         assert model(ids[:, before:], memory=memory).logits is not None
     parts = cost(model).decode_bytes(before, torch.float64)
     feed_forwards = [layer.work.per_row["feed-forward"] for layer in cost(model).layers if layer.place in BLOCKS]
@@ -70,12 +74,55 @@ def test_a_step_reads_every_weight_once_and_the_entries_that_it_sees(case: str, 
         width *= 2 * max(1, model.shape.heads // 4)  # keys and values, a head of them for four queries
     sinks = isinstance(model, GSM | Baseline)
     entries = sum(
-        (int((weights_BRHE[0, 0, 0] > 0).sum()) - sinks) * (2 if "separate_kv" in case and "decoder" in name else 1)
+        (int((weights_BRHE[0, 0, 0] > 0).sum()) - sinks) * parts_per_entry(model, name)
         for name, weights_BRHE in seen.items()
     )
     numbers = entries * width + sum(searched) * GEOMETRY.index_dim
     carried = sum(size for kind, size in memory.breakdown().items() if kind.endswith(CARRIED))
     assert sum(size for part, size in parts.items() if part.endswith("/cache read")) == 8 * numbers + carried
+
+
+def parts_per_entry(model: LanguageModel, tap: str) -> int:
+    """Parts of a state that are read for each entry which the weights of a tap show."""
+    parts = {part.name: part.parts_per_entry for part in model.modules() if isinstance(part, StateAttention)}
+    return parts.get("/".join(tap.split("/")[:2]), 1)
+
+
+class TwoStates(StateReader):
+    """A row looks at one state, and with what it found at another."""
+
+    parts = (StatePart("first"), StatePart("second"))
+
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common) -> StateAttention:
+        return TwiceAttention(shape, **common)
+
+
+class TwiceAttention(StateAttention):
+    parts_per_entry = 2  # of one entry in each state
+
+    def __init__(self, shape: Shape, **common):
+        super().__init__(shape, **common)
+        self.rate = nn.Parameter(torch.zeros(shape.heads, 1))
+        self.again = Linear(shape.entry_dim, shape.entry_dim)
+
+    def mix(self, query_BRHC, state, position_BR, angles):
+        found_BRHC = self.attend(query_BRHC, state.parts["first"], position_BR, angles)
+        again_BRHC = query_BRHC + self.rate * self.again(found_BRHC)
+        return self.attend(again_BRHC, state.parts["second"], position_BR, angles, tap_name="weights/again")
+
+
+@torch.no_grad()
+def test_a_reader_that_attends_twice_shows_both_and_its_own_parameters_count():
+    model = build("gsm-writer=additive", state_reader=TwoStates())
+    with record("decoder/*") as seen, Touched(model) as touched:
+        model(random_tokens(1, 9), rows=1)
+    first, second = seen["decoder/5/weights"], seen["decoder/5/weights/again"]
+    assert first.shape == second.shape and not torch.equal(first, second)
+    parts = cost(model).forward_bytes(9, 1, dtype=torch.float64)
+    assert sum(size for part, size in parts.items() if part.endswith("/weights")) == touched.bytes
+    like = cost(build("gsm-writer=additive", state_reader=variant("state_reader", "per_group")))
+    own = GEOMETRY.decoder_layers * (GEOMETRY.heads + GEOMETRY.entry_dim**2)
+    assert parts["decoder/weights"] == like.forward_bytes(9, 1, dtype=torch.float64)["decoder/weights"] + 8 * own
 
 
 @pytest.mark.parametrize("case", cases())

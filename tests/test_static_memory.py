@@ -12,7 +12,7 @@ import torch
 from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, choices, comparators, random_tokens
 
 from gsm.cache.memory import Memory, _tensors
-from gsm.cache.store import FixedWindow, StaticColumn
+from gsm.cache.store import StaticColumn, StaticWindow
 from gsm.layers.sparse import SparseAttention
 from gsm.models import base
 from gsm.models.base import LanguageModel
@@ -49,7 +49,7 @@ def test_a_decode_step_never_asks_the_device_for_a_value(case):
 
 @pytest.mark.parametrize("place", ["extend", "place", "look"])
 def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
-    owner = {"extend": FixedWindow, "place": StaticColumn, "look": SparseAttention}[place]
+    owner = {"extend": StaticWindow, "place": StaticColumn, "look": SparseAttention}[place]
     right = getattr(owner, place)
 
     def asks(self, *arguments):
@@ -256,7 +256,7 @@ def test_a_store_that_does_not_keep_its_shape_is_refused_before_anything_is_writ
     memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
     after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
     with pytest.raises(TypeError, match=r"a static memory keeps its shapes, but bookkeeping went from \[2\] to \[3\]"):
-        memory.advance(after, tokens=1, joined=True)
+        memory.advance(after, tokens=1, single_document=True)
     assert memory.document_B.item() == -1 and memory.used == 0
 
 

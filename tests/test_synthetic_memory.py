@@ -71,7 +71,7 @@ def test_a_document_that_begins_late_sees_nothing_of_what_lies_before_it(case, r
     model, tokens, seen = build(case, geometry=SHALLOW), random_tokens(1, 4), 60
     long = synthetic_memory(model, read, None)
     long.position_B.fill_(seen - 1)
-    long.ledger.joined = False
+    long.ledger.single_document = False
     want = model(tokens, memory=only(long, seen)).logits
     static = model.start(capacity=read + 4)
     for (_, buffer), (_, value) in zip(_tensors(static, ""), _tensors(long, ""), strict=True):

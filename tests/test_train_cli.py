@@ -191,7 +191,7 @@ def test_a_seed_fixes_the_weights_and_leaves_the_generator_alone():
 
 
 def test_a_model_says_why_it_refuses_its_values():
-    with pytest.raises(ConfigError, match=r"^model: stages \[9\] exceed the 4 encoder layers"):
+    with pytest.raises(ConfigError, match=r"^model: stages \[9\] lie outside of layers 2 to 4"):
         gsm.build_model("gsm", overrides=["model.stages=[9]"])
 
 

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from gsm.cache.memory import Memory
 from gsm.graphs import Call, CudaGraphs, Recorder
-from gsm.models.base import LanguageModel
+from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import check_sampling, continuation
 
-CHUNK = 4096  # tokens of a long prompt that are read at a time
 SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
 
 
@@ -216,7 +215,7 @@ class Engine:
         bucket.documents[:, padding:] = 0 if documents_BT is None else documents_BT
         bucket.tokens[:, padding:] = tokens_BT
         logits_BV = bucket.replay()
-        self._memory.ledger.claim(tokens_BT.shape[1], joined=documents_BT is None)
+        self._memory.ledger.claim(tokens_BT.shape[1], single_document=documents_BT is None)
         return logits_BV
 
     def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Call:

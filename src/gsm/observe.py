@@ -24,8 +24,8 @@ window entries and F bank slots, stored and new; a layer that produces fewer row
     decoder/<l>/weights  [B, R, H, M + 1]     attention: the last M entries from old to new, sink
     hidden               [B, R, D]            what leaves the last layer, before the final norm
 
-The baseline's decoder layers show what its encoder layers do. A writer or a retriever may have taps of its own. The
-layers of comparators, called the decoder's except for the first half of YOCO, show:
+The baseline's decoder layers show what its encoder layers do. A writer, a state reader or a retriever may have taps of
+its own. The layers of comparators, called the decoder's except for the first half of YOCO, show:
 
     encoder/<l>/weights  [B, R, H, F]         YOCO: attention on F tokens, stored and new; what a row does not see is 0
     decoder/<l>/weights  [B, R, H, F]         likewise, where a layer attends

@@ -4,11 +4,17 @@ A tensor is named after what it holds, then its dimensions: ``retrieved_SBRD`` i
 sequence, row and channel.
 
     B  sequences in a batch            T  new positions of a call        R  rows asked for: the last R of T
-    E  window entries, stored and new  F  slots of a bank                G  slots that this call adds to a bank
+    E  window entries, stored and new  F  slots of a bank, or a cache    G  slots that this call adds to a bank
     K  slots that a row selects        N  candidate blocks of a row      S  aggregation stages
-    D  model width                     H  attention heads                C  width of an entry (key and value)
+    W  entries of a window             M  entries of the state           m  tokens of a bank entry
+    D  model width                     H  attention heads                C  width of an entry, and of a head
     P  rotated channel pairs           Q  rank of a query                X  residual streams
     J  index heads                     I  index width                    V  vocabulary
+    U  width of several vectors side by side: [h ; r], or keys and values
+
+Some mean a second thing where that is said: G key and value heads (``layers/key_value.py``), J entries of a position
+(state readers and writers); around experts L layers, E experts, F the width of one, N rows of all sequences, M their
+pairs with experts (``layers/experts.py``, ``models/balancing.py``).
 """
 
 from __future__ import annotations

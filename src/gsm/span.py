@@ -27,15 +27,16 @@ class Span:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
         rows: how many trailing positions this layer has to produce; of a whole call, 0 or less: none, and the first one
             that will be wanted comes 1 - rows positions later.
-        whole: known without asking the device: these end the one document that is all which any memory holds.
-        filled: the same of a static memory, whose windows may have places that are not filled yet: how many tokens
-            there are, these included (None: it is not known).
+        single_document: known without asking the device, because no call has named documents: these positions end the
+            one document that is all which the stores hold.
+        filled: the same of a static memory, whose stores may also have places that are not filled yet: how many tokens
+            there are, these included (None: not known).
         known: what has been computed from the positions (``once``); layers with the same positions share it.
     """
 
     position_BT: Tensor
     rows: int
-    whole: bool = False
+    single_document: bool = False
     filled: int | None = None
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -49,7 +50,8 @@ class Span:
         return replace(self, rows=max(0, min(rows, self.position_BT.shape[1])))
 
     def cut(self) -> Span:
-        """The rows of this layer are the new positions of the next one."""
+        """The rows of this layer are the new positions of the next one. Fewer of them end no whole document, and share
+        nothing that was computed from all."""
         return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

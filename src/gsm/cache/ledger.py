@@ -13,13 +13,13 @@ class Ledger:
         layout: kind, size, width and dtype of every store (see ``Memory.layout``); a model knows its own.
         capacity: tokens that a static memory holds (None: it grows).
         used: tokens read so far, padding that was given included.
-        joined: no call has named documents, so that all which was read is one, without padding.
+        single_document: no call has named documents, so that all which was read is one, without padding.
     """
 
     layout: tuple[tuple, ...] = ()
     capacity: int | None = None
     used: int = 0
-    joined: bool = True
+    single_document: bool = True
 
     def require(self, tokens: int) -> None:
         """Raises ValueError if a static memory has no room for so many tokens more."""
@@ -29,12 +29,13 @@ class Ledger:
                 f"given; use start(capacity={self.used + tokens}) or more, or start() for a memory that grows"
             )
 
-    def claim(self, tokens: int, joined: bool = True) -> None:
-        """Counts so many tokens as read; ``joined``: without documents of their own. Raises ValueError if there is no
-        room for them, and counts nothing."""
+    def claim(self, tokens: int, single_document: bool = True) -> None:
+        """Counts so many tokens as read; ``single_document``: without documents of their own. Raises ValueError if
+        there is no room for them, and counts nothing."""
         self.require(tokens)
-        self.used, self.joined = self.used + tokens, self.joined and joined
+        self.used += tokens
+        self.single_document = self.single_document and single_document
 
     def follow(self, other: Ledger) -> None:
         """Takes over what another one has counted."""
-        self.used, self.joined = other.used, other.joined
+        self.used, self.single_document = other.used, other.single_document

@@ -77,7 +77,7 @@ class DenseCache:
     def extend(self, new_BTC: Tensor, span: Span) -> tuple[Tensor, Slots, DenseCache]:
         """Returns the values of all tokens, ``value_BFC``; which of them each new token sees; the cache after it. All
         caches fill alike: one plan serves them."""
-        slots = span.once(every_token, lambda: every_token(span.position_BT, self.count_B))
+        slots = span.once(("slots", "every token"), lambda: every_token(span.position_BT, self.count_B))
         value_BFC, entry = self.entry.place(new_BTC, slots)
         return value_BFC, slots, DenseCache(entry, None if self.count_B is None else slots.after_B)
 
@@ -102,7 +102,7 @@ class Memory:
         state: what the writer keeps: the shared state, the last M entries (GSM).
         decoder: what each decoder layer keeps, or all of them together (baseline and comparators).
         ledger: what the host knows of this memory.
-        ends: tokens after the one call that ``narrow`` has made it for (None: it is for any).
+        narrowed_to: tokens read after the next call, for which alone ``narrow`` has made this (None: it is for any).
     """
 
     document_B: Tensor
@@ -112,7 +112,7 @@ class Memory:
     state: Any = None
     decoder: tuple[Any, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
-    ends: int | None = None
+    narrowed_to: int | None = None
 
     @property
     def batch(self) -> int:
@@ -164,12 +164,12 @@ class Memory:
             raise ValueError(f"times must be at least 1, got {times}")
         return map_nodes(self, (Tensor,), lambda x: x.repeat_interleave(times, dim=0))
 
-    def fixed(self, capacity: int) -> Memory:
+    def static(self, capacity: int) -> Memory:
         """An empty static memory for so many tokens, with the stores of this empty growing one. Raises ValueError for
         a capacity below 1."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 token, or None for a memory that grows; got {capacity}")
-        memory = map_nodes(self, (Window, Column), lambda store: store.fixed(capacity))
+        memory = map_nodes(self, (Window, Column), lambda store: store.static(capacity))
         return replace(memory, ledger=replace(self.ledger, capacity=capacity))
 
     def narrow(self, tokens: int) -> Memory:
@@ -179,12 +179,16 @@ class Memory:
             return self
         kinds = (StaticColumn, Tensor, Ledger)
         narrowed = map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, StaticColumn) else node)
-        return replace(narrowed, ends=tokens)
+        return replace(narrowed, narrowed_to=tokens)
 
-    def joined_after(self, tokens: int) -> tuple[bool, int | None]:
-        """``Span.whole`` and ``Span.filled`` of a call with so many tokens and without documents."""
-        used = self.used + tokens
-        return self.ledger.joined and self.capacity is None, used if self.ledger.joined and self.ends == used else None
+    def continued(self, span: Span) -> Span:
+        """The new positions of a call without documents, with what this memory knows of where they stand."""
+        if not self.ledger.single_document:
+            return span
+        if self.capacity is None:
+            return replace(span, single_document=True)
+        used = self.used + span.position_BT.shape[1]
+        return replace(span, filled=used if used == self.narrowed_to else None)
 
     @property
     def keeps_padding(self) -> bool:
@@ -214,9 +218,9 @@ class Memory:
         _overwrite(_without_slots(self), _without_slots(mark))
         self.ledger.follow(mark.ledger)
 
-    def advance(self, after: Memory, tokens: int, joined: bool) -> Memory:
-        """The memory after a call that read ``tokens`` tokens, ``joined`` or not (see ``Ledger``), and left the stores
-        ``after``.
+    def advance(self, after: Memory, tokens: int, single_document: bool) -> Memory:
+        """The memory after a call that read ``tokens`` tokens, without documents of their own or with them, and left
+        the stores ``after``.
 
         A growing memory gives way to ``after``, of whose tensors those that are a part of a longer one are copied, to
         hold on to no more than that part. A static one copies ``after`` into its own buffers, and stays: until here
@@ -225,10 +229,10 @@ class Memory:
         if self.capacity is None:
             compact = map_nodes(after, (Tensor, Ledger), lambda x: _compact(x) if isinstance(x, Tensor) else x)
             ledger = replace(self.ledger)
-            ledger.claim(tokens, joined)
+            ledger.claim(tokens, single_document)
             return replace(compact, ledger=ledger)
         _overwrite(self, after)
-        self.ledger.claim(tokens, joined)
+        self.ledger.claim(tokens, single_document)
         return self
 
     def load(self, other: Memory) -> None:
@@ -249,8 +253,8 @@ class Memory:
         self.ledger.follow(other.ledger)
 
 
-def fresh_bookkeeping(batch: int, device: torch.device) -> dict[str, Any]:
-    """The fields of a memory that has seen nothing yet."""
+def no_last_token(batch: int, device: torch.device) -> dict[str, Any]:
+    """Document and position of the last token, in a memory that has read none."""
     nothing_B = torch.full((batch,), -1, dtype=torch.int64, device=device)
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}
 

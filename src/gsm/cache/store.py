@@ -4,7 +4,7 @@ training from generation, or one kind of memory from the other:
                  what it is                       entries of the past    values of a bank    a recurrence's state
     training     nothing is kept                  ``Forget``             ``Forget``          ``Forget``
     growing      immutable values                 ``Window``             ``Column``          ``State``
-    static       buffers that keep their place    ``FixedWindow``        ``StaticColumn``    ``State``
+    static       buffers that keep their place    ``StaticWindow``       ``StaticColumn``    ``State``
 
 Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
 forkable; a static memory takes the next stores over into its buffers when the whole call is done.
@@ -90,10 +90,10 @@ class Window:
         """A window without entries, for as many sequences and of the width, dtype and device of ``like_BC``."""
         return Window(kind, size, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
 
-    def fixed(self, capacity: int) -> FixedWindow:
+    def static(self, capacity: int) -> StaticWindow:
         """An empty window of the same kind whose buffer has its full size from the start, whatever the capacity."""
         batch, _, width = self.entry_BEC.shape
-        return FixedWindow(self.kind, self.size, self.entry_BEC.new_zeros(batch, self.size, width))
+        return StaticWindow(self.kind, self.size, self.entry_BEC.new_zeros(batch, self.size, width))
 
     def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
         """Stored entries followed by the new ones, and the last ``size`` of them as the next window."""
@@ -103,7 +103,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class FixedWindow(Window):
+class StaticWindow(Window):
     """The last ``size`` entries in a buffer of exactly that size, in stream order; before there are so many it begins
     with zeros, which no row sees, because none looks back beyond position 0 of its document.
 
@@ -132,7 +132,7 @@ class Column:
         """A column without slots, for as many sequences and of the width, dtype and device of ``like_BC``."""
         return Column(kind, ratio, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
 
-    def fixed(self, capacity: int) -> StaticColumn:
+    def static(self, capacity: int) -> StaticColumn:
         """An empty column of the same kind with all the slots that ``capacity`` tokens can fill."""
         batch, _, width = self.value_BFC.shape
         return StaticColumn(self.kind, self.ratio, self.value_BFC.new_zeros(batch, capacity // self.ratio + 1, width))

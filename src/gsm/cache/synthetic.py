@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gsm.cache.ledger import Ledger
 from gsm.cache.memory import BankCache, DenseCache, Memory, map_nodes
-from gsm.cache.store import Column, FixedWindow, State, StaticColumn, Window
+from gsm.cache.store import Column, State, StaticColumn, StaticWindow, Window
 
 
 class Starts(Protocol):
@@ -77,7 +77,7 @@ def _window(node: Window, tokens: int) -> Tensor:
         raise ValueError(
             f"tokens must be at least {node.size}, as many as {node.kind} holds, so that it is full; got {tokens}"
         )
-    return node.entry_BEC if isinstance(node, FixedWindow) else _longer(node.entry_BEC, node.size)
+    return node.entry_BEC if isinstance(node, StaticWindow) else _longer(node.entry_BEC, node.size)
 
 
 def _longer(empty_BFC: Tensor, entries: int) -> Tensor:

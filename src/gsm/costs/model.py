@@ -32,12 +32,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 
 import torch
 
-from gsm.costs.layers import Layer, layers_of, rows_of
-from gsm.costs.primitives import POOL_BLOCK, ProductCost, limited, products
-from gsm.models.base import LanguageModel
+from gsm.costs.primitives import POOL_BLOCK, Layer, ProductCost, limited, products
+from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.slots.writer.base import StateWriter
@@ -54,7 +54,7 @@ class Parts(Counter[str]):
 
 @dataclass(frozen=True)
 class Call:
-    """One forward: N new positions, R rows asked for (as of ``LanguageModel.forward``), and what a memory holds
+    """One forward: T new positions, R rows asked for (as of ``LanguageModel.forward``), and what a memory holds
     already."""
 
     tokens: int
@@ -91,7 +91,7 @@ class Cost:
         """FLOPs of one forward, by part.
 
         Args:
-            tokens: new positions (N).
+            tokens: new positions (T).
             rows: trailing positions for which an output is wanted; None: all, as in training; 1: prefill; 0 or less:
                 the first one wanted comes 1 - rows positions later.
             before: positions that a memory holds already.
@@ -106,16 +106,16 @@ class Cost:
             for look in layer.work.looks:
                 parts[f"{layer.place}/{look.part}"] += 2 * look.multiply_adds * look.seen(call.end - asked, call.end)
         if self._writer:
-            written = self.model.schedule(call.tokens, call.rows).written
-            own = self._writer.multiply_adds(call.end - written, call.end)
-            parts.update({f"state/{part}": 2 * number * self._parts for part, number in own.items()})
+            rows = self.model.schedule(call.tokens, call.rows).state
+            own = self._writer.multiply_adds(call.end - rows, call.end)
+            parts.update({f"state/{part}": 2 * number * self._state_tensors for part, number in own.items()})
         return _present(parts)
 
     def decode_flops(self, position: int) -> Parts:
         """FLOPs of decoding the one token at a position (from 0): it runs every layer."""
         return self.forward_flops(1, before=position)
 
-    def prefill_flops(self, tokens: int, chunk: int = 4096) -> Parts:
+    def prefill_flops(self, tokens: int, chunk: int = CHUNK) -> Parts:
         """FLOPs of ``LanguageModel.prefill``: of every chunk what the last row of all needs."""
         return _total(self.forward_flops(*call) for call in _chunks(tokens, chunk))
 
@@ -129,7 +129,7 @@ class Cost:
         Stages count in full even where the writer ignores them.
         """
         forward = self.forward_flops(tokens)
-        learned = self.model.indexer_training.learned_slots(tokens)
+        learned = self.model.indexer_training.slots_with_gradient(tokens)
         projected = 1 if learned == "none" else 2
         parts = Parts(
             {part: (projected if part.endswith("indexers") else 3) * flops for part, flops in forward.items()}
@@ -168,9 +168,9 @@ class Cost:
             parts[f"{layer.place}/cache read"] += batch * looked
         if self._writer:
             plan = self.model.schedule(call.tokens, call.rows)
-            read = self._writer.reads(call.end - plan.written, call.end)
-            parts["state/cache read"] = batch * self._parts * read
-            parts["state/cache written"] = batch * self._parts * self._writer.stored(plan.state)
+            read = self._writer.reads(call.end - plan.state, call.end)
+            parts["state/cache read"] = batch * self._state_tensors * read
+            parts["state/cache written"] = batch * self._state_tensors * self._writer.stored(plan.writer)
         moved = Parts({part: dtype.itemsize * numbers for part, numbers in parts.items()})
         for layer, entering, _ in self._layers(call):
             for store in layer.work.stores:
@@ -186,7 +186,7 @@ class Cost:
         return Parts({part: size for part, size in moved.items() if not part.endswith("activations")})
 
     def prefill_bytes(
-        self, tokens: int, chunk: int = 4096, dtype: torch.dtype = torch.bfloat16, batch: int = 1
+        self, tokens: int, chunk: int = CHUNK, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
         """Bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights of the layers that it runs."""
         return _total(self.forward_bytes(*call, dtype, batch) for call in _chunks(tokens, chunk))
@@ -212,8 +212,8 @@ class Cost:
     ) -> Parts:
         """Bytes of a memory that has read so many tokens, as ``Memory.breakdown`` names them.
 
-        Windows hold min(N, W) entries, the state what its writer says (the paper's min(N, M) entries), banks and index
-        keys N // m slots, a cache N entries, a recurrence its whole state; a static memory (``capacity``) has all of a
+        Windows hold min(T, W) entries, the state what its writer says (the paper's min(T, M) entries), banks and index
+        keys T // m slots, a cache T entries, a recurrence its whole state; a static memory (``capacity``) has all of a
         window and of the state, and capacity // m + 1 slots, from the start. Bookkeeping: two whole numbers for every
         sequence, and one more for each bank and cache.
         """
@@ -225,7 +225,7 @@ class Cost:
             parts[store.kind] += each * store.entries(tokens, capacity)
         if self._writer:
             held = self._writer.stored(tokens if capacity is None else sys.maxsize)
-            parts["shared_state"] = batch * dtype.itemsize * self._parts * held
+            parts["shared_state"] = batch * dtype.itemsize * self._state_tensors * held
         return _present(parts)
 
     @property
@@ -233,13 +233,21 @@ class Cost:
         return self.model.writer if isinstance(self.model, GSM) else None
 
     @property
-    def _parts(self) -> int:
-        """Parts of the state."""
+    def _state_tensors(self) -> int:
+        """Tensors of the state, which is written and kept one by one."""
         return len(self._writer.parts) if self._writer else 0
 
     def _layers(self, call: Call) -> Iterator[tuple[Layer, int, int]]:
         """Each layer with the positions that enter it, and the rows that it is asked for."""
-        for layer, (entering, asked) in zip(self.layers, rows_of(self.model, call.tokens, call.rows), strict=True):
+        plan = self.model.schedule(call.tokens, call.rows)
+        rows = {
+            "encoder": pairwise([call.tokens, *plan.encoder]),
+            "stages": repeat((plan.writer, plan.writer)),
+            "cache": repeat((call.tokens, plan.decoder_input)),
+            "decoder": pairwise([plan.decoder_input, *plan.decoder]),
+        }
+        for layer in self.layers:
+            entering, asked = next(rows[layer.place])
             yield layer, entering, asked
 
     def _products(self, call: Call) -> Iterator[tuple[str, ProductCost, int]]:
@@ -252,8 +260,8 @@ class Cost:
             made += [(slots, work.per_slot)] if entering or slots else []
             for times, parts in made:
                 yield from ((f"{layer.place}/{part}", each, times) for part, each in parts.items())
-        state = self.model.schedule(call.tokens, call.rows).state
-        yield from [("state/writer", self.writer, state)] if state else []
+        writer = self.model.schedule(call.tokens, call.rows).writer
+        yield from [("state/writer", self.writer, writer)] if writer else []
         yield from [("head", self.head, call.rows)] if call.rows > 0 else []
 
     def _again(self, forward: Parts) -> Parts:
@@ -267,14 +275,13 @@ class Cost:
 def cost(model: LanguageModel) -> Cost:
     """The cost of a model. Raises ValueError for a part whose cost is not known."""
     writer = model.writer if isinstance(model, GSM) else None
-    return Cost(model, layers_of(model), products(writer), products(model.norm, model.head))
+    return Cost(model, tuple(model.layer_costs()), products(writer), products(model.norm, model.head))
 
 
 def paper_decode(model: GSM | Baseline, tokens: int) -> int:
-    """Attention in the decoder for one token after N others, as the paper estimates it (section 2.1).
+    """Attention in the decoder for one token after T others, as the paper estimates it (section 2.1).
 
-    baseline: N d_I + J P d_I + L_D (K + W) d, GSM: L_D M d; J Reindex layers, P slots in the pool, d_I = index heads x
-    width, d = heads x width.
+    baseline: T d_I + (Reindex layers) (slots in the pool) d_I + L_D (K + W) d, GSM: L_D M d; d_I = J I, d = H C.
     """
     shape = model.geometry
     scoring, width = shape.index_heads * shape.index_dim, shape.heads * shape.entry_dim
@@ -285,9 +292,9 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
 
 
 def paper_cache(model: GSM | Baseline, tokens: int) -> int:
-    """Numbers that the decoder keeps after N tokens, as the paper estimates them (section 2.1).
+    """Numbers that the decoder keeps after T tokens, as the paper estimates them (section 2.1).
 
-    baseline: N d_KV + L_D W d_KV, GSM: M d_KV.
+    baseline: T C + L_D W C, GSM: M C.
     """
     shape = model.geometry
     entries = model.state_size if isinstance(model, GSM) else tokens + shape.decoder_layers * shape.window

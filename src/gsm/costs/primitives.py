@@ -2,12 +2,15 @@
 of them.
 
 A feed-forward and a residual site say their ``products()``, a sequence mixer its ``work(kind, below)``: products for
-each row, token or slot, what its rows look at, and what it keeps. A part that says nothing has no known cost.
+each row, token or slot, what its rows look at, and what it keeps; a retriever its ``work(bank)``. Blocks and stages add
+these up, and a model gives them layer by layer, ``layer_costs()``. A part that says nothing has no known cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +66,7 @@ class AttentionCost:
         width: numbers of an entry.
         limit: entries that a row sees at most; None: all.
         ratio: tokens of an entry (m).
-        each: entries of a position, side by side (J).
+        each: entries of a position, side by side.
         nearest: whether the limit leaves the last entries, which neighbouring rows share.
         blocks: whether the limit is a candidate pool, whose newest block may lack slots.
     """
@@ -134,6 +137,7 @@ class LayerCost:
             that these finish.
         looks: what a row sees.
         stores: what is kept.
+        window: of the looks, how rows attend to the layer's window (None: it has none, or nobody above reads it).
         bank: how rows attend to a bank or a history that layers above may share (None: there is none).
         pool: slots among which layers above search at most (None: all).
     """
@@ -143,6 +147,7 @@ class LayerCost:
     per_slot: dict[str, ProductCost] = field(default_factory=dict)
     looks: tuple[AttentionCost, ...] = ()
     stores: tuple[Store, ...] = ()
+    window: AttentionCost | None = None
     bank: AttentionCost | None = None
     pool: int | None = None
 
@@ -157,16 +162,44 @@ class LayerCost:
         return next((look for look in self.looks if look.part == "index scores"), None)
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        """Both together; the bank and the pool are those of the second where it has them."""
+        """Both together; window, bank and pool are those of the second where it has them."""
         return LayerCost(
             _merged(self.per_row, other.per_row),
             _merged(self.per_token, other.per_token),
             _merged(self.per_slot, other.per_slot),
             self.looks + other.looks,
             self.stores + other.stores,
+            other.window or self.window,
             other.bank or self.bank,
             other.pool or self.pool,
         )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the encoder or decoder, a stage, or what YOCO caches.
+
+    Attributes:
+        place: ``encoder``, ``stages``, ``cache`` or ``decoder``. In each they are in the order in which they run.
+        work: what it costs.
+    """
+
+    place: str
+    work: LayerCost
+
+
+def told(part: object, method: str, *arguments: object) -> Any:
+    """What a part says of its cost. Raises ValueError for one that says nothing."""
+    answer: Callable[..., Any] | None = getattr(part, method, None)
+    if answer is None:
+        raise unknown_cost(part, "work(kind, below)" if method == "work" else f"{method}()")
+    return answer(*arguments)
+
+
+def unknown_cost(part: object, method: str) -> ValueError:
+    """The error for a part that lacks the method which says its cost."""
+    kind = type(part).__name__
+    return ValueError(f"the cost of {kind} is not known; give it a method {method}, as gsm.costs.primitives tells")
 
 
 def attention(inner: int, width: int, limit: int | None, **options) -> AttentionCost:

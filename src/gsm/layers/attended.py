@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gsm.cache.slots import Slots
+from gsm.layers.rope import Angles
 from gsm.shapes import last
 
 
@@ -23,7 +24,7 @@ class Bank:
         first_BR, last_BR: int64, the slots [first, last) that each row may see.
         latent_BGC: entries that this call added, before rotation: what another indexer makes its keys from.
         slots: where those go.
-        angles: cosine and sine of the rotation of what goes there, at least float32.
+        angles: rotation of what goes there.
     """
 
     entry_BFC: Tensor
@@ -32,7 +33,7 @@ class Bank:
     last_BR: Tensor
     latent_BGC: Tensor
     slots: Slots
-    angles: tuple[Tensor, Tensor]
+    angles: Angles
 
     def last(self, rows: int) -> Bank:
         """The same bank for the last ``rows`` rows."""
@@ -92,7 +93,7 @@ class SharedState:
     """The state of a model as the rows of the first decoder layer find it.
 
     Attributes:
-        parts: by name, [B, E, C]: stored and new entries in stream order, the J of a position side by side; the new
+        parts: by name, [B, E, C]: stored and new entries in stream order, those of a position side by side; the new
             ones end with those of the rows.
     """
 

@@ -5,35 +5,15 @@ A mixer of this slot follows ``gsm.layers.block.SlotMixer``.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from gsm.cache.memory import DenseCache
 from gsm.costs.primitives import LayerCost
-from gsm.layers.block import LayerOutput
+from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Rope
 from gsm.shapes import last
 from gsm.span import Span
-
-
-class Scale(Protocol):
-    """What a mixer asks of the geometry besides the widths of attention."""
-
-    @property
-    def window(self) -> int:
-        """Entries of a local window."""
-        ...
-
-    def window_rope(self) -> Rope:
-        """Rotation of layers that see a window."""
-        ...
-
-    def bank_rope(self) -> Rope:
-        """Rotation of layers that see the whole context."""
-        ...
 
 
 class Attention(RangeAttention):
@@ -44,12 +24,12 @@ class Attention(RangeAttention):
         shape: shared widths.
         geometry: gives the rotation.
         name: what its taps are called.
-        key_value_heads: key and value heads (G); None: one for every four query heads.
+        key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
     """
 
     reach = None
 
-    def __init__(self, shape: Shape, *, geometry: Scale, name: str, key_value_heads: int | None = None):
+    def __init__(self, shape: Shape, *, geometry: MixerGeometry, name: str, key_value_heads: int | None = None):
         super().__init__(shape, rope=geometry.bank_rope(), name=name)
         self.key_value = KeyValue(shape, key_value_heads)
 
@@ -60,14 +40,14 @@ class Attention(RangeAttention):
     def forward(self, x_BTD: Tensor, span: Span, cache: DenseCache, below: object) -> tuple[Tensor, LayerOutput]:
         """Writes keys and values of all T new positions and reads for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
-        entry_BTE = self.key_value(x_BTD, angles)
-        seen_BFE, slots, cache = cache.extend(entry_BTE, span)
-        history = self.key_value.history(seen_BFE, slots, span)
+        entry_BTU = self.key_value(x_BTD, angles)
+        seen_BFU, slots, cache = cache.extend(entry_BTU, span)
+        history = self.key_value.history(seen_BFU, slots, span)
         return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs."""
-        return self.key_value.work(f"{kind}_cache") + self.reading(self.key_value.projection.out_features)
+        return self.key_value.work(f"{kind}_cache") + self.read_cost(self.key_value.projection.out_features)
 
 
 class CrossAttention(RangeAttention):
@@ -81,7 +61,7 @@ class CrossAttention(RangeAttention):
 
     reach = 0
 
-    def __init__(self, shape: Shape, *, geometry: Scale, name: str):
+    def __init__(self, shape: Shape, *, geometry: MixerGeometry, name: str):
         super().__init__(shape, rope=geometry.bank_rope(), name=name)
 
     def start(self, batch: int, kind: str) -> None:
@@ -96,4 +76,4 @@ class CrossAttention(RangeAttention):
     def work(self, kind: str, below: LayerCost) -> LayerCost:
         """What it costs on the history that ``below`` keeps."""
         (history,) = below.stores
-        return self.reading(history.width)
+        return self.read_cost(history.width)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from gsm.costs.primitives import LayerCost, ProductCost, products, told
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams
+from gsm.layers.rope import Rope
 from gsm.shapes import last
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
@@ -21,15 +23,15 @@ class LayerOutput(NamedTuple):
     Attributes:
         cache: what it remembers after the call (None: nothing).
         attended: what its rows attended to, for the layers and stages above (None: nothing).
-        learned: loss and recall of its indexer, in training.
-        entered_BTD: what its attention read from the streams, before the norm: the paper's h of the layer (equation 7).
-        balance: loss and loads of the feed-forward's experts, in training. This and ``entered_BTD`` the block adds.
+        indexer_loss: loss and recall of its indexer, in training.
+        layer_input_BTD: what its attention read from the streams, before the norm: the paper's h (equation 7).
+        balance: loss and loads of the feed-forward's experts, in training. The block adds it and ``layer_input_BTD``.
     """
 
     cache: Any
     attended: Any = None
-    learned: IndexerLoss | None = None
-    entered_BTD: Tensor | None = None
+    indexer_loss: IndexerLoss | None = None
+    layer_input_BTD: Tensor | None = None
     balance: Balance | None = None
 
 
@@ -52,6 +54,27 @@ class Mixer(Protocol):
         Returns:
             ``update_BRD``, the output for the R rows; and what else there is.
         """
+        ...
+
+    def work(self, kind: str, below: Any) -> LayerCost:
+        """What it costs; ``kind`` as of ``start``, ``below``: the cost of the layer that ``below`` comes from."""
+        ...
+
+
+class MixerGeometry(Protocol):
+    """What a mixer of the slot ``model/mixer`` may ask of the geometry, besides the widths of attention."""
+
+    @property
+    def window(self) -> int:
+        """Entries of a local window."""
+        ...
+
+    def window_rope(self) -> Rope:
+        """Rotation of layers that see a window."""
+        ...
+
+    def bank_rope(self) -> Rope:
+        """Rotation of layers that see the whole context."""
         ...
 
 
@@ -92,11 +115,22 @@ class Block(nn.Module):
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
         """From the streams of T positions to those of the last ``span.rows``; for none, the mixer only remembers."""
-        entered_BTD = streams.mixed_BTD
-        update_BRD, out = self.attention(self.attention_norm(entered_BTD), span, cache, below)
+        layer_input_BTD = streams.mixed_BTD
+        update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
         if not span.rows:
-            return Streams(*(last(x, 0) for x in streams)), out._replace(entered_BTD=entered_BTD)
+            return Streams(*(last(x, 0) for x in streams)), out._replace(layer_input_BTD=layer_input_BTD)
         streams = self.attention_residual.leave(streams, update_BRD)
         fed = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD), span.row_position_BR)
         streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
-        return streams, out._replace(entered_BTD=entered_BTD, balance=fed.balance)
+        return streams, out._replace(layer_input_BTD=layer_input_BTD, balance=fed.balance)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs: its mixer, its feed-forward, and both sites. Raises ValueError for a part whose cost is not
+        known."""
+        mixer: LayerCost = told(self.attention, "work", kind, below)
+        norms = products(self.attention_norm, self.feed_forward_norm)
+        sites = (self.attention_residual, self.feed_forward_residual)
+        mixing = sum((told(site, "products") for site in sites), ProductCost())
+        return mixer + LayerCost(
+            {"feed-forward": told(self.feed_forward, "products") + norms, "hyper-connections": mixing}
+        )

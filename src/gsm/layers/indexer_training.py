@@ -26,13 +26,13 @@ class IndexerTraining:
     by_loss = False
     by_attention = False
 
-    def prepare(self, model: nn.Module) -> None:
+    def freeze_untrained(self, model: nn.Module) -> None:
         """Freezes the indexers of a new model if nothing ever reaches them: no optimiser then moves or decays them."""
         for part in model.modules():
             if isinstance(part, Indexer) and not (self.by_loss or self.by_attention):
                 part.requires_grad_(False)
 
-    def learned_slots(self, tokens: int) -> Literal["none", "selected", "visible"]:
+    def slots_with_gradient(self, tokens: int) -> Literal["none", "selected", "visible"]:
         """Whose scores get a gradient in training on so many tokens, for the cost; for ``visible`` ones the attention
         is computed as a teacher, too."""
         return "none"
@@ -77,7 +77,7 @@ class KL(IndexerTraining):
     def __init__(self, *, dense_limit: int = 4096):
         self.dense_limit = dense_limit
 
-    def learned_slots(self, tokens: int) -> Literal["selected", "visible"]:
+    def slots_with_gradient(self, tokens: int) -> Literal["selected", "visible"]:
         """All visible slots, up to the limit."""
         return "visible" if tokens <= self.dense_limit else "selected"
 
@@ -94,8 +94,8 @@ class KL(IndexerTraining):
         """The divergence, and where the teacher is dense, how much of its mass the selection recalls."""
         if attended.bank is None or found.index is None:
             return None
-        dense = self.learned_slots(position_BR.shape[1]) == "visible"
-        learned = indexer_kl(
+        dense = self.slots_with_gradient(position_BR.shape[1]) == "visible"
+        result = indexer_kl(
             query_BRHC,
             attended.window_BEC,
             position_BR,
@@ -111,7 +111,7 @@ class KL(IndexerTraining):
             dense=dense,
             pool_BRN=attended.pool_BRN,
         )
-        return learned if dense else learned._replace(recall=None)
+        return result if dense else result._replace(recall=None)
 
 
 class Frozen(IndexerTraining):
@@ -135,7 +135,7 @@ class ScoreBias(IndexerTraining):
 
     by_attention = True
 
-    def learned_slots(self, tokens: int) -> Literal["selected"]:
+    def slots_with_gradient(self, tokens: int) -> Literal["selected"]:
         """The selected ones: no others have a logit."""
         return "selected"
 
@@ -148,16 +148,16 @@ class ScoreBias(IndexerTraining):
 
 
 def indexer_losses(
-    learned: Sequence[tuple[str, IndexerLoss]], weight: float
+    named: Sequence[tuple[str, IndexerLoss]], weight: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What a forward in training adds to its output for its indexers, by name.
 
     Returns the loss, their mean times ``weight``; and the metrics, how much of the teacher's mass their Top-K recalls,
     each and on average."""
-    if not learned:
+    if not named:
         return {}, {}
-    losses = {"indexer_kl": weight * torch.stack([result.loss for _, result in learned]).mean()}
-    recall = {f"indexer_recall/{name}": result.recall for name, result in learned if result.recall is not None}
+    losses = {"indexer_kl": weight * torch.stack([result.loss for _, result in named]).mean()}
+    recall = {f"indexer_recall/{name}": result.recall for name, result in named if result.recall is not None}
     if not recall:
         return losses, {}
     return losses, {**recall, "indexer_recall": torch.stack(list(recall.values())).mean()}

@@ -1,5 +1,7 @@
 """Keys and values of their own, and attention that reads a contiguous range of them: what dense, windowed and shared
 attention of the comparators have in common. Queries and outputs are those of all other models.
+
+G key and value heads, each for H / G query heads; U = 2 G C, the width of an entry: keys and values side by side.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class History:
     Attributes:
         key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
         first_BR, last_BR: int64, the slots [first, last) that each row sees.
-        width, whole: what is known of these without looking; see ``gsm_kernels.attend_range``.
+        width, whole: what is promised of these without looking, as arguments of ``gsm_kernels.attend_range``.
     """
 
     key_BFGC: Tensor
@@ -50,7 +52,7 @@ class UnfitHeads(ValueError):
 class KeyValue(nn.Module):
     """Key and value heads of a token: one projection; keys are rotated.
 
-    Stored side by side as one entry of width 2 G C, so that a memory has one store and one copy to make.
+    Stored side by side as one entry of width U, so that a memory has one store and one copy to make.
 
     Args:
         shape: shared widths.
@@ -68,33 +70,33 @@ class KeyValue(nn.Module):
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
-        """Returns entries [B, T, 2GC]."""
+        """Returns ``entry_BTU``."""
         key_BTGC, value_BTGC = self.projection(x_BTD).unflatten(-1, (2, self.heads, -1)).unbind(2)
         return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
 
     def entry(self, batch: int) -> Tensor:
-        """An unwritten entry of ``batch`` sequences, [B, 2GC], in the model's dtype and on its device."""
+        """An unwritten entry of ``batch`` sequences, [B, U], in the model's dtype and on its device."""
         return self.projection.weight.new_empty(batch, self.projection.out_features)
 
-    def history(self, seen_BFE: Tensor, slots: Slots, span: Span) -> History:
+    def history(self, seen_BFU: Tensor, slots: Slots, span: Span) -> History:
         """All entries of a cache, with the ranges of the rows asked for."""
-        whole = span.whole or span.filled is not None
-        key_BFGC, value_BFGC = self.split(seen_BFE if span.filled is None else seen_BFE[:, : span.filled])
+        whole = span.single_document or span.filled is not None
+        key_BFGC, value_BFGC = self.split(seen_BFU if span.filled is None else seen_BFU[:, : span.filled])
         history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
         return history.last(span.rows)
 
-    def recent(self, seen_BEC: Tensor, width: int, span: Span) -> History:
+    def recent(self, seen_BEU: Tensor, width: int, span: Span) -> History:
         """The entries of a window in stream order, with the last ``width`` of its document for each row asked for."""
-        stored, position_BR = seen_BEC.shape[1], span.row_position_BR
+        stored, position_BR = seen_BEU.shape[1], span.row_position_BR
         place_R = torch.arange(stored - span.rows, stored, device=position_BR.device)
         last_BR = (place_R + 1).expand_as(position_BR)
         first_BR = last_BR - (position_BR.clamp(max=width - 1) + 1)  # padding, at -1, sees nothing
-        key_BEGC, value_BEGC = self.split(seen_BEC)
-        return History(key_BEGC, value_BEGC, first_BR, last_BR, width, span.whole)
+        key_BEGC, value_BEGC = self.split(seen_BEU)
+        return History(key_BEGC, value_BEGC, first_BR, last_BR, width, span.single_document)
 
-    def split(self, seen_BFE: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, F, G, C] of entries [B, F, 2GC]."""
-        key_BFGC, value_BFGC = seen_BFE.unflatten(-1, (2, self.heads, -1)).unbind(2)
+    def split(self, seen_BFU: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, F, G, C] of entries."""
+        key_BFGC, value_BFGC = seen_BFU.unflatten(-1, (2, self.heads, -1)).unbind(2)
         return key_BFGC, value_BFGC
 
     def work(self, kind: str, size: int | None = None) -> LayerCost:
@@ -133,7 +135,7 @@ class RangeAttention(nn.Module):
         )
         return self.output(mixed_BRHC)
 
-    def reading(self, width: int, limit: int | None = None) -> LayerCost:
+    def read_cost(self, width: int, limit: int | None = None) -> LayerCost:
         """What reading a history costs whose entries have such a width, and of which a row sees all or the nearest."""
         inner = self.query.width
         per_row = {"projections": products(self.query, self.output), "attention": ProductCost(moved=2 * inner)}
@@ -147,9 +149,9 @@ def shared_heads(heads: int) -> int:
 
 def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
     """Attention weights for looking at, [B, R, H, F]: rows sum to 1, or to 0 where a row sees nothing."""
-    query_BRGMC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
-    logit_BRGMF = torch.einsum("brgmc,bfgc->brgmf", query_BRGMC, promoted(history.key_BFGC))
-    logit_BRHF = logit_BRGMF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
+    query_BRGYC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
+    logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
+    logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
     seen_BRF = visible(history.first_BR, history.last_BR, slice(0, logit_BRHF.shape[-1]))
     hidden_BR1F = ~seen_BRF[:, :, None]
     return logit_BRHF.masked_fill(hidden_BR1F, float("-inf")).softmax(dim=-1).masked_fill(hidden_BR1F, 0)

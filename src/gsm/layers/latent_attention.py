@@ -53,11 +53,38 @@ class LatentAttention(nn.Module):
     def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
         """One softmax over window and selected slots, with the sink in the denominator; then the output projection.
         [B, R, D]."""
-        band = (query_BRHC, attended.window_BEC, position_BR, self.window_size, self.sink, *angles)
-        bank, chosen_BRK = attended.bank, attended.chosen_BRK
-        slots = () if bank is None or chosen_BRK is None else (bank.entry_BFC, chosen_BRK)
-        tap(f"{self.name}/weights", lambda: attention_weights(*band, *slots))
-        return self.output(attend(*band, *slots, attended.bias_BRK) if slots else attend_band(*band))
+        entry_BFC = None if attended.bank is None else attended.bank.entry_BFC
+        selected = (entry_BFC, attended.chosen_BRK, attended.bias_BRK)
+        return self.output(self.mix_entries(query_BRHC, attended.window_BEC, position_BR, angles, *selected))
+
+    def mix_entries(
+        self,
+        query_BRHC: Tensor,
+        window_BEC: Tensor,
+        position_BR: Tensor,
+        angles: Angles,
+        entry_BFC: Tensor | None = None,
+        chosen_BRK: Tensor | None = None,
+        bias_BRK: Tensor | None = None,
+        *,
+        repeats: int = 1,
+        tap_name: str = "weights",
+    ) -> Tensor:
+        """One softmax over the window and, where there is a selection, the selected entries, with the sink in the
+        denominator. [B, R, H, C].
+
+        Args:
+            query_BRHC, window_BEC, position_BR, entry_BFC, chosen_BRK, bias_BRK: as of ``gsm_kernels.attend``.
+            angles: rotation of the rows.
+            repeats: every row is given so many times in a row, and the last of these counts.
+            tap_name: what the weights are called behind the name of this layer.
+        """
+        band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
+        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK)
+        counts = slice(repeats - 1, None, repeats)
+        tap(f"{self.name}/{tap_name}", lambda: attention_weights(*band, *others)[:, counts])
+        mixed_BRHC = attend(*band, *others, bias_BRK) if others else attend_band(*band)
+        return mixed_BRHC if repeats == 1 else mixed_BRHC[:, counts]
 
     def choose(self, attended: Attended, found: Selection) -> Attended:
         """Adds the selection; in training also what its indexer learns by from whoever reads it."""
@@ -74,12 +101,14 @@ class LatentAttention(nn.Module):
         looked_at = (query_BRHC, attended, position_BR, self.window_size, self.sink, angles)
         return self.indexer_training.loss(found, *looked_at)
 
-    def reading(self) -> dict[str, ProductCost]:
-        """What it costs for each row, besides what the row looks at."""
+    def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
+        """What all its parameters cost for each row, but those of ``others``, which are counted otherwise; besides what
+        the row looks at."""
+        met = [part for part in self.children() if part not in others]
         read_and_written = ProductCost(moved=2 * self.query.width)
-        return {"projections": products(self.query, self.output, self.sink), "attention": read_and_written}
+        return {"projections": products(*met, *self.parameters(recurse=False)), "attention": read_and_written}
 
-    def seeing(self, limit: int, **options) -> AttentionCost:
+    def look_cost(self, limit: int, **options) -> AttentionCost:
         """At most so many entries for each row; options as of ``AttentionCost``."""
         return attention(self.query.width, self.query.width // self.query.heads, limit, **options)
 

@@ -11,6 +11,8 @@ a token writes (``strength``), what is left of the state (``log_decay``), and wh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from gsm.span import Span
 from gsm_kernels import delta_rule
 
 
-class Recurrence(nn.Module):
+class Recurrence(nn.Module, ABC):
     """A recurrent mixer: H heads, each with a state [C, C] that is emptied where a document starts.
 
     Args:
@@ -134,9 +136,9 @@ class Recurrence(nn.Module):
         """Channels as heads; where a token has several keys or values, they become as many tokens in a row."""
         return x_BTC.unflatten(-1, (-1, self.heads, self.width)).flatten(1, 2)
 
+    @abstractmethod
     def feature(self, x_BTHC: Tensor) -> Tensor:
         """Queries and keys as the state is addressed with them."""
-        raise TypeError(f"{type(self).__name__} does not define feature(x_BTHC)")
 
     def activate(self, value_BTC: Tensor) -> Tensor:
         """Values as they are written."""

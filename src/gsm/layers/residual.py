@@ -43,6 +43,10 @@ class Residual(Protocol):
         """The streams of the last R positions after the site has written its output to them."""
         ...
 
+    def products(self) -> ProductCost:
+        """What a row costs."""
+        ...
+
 
 class Plain(nn.Module):
     """One stream, to which a site adds its output: pre-norm residual.
@@ -77,7 +81,7 @@ class HyperConnection(nn.Module):
 
     Args:
         dim: model width.
-        streams: number of residual streams (n).
+        streams: number of residual streams (X).
         sinkhorn_rounds: alternating normalisations of the mixing matrix.
         gate: initial value of the three scales of the dynamic part.
     """

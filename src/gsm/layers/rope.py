@@ -39,13 +39,14 @@ class Rope:
         base: the size's ``bank_rope_base`` in layers that see far (160,000 at the paper's scales), its ``rope_base``
             in window-only layers and in GSM's decoder (10,000).
         factor: YaRN's scale of the context; 1 switches YaRN off.
-        original: trained context in tokens that YaRN starts from.
+        original: trained context in tokens that YaRN starts from; not needed where it is off.
         beta_fast, beta_slow: pairs that turn more often than ``beta_fast`` times over the original context keep their
             frequency, those that turn less often than ``beta_slow`` times turn slower by the factor; between, a ramp.
         mscale: of YaRN's attention temperature, see ``query_scale``; 0: none.
 
     Raises:
-        ValueError: for an odd number of channels, a factor below 1, or betas or an mscale that cannot be.
+        ValueError: for an odd number of channels, a factor below 1, one above without ``original``, or betas or an
+            mscale that cannot be.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Rope:
         *,
         base: float,
         factor: float = 1.0,
-        original: int = 4096,
+        original: int | None = None,
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
         mscale: float = 0.0,
@@ -69,6 +70,8 @@ class Rope:
             )
         if mscale < 0:
             raise ValueError(f"yarn_mscale must be at least 0 (0: no attention temperature), got {mscale}")
+        if factor > 1 and original is None:
+            raise ValueError(f"YaRN with a factor of {factor} needs the original context in tokens")
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
         self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 
@@ -80,10 +83,10 @@ class Rope:
 
     def at(self, span: Span, dtype: torch.dtype) -> Angles:
         """Angles at the new positions of a span; layers that rotate alike share them."""
-        return span.once((*self.key, dtype), lambda: self(span.position_BT, dtype))
+        return span.once(("angles", *self.key, dtype), lambda: self(span.position_BT, dtype))
 
     @property
-    def key(self) -> tuple[float, ...]:
+    def key(self) -> tuple[float | None, ...]:
         """What tells this rotation from others."""
         return self.channels, self.base, self.factor, self.original, self.beta_fast, self.beta_slow
 
@@ -110,9 +113,11 @@ class Rope:
     def correction_range(self) -> tuple[int, int]:
         """Where YaRN's ramp begins and ends: the pairs that turn ``beta_fast`` and ``beta_slow`` times over the
         original context."""
+        original = self.original
+        assert original is not None  # or YaRN would be off
 
         def pair(turns: float) -> float:
-            return self.channels * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
+            return self.channels * math.log(original / (2 * math.pi * turns)) / (2 * math.log(self.base))
 
         low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), self.channels - 1)
         return low, max(high, low + 1)

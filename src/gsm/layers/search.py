@@ -15,7 +15,8 @@ class Selection(NamedTuple):
     """The result of a search in a bank.
 
     Attributes:
-        chosen_BRK: int64, selected slots, -1 for none (None: there is no bank).
+        chosen_BRK: int64, selected slots, any number of them in any order, -1 anywhere for none; those of this project
+            ascend, with -1 behind (None: nothing is selected).
         index, key_BFI: what an indexer searched with, for what it learns (None: nothing was searched, or nothing can
             be learned).
         bias_BRK: zeros that carry the gradient of the selected slots' logits to an indexer (None: none learns so).
@@ -28,7 +29,7 @@ class Selection(NamedTuple):
 
     @classmethod
     def by_layer(cls, attended: Attended) -> Selection:
-        """The selection of the layer below, taken over."""
+        """The selection that the rows already have, of the layer below or of a stage's own layer, taken over."""
         return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gsm.cache.store import Window
+from gsm.cache.store import Window, WindowStore
 from gsm.costs.primitives import LayerCost
-from gsm.layers.attention import Scale
-from gsm.layers.block import LayerOutput
+from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.key_value import KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.shapes import last
@@ -22,7 +21,7 @@ class SlidingWindow(RangeAttention):
         geometry: gives the rotation, and the window unless it is said.
         name: what its taps are called.
         window: tokens that a row sees (W); None: the geometry's.
-        key_value_heads: key and value heads (G); None: one for every four query heads.
+        key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
 
     Raises:
         ValueError: for a window below 1.
@@ -32,7 +31,7 @@ class SlidingWindow(RangeAttention):
         self,
         shape: Shape,
         *,
-        geometry: Scale,
+        geometry: MixerGeometry,
         name: str,
         window: int | None = None,
         key_value_heads: int | None = None,
@@ -52,14 +51,14 @@ class SlidingWindow(RangeAttention):
         """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
         return Window.empty(f"{kind}_window", self.window, self.key_value.entry(batch))
 
-    def forward(self, x_BTD: Tensor, span: Span, cache: Window, below: object) -> tuple[Tensor, LayerOutput]:
+    def forward(self, x_BTD: Tensor, span: Span, cache: WindowStore, below: object) -> tuple[Tensor, LayerOutput]:
         """Writes keys and values of all T new positions and reads for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
-        seen_BEC, cache = cache.extend(self.key_value(x_BTD, angles))
-        history = self.key_value.recent(seen_BEC, self.window, span)
+        seen_BEU, cache = cache.extend(self.key_value(x_BTD, angles))
+        history = self.key_value.recent(seen_BEU, self.window, span)
         return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs."""
         kept = self.key_value.work(f"{kind}_window", self.window)
-        return kept + self.reading(self.key_value.projection.out_features, self.window)
+        return kept + self.read_cost(self.key_value.projection.out_features, self.window)

@@ -106,9 +106,9 @@ class SparseAttention(LatentAttention):
         found = self.search(latent_BRQ, x_BRD, angles, attended)
         attended = self.choose(attended, found)
         self.show(attended, bank)
-        learned = self.learn(query_BRHC, found, attended, position_BR, angles)
+        indexer_loss = self.learn(query_BRHC, found, attended, position_BR, angles)
         update_BRD = self.read(query_BRHC, attended, position_BR, angles)
-        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, found), learned)
+        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, found), indexer_loss)
 
     def publish(self, x_BTD: Tensor, span: Span, cache: BankCache | None) -> tuple[Bank | None, BankCache | None]:
         """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
@@ -116,9 +116,9 @@ class SparseAttention(LatentAttention):
             return None, None
         projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
         # All banks of a ratio fill alike: one plan serves them, and one table of angles.
-        slots = span.once(self.ratio, lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
+        slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         latent_BGC = self.compressor.pool(projected_BEC, slots, x_BTD.shape[1])
-        key = (self.ratio, *self.rope.key, x_BTD.dtype)
+        key = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
         angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
         entry_BFC, entry = cache.entry.place(rotate(latent_BGC, *angles), slots)
         key_BFI, key = None, None
@@ -163,12 +163,14 @@ class SparseAttention(LatentAttention):
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs; a layer that owns no bank reads that of the layer below, as this one does."""
-        near = self.seeing(self.window_size, nearest=True)
+        near = self.look_cost(self.window_size, nearest=True)
         window = Store(f"{kind}_window", near.width, self.window_size)
-        total = LayerCost(self.reading(), {"entries": products(self.window)}, looks=(near,), stores=(window,))
+        per_row = self.cost_of_rows(self.window, self.compressor, self.indexer)
+        per_token = {"entries": products(self.window)}
+        total = LayerCost(per_row, per_token, looks=(near,), stores=(window,), window=near)
         if self.role == "full":
-            total += self.owning(f"{kind}_bank", near.width)
-            bank, pool = self.seeing(self.top_k if self.indexer else 0, ratio=self.ratio), None
+            total += self.bank_cost(f"{kind}_bank", near.width)
+            bank, pool = self.look_cost(self.top_k if self.indexer else 0, ratio=self.ratio), None
         elif self.role == "window" or below is None or below.bank is None:
             return total
         else:
@@ -181,7 +183,7 @@ class SparseAttention(LatentAttention):
             total += LayerCost(pool=POOL_BLOCK * self.pool_blocks)
         return total
 
-    def owning(self, kind: str, width: int) -> LayerCost:
+    def bank_cost(self, kind: str, width: int) -> LayerCost:
         """What a bank costs whose entries have so many numbers: compressing tokens, and keeping what comes of it."""
         values = 1 if self.ratio == 1 else 2  # of a token: its value, and in groups its gate
         pending = Store(f"{kind}_pending", values * width, self.ratio - 1, carried=True)

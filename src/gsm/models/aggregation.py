@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from gsm.costs.primitives import Layer, LayerCost, products
 from gsm.layers.attended import Attended
 from gsm.layers.block import LayerOutput
 from gsm.layers.indexer_training import IndexerTraining
@@ -36,12 +37,12 @@ class Retrieved(NamedTuple):
     Attributes:
         increments: one [B, R, D] per stage; their sum is the paper's r.
         caches: what each retriever remembers after the call.
-        learned: per stage, loss and recall of a separate indexer (None: there is none).
+        indexer_losses: in training: loss and recall of each separate indexer, by stage: ``stage2``.
     """
 
     increments: tuple[Tensor, ...]
     caches: tuple[Any, ...]
-    learned: list[IndexerLoss | None]
+    indexer_losses: list[tuple[str, IndexerLoss]]
 
 
 class Stage(LatentAttention):
@@ -81,12 +82,18 @@ class Stage(LatentAttention):
         found, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
         attended = self.choose(attended, found)
         query_BRHC, _ = self.query(x_BRU)
-        learned = self.learn(query_BRHC, found, attended, span.position_BT, angles)
+        indexer_loss = self.learn(query_BRHC, found, attended, span.position_BT, angles)
         if found.chosen_BRK is not None:
             tap(f"{self.name}/top_k", found.chosen_BRK)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         tap(f"{self.name}/increment", increment_BRD)
-        return increment_BRD, cache, learned
+        return increment_BRD, cache, indexer_loss
+
+    def work(self, layer: LayerCost) -> LayerCost:
+        """What it costs on window and bank of its encoder layer, of which the cost is given."""
+        assert layer.window is not None and layer.bank is not None
+        per_row = {**self.cost_of_rows(self.norm, self.retriever), "norms": products(self.norm)}
+        return LayerCost(per_row, looks=(layer.window,)) + self.retriever.work(layer.bank)
 
 
 class Aggregation(nn.Module):
@@ -100,7 +107,7 @@ class Aggregation(nn.Module):
         ratio: tokens per bank entry (m).
         rope: rotation in the encoder's layers with a bank.
         retriever: called with ``dim_in, shape, top_k=..., stage=...`` for every stage.
-        query: what a stage asks with.
+        stage_query: what a stage asks with.
         indexer_training: how separate indexers learn.
     """
 
@@ -114,14 +121,14 @@ class Aggregation(nn.Module):
         ratio: int,
         rope: Rope,
         retriever: Callable[..., Retriever],
-        query: StageQuery,
+        stage_query: StageQuery,
         indexer_training: IndexerTraining,
     ):
         super().__init__()
-        self.layers, self.ratio, self.query = tuple(layers), ratio, query
+        self.layers, self.ratio, self.stage_query = tuple(layers), ratio, stage_query
         self.stages = nn.ModuleList()
         for number in range(1, len(self.layers) + 1):
-            dim_in = query.width(shape.dim, number)
+            dim_in = stage_query.width(shape.dim, number)
             stage = Stage(
                 dim_in,
                 shape,
@@ -140,6 +147,11 @@ class Aggregation(nn.Module):
         """Empty caches of all retrievers."""
         return tuple(stage.retriever.start(batch, self.ratio) for stage in self)
 
+    def layer_costs(self, encoder: Sequence[Layer]) -> list[Layer]:
+        """What each stage costs, given what the encoder's layers do."""
+        numbered = zip(self, self.layers, strict=True)
+        return [Layer("stages", stage.work(encoder[layer - 1].work)) for stage, layer in numbered]
+
     def forward(self, encoded: Sequence[LayerOutput], span: Span, caches: Sequence[Any]) -> Retrieved:
         """Runs the stages for the given rows.
 
@@ -148,15 +160,16 @@ class Aggregation(nn.Module):
             span: the rows that the state is written for.
             caches: what each retriever remembers.
         """
-        increments, after, learned = [], [], []
+        increments, after, losses = [], [], []
         retrieved_BRD = None
-        for stage, layer, cache in zip(self, self.layers, caches, strict=True):
+        for number, (stage, layer, cache) in enumerate(zip(self, self.layers, caches, strict=True), 1):
             below = encoded[layer - 1]
-            assert below.entered_BTD is not None  # a block says it
-            u_BRU = self.query(last(below.entered_BTD, span.rows), retrieved_BRD)
+            assert below.layer_input_BTD is not None  # a block says it
+            u_BRU = self.stage_query(last(below.layer_input_BTD, span.rows), retrieved_BRD)
             increment_BRD, cache, loss = stage(u_BRU, span, below.attended.last(span.rows), cache)
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
             increments.append(increment_BRD)
             after.append(cache)
-            learned.append(loss)
-        return Retrieved(tuple(increments), tuple(after), learned)
+            if loss is not None:
+                losses.append((f"stage{number}", loss))
+        return Retrieved(tuple(increments), tuple(after), losses)

@@ -15,7 +15,7 @@ from gsm.layers.experts import MixtureOfExperts
 from gsm.layers.feed_forward import Balance
 
 
-class Evened(NamedTuple):
+class BalanceReport(NamedTuple):
     """What a forward in training adds to its output for its experts.
 
     Attributes:
@@ -30,15 +30,15 @@ class Evened(NamedTuple):
     load_LE: Tensor | None
 
 
-def even_out(balances: Sequence[Balance]) -> Evened:
-    """The sum of what the layers with experts say, in their order."""
+def report_balance(balances: Sequence[Balance]) -> BalanceReport:
+    """Sums up what the layers with experts say, in their order."""
     if not balances:
-        return Evened({}, {}, None)
+        return BalanceReport({}, {}, None)
     load_LE = torch.stack([balance.load_E for balance in balances])
     busiest_L = load_LE.amax(-1) * load_LE.shape[-1] / load_LE.sum(-1).clamp(min=1)
     each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
     loss = torch.stack([balance.loss for balance in balances]).sum()
-    return Evened({"balance": loss}, {**each, "expert_load": busiest_L.mean()}, load_LE)
+    return BalanceReport({"balance": loss}, {**each, "expert_load": busiest_L.mean()}, load_LE)
 
 
 def layers_with_experts(model: nn.Module) -> list[MixtureOfExperts]:

@@ -12,6 +12,7 @@ The three ways differ in their arguments alone:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.ledger import Ledger
-from gsm.cache.memory import Memory, forgetful, fresh_bookkeeping
+from gsm.cache.memory import Memory, forgetful, no_last_token
+from gsm.costs.primitives import Layer, unknown_cost
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.feed_forward import Balance
-from gsm.layers.indexer_training import IndexerTraining, indexer_losses
+from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
 from gsm.layers.linear import Linear, draw
 from gsm.layers.norm import RMSNorm
-from gsm.models.balancing import even_out, layers_with_experts
+from gsm.models.balancing import layers_with_experts, report_balance
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
@@ -37,6 +39,8 @@ from gsm.observe import tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
+
+CHUNK = 4096  # tokens of a long prompt that are read at a time, unless somebody says otherwise
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ class Output:
         loss: mean cross-entropy over the targets (None: no targets were given).
         losses: named scalars that a trainer adds to ``loss``, already weighted.
         metrics: named scalars to look at.
+        memory: the memory after the call (None: none was given).
         load_LE: in training with experts: int64, rows that each layer sent to each of its experts; what ``rebalance``
             wants, summed over all batches and ranks of an optimiser step.
-        memory: the memory after the call (None: none was given).
     """
 
     hidden_BRD: Tensor
@@ -70,17 +74,24 @@ class Output:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ``LanguageModel.run`` gives back: output before the final norm, stores after the call, and what was seen
-    on the way."""
+    """What ``LanguageModel.run`` returns, the body without final norm and head.
+
+    Attributes:
+        hidden_BRD: output of the last layer for the rows asked for, before the final norm.
+        memory: the stores after the call; of the last token it still says what it said before.
+        indexer_losses: in training: loss and recall of each indexer, with its layer's or stage's name (``encoder3``).
+        metrics: named scalars to look at.
+        balances: in training: of every layer with experts their loss and loads, in order.
+    """
 
     hidden_BRD: Tensor
     memory: Memory
-    learned: list[tuple[str, IndexerLoss]] = field(default_factory=list)
+    indexer_losses: list[tuple[str, IndexerLoss]] = field(default_factory=list)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     balances: list[Balance] = field(default_factory=list)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """Embedding, a body (``run``), final norm and a head tied to the embedding.
 
     The embedding is drawn with variance 1 / D and scaled by sqrt(D) on the way in, so that the first norm meets unit
@@ -94,7 +105,7 @@ class LanguageModel(nn.Module):
         indexer_weight: weight of the indexers' loss, the mean over all indexers.
     """
 
-    indexer_training = IndexerTraining()  # without indexers nothing is learned
+    indexer_training: IndexerTraining = Frozen()  # without indexers nothing is learned
 
     def __init__(self, vocabulary: int, dim: int, *, indexer_weight: float = 1.0):
         super().__init__()
@@ -119,21 +130,26 @@ class LanguageModel(nn.Module):
         return ""
 
     def state_bytes(self, memory: Memory) -> int | None:
-        """Bytes of what the decoder keeps, where that is one state or all there is; None where it is neither."""
+        """Bytes of what the decoder knows of the past: of GSM the state, of a comparator all that it keeps; None for
+        the baseline, whose decoder's bank grows beside the encoder's."""
         return memory.breakdown().get("shared_state")
 
+    @abstractmethod
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """The body: from embedded tokens to the hidden states of the rows asked for. Every model defines it."""
-        raise TypeError(f"{type(self).__name__} does not define run(x_BTD, span, memory)")
+        """The body: from embedded tokens to the hidden states of the rows asked for."""
 
+    @abstractmethod
     def schedule(self, new: int, rows: int) -> Schedule:
-        """How many rows each layer produces of so many new positions when ``rows`` are asked for. Every model defines
-        it."""
-        raise TypeError(f"{type(self).__name__} does not define schedule(new, rows)")
+        """How many rows each layer produces of so many new positions when ``rows`` are asked for."""
 
+    @abstractmethod
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """The fields of ``Memory`` that this model uses, empty. Every model defines it."""
-        raise TypeError(f"{type(self).__name__} does not define empty_memory(batch)")
+        """The fields of ``Memory`` that this model uses, empty."""
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run. Raises ValueError for a model or a part that does not
+        say."""
+        raise unknown_cost(self, "layer_costs()")
 
     def forward(
         self,
@@ -163,34 +179,41 @@ class LanguageModel(nn.Module):
             check_memory(memory, self._layout(), tokens)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
         batch, length = tokens.shape
-        books = memory or Memory(**fresh_bookkeeping(batch, tokens.device))
-        one = documents is None
+        before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept())
+        single_document = documents is None
         if documents is None:
-            documents = books.document_B.clamp(min=0)[:, None].expand(-1, length)
-            position_BT = following_positions(books.position_B, length)
+            documents = before.document_B.clamp(min=0)[:, None].expand(-1, length)
+            position_BT = following_positions(before.position_B, length)
         else:
             documents = documents.long()
-            position_BT = document_positions(documents, books.document_B, books.position_B)
-        inner = memory or replace(books, **self._nothing_kept())
-        whole, filled = (one, None) if memory is None or not one else memory.joined_after(length)
-        span = Span(position_BT, length if rows is None else rows, whole, filled)
+            position_BT = document_positions(documents, before.document_B, before.position_B)
+        span = Span(position_BT, length if rows is None else rows)
+        if single_document:
+            span = replace(span, single_document=True) if memory is None else memory.continued(span)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         tap("position", position_BT)
         tap("embedding", x_BTD)
-        trace = self.run(x_BTD, span, inner)
+        trace = self.run(x_BTD, span, before)
         tap("hidden", trace.hidden_BRD)
         hidden_BRD = self.norm(trace.hidden_BRD)
-        losses, metrics = indexer_losses(trace.learned, self.indexer_weight)
-        evened = even_out(trace.balances)
-        losses, metrics = losses | evened.losses, trace.metrics | metrics | evened.metrics
-        out = Output(hidden_BRD, self.head, self._loss(hidden_BRD, targets), losses, metrics, None, evened.load_LE)
+        losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
+        experts = report_balance(trace.balances)
+        out = Output(
+            hidden_BRD,
+            self.head,
+            loss=self._loss(hidden_BRD, targets),
+            losses=losses | experts.losses,
+            metrics=trace.metrics | metrics | experts.metrics,
+            load_LE=experts.load_LE,
+        )
         if memory is None:
             return out
         # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
         # token, the caller's own tensor would do for the memory, and may be written again.
-        books = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
-        return replace(out, memory=memory.advance(replace(trace.memory, **books), length, joined=one))
+        last_token = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
+        after = memory.advance(replace(trace.memory, **last_token), length, single_document=single_document)
+        return replace(out, memory=after)
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
         """An empty memory for ``batch`` sequences.
@@ -207,12 +230,12 @@ class LanguageModel(nn.Module):
         """
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
-        books = fresh_bookkeeping(batch, self.embedding.weight.device)
-        memory = Memory(**books, **self.empty_memory(batch), ledger=Ledger(self._layout()))
-        return memory if capacity is None else memory.fixed(capacity)
+        last_token = no_last_token(batch, self.embedding.weight.device)
+        memory = Memory(**last_token, **self.empty_memory(batch), ledger=Ledger(self._layout()))
+        return memory if capacity is None else memory.static(capacity)
 
     @torch.no_grad()
-    def prefill(self, prompt: Prompt, memory: Memory, chunk: int = 4096, documents: Tensor | None = None) -> Output:
+    def prefill(self, prompt: Prompt, memory: Memory, chunk: int = CHUNK, documents: Tensor | None = None) -> Output:
         """Reads a prompt in chunks, computing of each only what the last row needs; returns the last row's output.
 
         Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
@@ -277,7 +300,7 @@ class LanguageModel(nn.Module):
         temperature: float = 0.0,
         *,
         top_p: float = 1.0,
-        chunk: int = 4096,
+        chunk: int = CHUNK,
         generator: torch.Generator | None = None,
         capacity: int | None = None,
     ) -> Iterator[Tensor]:
@@ -315,7 +338,7 @@ class LanguageModel(nn.Module):
         """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``
         (what is multiplied with), ``no_decay`` (norms, scales, biases, sinks), and the last two for indexers.
 
-        Grouped by shape, not by name: whatever is not a matrix is not decayed.
+        By shape, so that whatever is not a matrix is not decayed; but tables by type, and indexers by name.
         """
         groups: dict[str, list[nn.Parameter]] = {
             k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay")
@@ -340,8 +363,8 @@ class LanguageModel(nn.Module):
     def _loss(self, hidden_BRD: Tensor, targets: Tensor | None) -> Tensor | None:
         if targets is None:
             return None
-        # As every linear map does: a norm may leave its rows wider, and so would be the logits.
-        hidden_ND = lowered(hidden_BRD).flatten(0, 1)
+        # Under autocast the norm may return float32; the logits have to be in the half type.
+        hidden_ND = lowered(hidden_BRD).flatten(0, 1)  # N = B R
         return linear_cross_entropy(
             hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
         )
@@ -368,6 +391,6 @@ class LanguageModel(nn.Module):
         """The layout of this model's memory: made once, for it does not change unless the dtype does."""
         dtype = self.embedding.weight.dtype
         if dtype not in self._layouts:
-            empty = fresh_bookkeeping(0, self.embedding.weight.device)
-            self._layouts[dtype] = Memory(**empty, **self.empty_memory(0)).layout()
+            last_token = no_last_token(0, self.embedding.weight.device)
+            self._layouts[dtype] = Memory(**last_token, **self.empty_memory(0)).layout()
         return self._layouts[dtype]

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.costs.primitives import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -30,7 +31,7 @@ from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import Schedule, at_least_none, stack_rows
-from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, learned_of
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, losses_of_indexers
 from gsm.span import Span
 
 
@@ -83,23 +84,28 @@ class Baseline(LanguageModel):
             )
             blocks.append(block(attention))
         self.decoder = Stack(blocks, recompute=recompute)
-        self.indexer_training.prepare(self)
+        self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer: the decoder's bank needs the whole encoder; the decoder's windows shrink above it."""
         reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
-        entering, *decoder = at_least_none(stack_rows(new, rows, reaches))
-        return Schedule([new] * self.geometry.encoder_layers, decoder, entering=entering)
+        decoder_input, *decoder = at_least_none(stack_rows(new, rows, reaches))
+        return Schedule([new] * self.geometry.encoder_layers, decoder, decoder_input=decoder_input)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        streams, decoded = self.decoder(streams, span.last(rows.entering), rows.decoder, memory.decoder)
+        streams, decoded = self.decoder(streams, span.last(rows.decoder_input), rows.decoder, memory.decoder)
         after = replace(memory, encoder=caches_of(encoded), decoder=caches_of(decoded))
-        learned = learned_of(encoded, "encoder") + learned_of(decoded, "decoder", self.geometry.encoder_layers + 1)
-        return Trace(streams.mixed_BTD, after, learned, balances=balances_of(*encoded, *decoded))
+        losses = losses_of_indexers(encoded, "encoder")
+        losses += losses_of_indexers(decoded, "decoder", self.geometry.encoder_layers + 1)
+        return Trace(streams.mixed_BTD, after, losses, balances=balances_of(*encoded, *decoded))
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run."""
+        return [*self.encoder.layer_costs("encoder"), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
         """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""

@@ -41,10 +41,8 @@ def check_call(
                 f"{other.device}"
             )
     if rows is not None and (rows > length or rows < 1 and (not remembered or targets is not None)):
-        raise ValueError(
-            f"rows must lie between 1 and the {length} new positions, or below 1 with a memory and without targets, "
-            f"got {rows}"
-        )
+        below = "; less than 1 is for calls with a memory and without targets" if rows < 1 else ""
+        raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}{below}")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
         check_range(vocabulary, "token id", tokens)
         if targets is not None:

@@ -20,18 +20,19 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.costs.primitives import Layer
 from gsm.layers.block import SlotMixer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
-from gsm.models.matching import Matched
+from gsm.models.matching import ParameterMatched
 from gsm.models.schedule import Schedule, at_least_none, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.span import Span
 
 
-class DecoderOnly(Matched):
+class DecoderOnly(ParameterMatched):
     """A stack of blocks around mixers.
 
     Args:
@@ -80,7 +81,7 @@ class DecoderOnly(Matched):
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer."""
         _, *decoder = at_least_none(stack_rows(new, rows, self.reaches))
-        return Schedule([], decoder, entering=new)
+        return Schedule([], decoder, decoder_input=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the last layer's output for the rows asked for."""
@@ -89,6 +90,10 @@ class DecoderOnly(Matched):
         streams, decoded = self.decoder(streams, span, rows, memory.decoder)
         after = replace(memory, decoder=caches_of(decoded))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*decoded))
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run."""
+        return self.decoder.layer_costs("decoder")
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
         """What the mixers keep."""

@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.costs.primitives import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.aggregation import Aggregation
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
-from gsm.models.geometry import Geometry
+from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import Schedule, gsm_schedule
-from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, learned_of
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, losses_of_indexers
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.slots.encoder_reading import EncoderReading, TopK
@@ -105,7 +106,7 @@ class GSM(LanguageModel):
             ratio=geometry.encoder_ratio,
             rope=geometry.bank_rope(),
             retriever=retriever,
-            query=stage_query or Accumulated(),
+            stage_query=stage_query or Accumulated(),
             indexer_training=self.indexer_training,
         )
         if not reads_bank:
@@ -114,20 +115,20 @@ class GSM(LanguageModel):
         self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts)
         check_writer(self.writer, layers)
         blocks, self.reaches = [], []
-        for layer in range(geometry.decoder_layers):
-            one = reader.layer(
+        for layer in range(1, geometry.decoder_layers + 1):
+            attention = reader.layer(
                 shape,
                 layer=layer,
                 layers=geometry.decoder_layers,
                 state_size=self.state_size,
                 slots=self.writer.slots,
                 rope=rope,
-                name=f"decoder/{geometry.encoder_layers + 1 + layer}",
+                name=f"decoder/{geometry.encoder_layers + layer}",
             )
-            self.reaches.append(one.reach)
-            blocks.append(block(one))
+            self.reaches.append(attention.reach)
+            blocks.append(block(attention))
         self.decoder = Stack(blocks, recompute=recompute)
-        self.indexer_training.prepare(self)
+        self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Rows of each layer, of the stages and of the state."""
@@ -145,22 +146,37 @@ class GSM(LanguageModel):
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the decoder's output for the rows asked for."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
-        copies = self.encoder.streams
-        streams, encoded = self.encoder(Streams.copies(x_BTD, copies), span, rows.encoder, memory.encoder)
-        span = span.last(rows.state).cut()
+        streams = Streams.copies(x_BTD, self.encoder.streams)
+        streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
+        span = span.last(rows.writer).cut()  # the last encoder layer has produced exactly these rows
         retrieved = self.aggregation(encoded, span, memory.stages)
-        increments, wanted = retrieved.increments, span.last(rows.written)
-        z_BRD, state, written = self.writer(streams.mixed_BTD, increments, wanted, memory.state)
+        z_BRD, state, state_cache = self.writer(
+            streams.mixed_BTD, retrieved.increments, span.last(rows.state), memory.state
+        )
         tap("state/e", streams.mixed_BTD)
         tap("state/z", z_BRD)
-        streams, entering = Streams.copies(last(z_BRD, rows.entering), copies), span.last(rows.entering).cut()
-        streams, decoded = self.decoder(streams, entering, rows.decoder, memory.decoder, state)
-        caches = {"encoder": caches_of(encoded), "stages": retrieved.caches, "state": written}
-        after = replace(memory, **caches, decoder=caches_of(decoded))
-        learned = learned_of(encoded, "encoder")
-        learned += [(f"stage{i}", one) for i, one in enumerate(retrieved.learned, 1) if one is not None]
-        norms = self._norms(increments)
-        return Trace(streams.mixed_BTD, after, learned, norms, balances_of(*encoded, *decoded))
+        span = span.last(rows.decoder_input).cut()
+        streams = Streams.copies(last(z_BRD, rows.decoder_input), self.encoder.streams)
+        streams, decoded = self.decoder(streams, span, rows.decoder, memory.decoder, state)
+        after = replace(
+            memory,
+            encoder=caches_of(encoded),
+            stages=retrieved.caches,
+            state=state_cache,
+            decoder=caches_of(decoded),
+        )
+        return Trace(
+            streams.mixed_BTD,
+            after,
+            indexer_losses=losses_of_indexers(encoded, "encoder") + retrieved.indexer_losses,
+            metrics=self._norms(retrieved.increments),
+            balances=balances_of(*encoded, *decoded),
+        )
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run."""
+        encoder = self.encoder.layer_costs("encoder")
+        return [*encoder, *self.aggregation.layer_costs(encoder), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
         """Windows and banks of the encoder, index keys of separate indexers, the shared state, and what the decoder's
@@ -187,18 +203,14 @@ class GSM(LanguageModel):
 
 
 def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
-    """The stages as a list. Raises ValueError for one past the encoder, or on a layer that reads no bank."""
-    beyond = [layer for layer in stages if layer > geometry.encoder_layers]
-    if beyond:
-        raise ValueError(f"stages {beyond} exceed the {geometry.encoder_layers} encoder layers")
+    """The stages as a list. Raises ValueError unless they ascend inside the encoder, on layers that read a bank."""
     first = min(geometry.bank_layers)
     bare = [layer for layer in stages if layer < first]
     if bare:
         raise ValueError(
             f"stages {bare} stand on window-only layers, which have no bank; the first layer with one is {first}"
         )
-    if list(stages) != sorted(set(stages)):
-        raise ValueError(f"stages {list(stages)} must ascend without repetition")
+    check_layers("stages", stages, first, geometry.encoder_layers)
     return list(stages)
 
 

@@ -19,19 +19,19 @@ from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 
-CLOSE = 0.02  # of the baseline's parameters: a difference that a comparator need not mention
+UNMENTIONED = 0.02  # of the baseline's parameters: a difference that a comparator need not mention
 
 
-def nothing(dim: int, hidden_dim: int) -> nn.Module:
+def no_feed_forward(dim: int, hidden_dim: int) -> nn.Module:
     """No feed-forward."""
     return nn.Identity()
 
 
 # What baseline and comparators have alike need not be built to be compared.
-BARE: dict[str, Any] = {"residual": Plain, "feed_forward": nothing}
+BARE: dict[str, Any] = {"residual": Plain, "feed_forward": no_feed_forward}
 
 
-class Matched(LanguageModel):
+class ParameterMatched(LanguageModel):
     """A comparator: heads and query rank follow from the baseline's parameters, and a decoder is all there is.
 
     Args:
@@ -46,13 +46,13 @@ class Matched(LanguageModel):
     ):
         super().__init__(geometry.vocabulary, geometry.dim)
         self.geometry = geometry
-        self._bare = partial(make, geometry, **BARE)
+        self._build_bare = partial(make, geometry, **BARE)
         if query_rank is None:
             choices = head_counts(geometry.heads) if heads is None else [heads]
             found = match(
                 geometry,
                 choices,
-                lambda heads, rank: self._bare(heads=heads, query_rank=rank),
+                lambda heads, rank: self._build_bare(heads=heads, query_rank=rank),
                 partial(Baseline, geometry, **BARE),
             )
             heads, query_rank = found.heads, found.rank
@@ -63,8 +63,8 @@ class Matched(LanguageModel):
         """Heads and rank of the queries, and the difference from the baseline's parameters unless it is small."""
         heads, rank = self.shape.heads, self.shape.query_rank
         with torch.device("meta"):
-            mine, goal = self._bare(heads=heads, query_rank=rank), Baseline(self.geometry, **BARE)
-        return f"{heads} heads, query rank {rank}{note(_parameters(mine) - _parameters(goal), self)}"
+            mine, goal = self._build_bare(heads=heads, query_rank=rank), Baseline(self.geometry, **BARE)
+        return f"{heads} heads, query rank {rank}{difference_note(_parameters(mine) - _parameters(goal), self)}"
 
     def state_bytes(self, memory: Memory) -> int:
         """Everything that is kept: a decoder is all there is."""
@@ -132,10 +132,10 @@ def resized(geometry: Geometry, heads: int, rank: int) -> Shape:
     return replace(geometry.shape(), heads=heads, query_rank=rank, output_groups=groups)
 
 
-def note(difference: int, model: LanguageModel) -> str:
+def difference_note(difference: int, model: LanguageModel) -> str:
     """What is to be said about a difference in parameters: nothing where it is small."""
     share = difference / (_parameters(model) - difference)
-    if abs(share) <= CLOSE:
+    if abs(share) <= UNMENTIONED:
         return ""
     more = "more" if difference > 0 else "fewer"
     return f"; {abs(difference):,} parameters ({abs(share):.1%}) {more} than the baseline"

@@ -1,6 +1,6 @@
 """How many rows each layer has to produce: prefill is pruned by asking for fewer, never by a second code path.
 
-    GSM, one row asked for, W = 4, M = 7, banks up to layer 3, N = 20 new positions:
+    GSM, one row asked for, W = 4, M = 7, banks up to layer 3, T = 20 new positions:
 
     layer       1    2    3    4    state   decoder
     rows       20   20   10    7      7        1
@@ -25,16 +25,16 @@ class Schedule:
 
     Attributes:
         encoder, decoder: rows that each of their layers produces, at least 0.
-        state: positions that enter stages and state writer.
-        written: positions whose entries of the state are wanted.
-        entering: positions that enter the decoder's first layer.
+        writer: positions that enter stages and state writer: the rows of the last encoder layer.
+        state: of these, positions whose entries of the state are wanted.
+        decoder_input: positions that enter the decoder's first layer.
     """
 
     encoder: list[int]
     decoder: list[int]
+    writer: int = 0
     state: int = 0
-    written: int = 0
-    entering: int = 0
+    decoder_input: int = 0
 
 
 def at_least_none(rows: Sequence[int]) -> list[int]:
@@ -46,13 +46,13 @@ def stack_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
     """The rows of a stack of any mixers, pruned exactly, from the top downwards; before them, the positions that enter.
 
     Args:
-        new: new positions of the call (N).
-        rows: rows asked for (R); R = N is training; R <= 0: a row 1 - R positions after these.
+        new: new positions of the call (T).
+        rows: rows asked for (R); R = T is training; R <= 0: a row 1 - R positions after these.
         reaches: of each layer, how many positions back of its input a row needs; None: all of them.
 
     Returns:
         One number more than there are layers: the positions that enter the first one, and the rows of each: those
-        asked for at the top; below a layer with reach c that produces R rows, min(N, R + c), which may be negative.
+        asked for at the top; below a layer with reach c that produces R rows, min(T, R + c), which may be negative.
     """
     wanted = [rows]
     for reach in reversed(reaches):
@@ -74,7 +74,7 @@ def gsm_schedule(
     """The schedule of GSM.
 
     Args:
-        new: new positions of the call (N).
+        new: new positions of the call (T).
         rows: rows asked for (R), as of ``stack_rows``.
         encoder_layers: depth of the encoder.
         last_bank: last encoder layer that owns a bank (the paper's l*).
@@ -83,14 +83,14 @@ def gsm_schedule(
         reaches: of each decoder layer, how many positions back of its input a row needs.
         writer_reach: positions before those of the state that the state writer needs.
     """
-    entering, *decoder = stack_rows(new, rows, reaches)
-    written = min(new, max(state_size + decoder[0] - 1, entering))
-    state = min(new, written + writer_reach)
+    decoder_input, *decoder = stack_rows(new, rows, reaches)
+    state = min(new, max(state_size + decoder[0] - 1, decoder_input))
+    writer = min(new, state + writer_reach)
     above = [
-        min(new, state + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
+        min(new, writer + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
     ]
     encoder = at_least_none([new] * (last_bank - 1) + above)
-    return Schedule(encoder, at_least_none(decoder), *at_least_none([state, written, entering]))
+    return Schedule(encoder, at_least_none(decoder), *at_least_none([writer, state, decoder_input]))
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""A stack of blocks, run row schedule by row schedule. Encoder and decoder of both models are stacks."""
+"""A stack of blocks, run row schedule by row schedule. Encoders and decoders of all models are stacks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gsm.costs.primitives import Layer
 from gsm.layers.block import Block, LayerOutput, Mixer
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.residual import Residual, Streams
@@ -18,10 +19,10 @@ from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
 Recompute = bool | Literal["selective"]
-# What is dear to compute, and no larger than its inputs: products with weights, attention, searches. Kept are also the
-# kernels that several of these are fused in. Norms, rotations, activations and the mixing of streams move more than
-# they compute, and their results are most of what a block would have to keep. Batched products are left out: of those
-# with weights there is a small one in a layer, and plain forms write over the results of the others.
+# Saved: products with weights, attention and searches, which are dear to compute, and kernels that have these inside.
+# Recomputed: norms, rotations, activations and the mixing of streams, which are cheap, and most of what a block would
+# have to keep; and batched products: of those with weights there is a small one in a layer, and plain forms write over
+# the results of the others.
 KEPT = {
     *(f"aten.{name}" for name in ("mm", "addmm", "_grouped_mm", "topk", "sort")),
     *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
@@ -59,6 +60,14 @@ class Stack(nn.Module):
         """Number of residual streams."""
         return next(iter(self)).attention_residual.streams
 
+    def layer_costs(self, place: str) -> list[Layer]:
+        """What each layer costs; ``place`` is ``encoder`` or ``decoder``."""
+        layers, below = [], None
+        for block in self:
+            below = block.work(place, below)
+            layers.append(Layer(place, below))
+        return layers
+
     def forward(
         self, streams: Streams, span: Span, rows: Sequence[int], caches: Sequence[Any], below: Any = None
     ) -> tuple[Streams, list[LayerOutput]]:
@@ -78,7 +87,7 @@ class Stack(nn.Module):
         for block, wanted, cache in zip(self, rows, caches, strict=True):
             span = span.last(wanted)
             if not span.position_BT.shape[1]:  # nothing enters it: what is below goes on to those above
-                out = LayerOutput(cache, below, entered_BTD=streams.mixed_BTD)
+                out = LayerOutput(cache, below, layer_input_BTD=streams.mixed_BTD)
             elif self.recompute and self.training:
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
             else:
@@ -110,10 +119,10 @@ def block_of(
         residual: called with the model width for every site.
     """
 
-    def hidden(dim: int) -> FeedForward:
+    def make_feed_forward(dim: int) -> FeedForward:
         return feed_forward(dim, geometry.feed_forward_dim)
 
-    return partial(Block, geometry.dim, feed_forward=hidden, residual=residual)
+    return partial(Block, geometry.dim, feed_forward=make_feed_forward, residual=residual)
 
 
 def caches_of(outputs: Sequence[LayerOutput]) -> tuple[Any, ...]:
@@ -121,9 +130,10 @@ def caches_of(outputs: Sequence[LayerOutput]) -> tuple[Any, ...]:
     return tuple(out.cache for out in outputs)
 
 
-def learned_of(outputs: Sequence[LayerOutput], name: str, first: int = 1) -> list[tuple[str, IndexerLoss]]:
+def losses_of_indexers(outputs: Sequence[LayerOutput], name: str, first: int = 1) -> list[tuple[str, IndexerLoss]]:
     """In training: loss and recall of each layer's indexer, by layer: ``encoder3``."""
-    return [(f"{name}{layer}", out.learned) for layer, out in enumerate(outputs, first) if out.learned is not None]
+    numbered = enumerate(outputs, first)
+    return [(f"{name}{layer}", out.indexer_loss) for layer, out in numbered if out.indexer_loss is not None]
 
 
 def balances_of(*outputs: LayerOutput) -> list[Balance]:

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import DenseCache, Memory
+from gsm.costs.primitives import Layer, LayerCost, products
 from gsm.layers.attention import CrossAttention
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.key_value import KeyValue
@@ -33,20 +34,20 @@ from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.layers.sliding_window import SlidingWindow
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
-from gsm.models.matching import Matched
+from gsm.models.matching import ParameterMatched
 from gsm.models.schedule import Schedule
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.shapes import last
 from gsm.span import Span
 
 
-class YOCO(Matched):
+class YOCO(ParameterMatched):
     """You Only Cache Once.
 
     Args:
         geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
         window: tokens that a row of the self-decoder sees; None: the geometry's window.
-        key_value_heads: key and value heads of windows and cache; None: one for every four query heads.
+        key_value_heads: key and value heads of windows and cache; None: as many as ``KeyValue`` says.
         query_rank: rank of the queries; None: as many parameters as the baseline has.
         heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
         residual: called with the width for every site.
@@ -66,8 +67,8 @@ class YOCO(Matched):
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         recompute: Recompute = False,
     ):
-        same = partial(YOCO, window=window, key_value_heads=key_value_heads)
-        super().__init__(geometry, same, heads, query_rank)
+        make = partial(YOCO, window=window, key_value_heads=key_value_heads)
+        super().__init__(geometry, make, heads, query_rank)
         shape = self.shape
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         windowed = partial(SlidingWindow, shape, geometry=geometry, window=window, key_value_heads=key_value_heads)
@@ -88,22 +89,29 @@ class YOCO(Matched):
         """Rows of each layer: what is cached needs every position, the cross-decoder the rows asked for alone."""
         depths = self.geometry
         wanted = max(0, rows)
-        return Schedule([new] * depths.encoder_layers, [wanted] * depths.decoder_layers, entering=wanted)
+        return Schedule([new] * depths.encoder_layers, [wanted] * depths.decoder_layers, decoder_input=wanted)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
         """From embedded tokens to the cross-decoder's output for the rows asked for."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        entry_BTE = self.key_value(self.cache_norm(streams.mixed_BTD), self.rope.at(span, x_BTD.dtype))
+        entry_BTU = self.key_value(self.cache_norm(streams.mixed_BTD), self.rope.at(span, x_BTD.dtype))
         (cache,) = memory.decoder
-        seen_BFE, slots, cache = cache.extend(entry_BTE, span)
-        span = span.last(rows.entering)
-        history = self.key_value.history(seen_BFE, slots, span)
-        streams = Streams(*(last(x, rows.entering) for x in streams))
+        seen_BFU, slots, cache = cache.extend(entry_BTU, span)
+        span = span.last(rows.decoder_input)
+        history = self.key_value.history(seen_BFU, slots, span)
+        streams = Streams(*(last(x, rows.decoder_input) for x in streams))
         streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
         after = replace(memory, encoder=caches_of(encoded), decoder=(cache,))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run."""
+        kept = self.key_value.work("decoder_cache")
+        cache = Layer("cache", kept + LayerCost(per_token={"keys and values": products(self.cache_norm)}))
+        decoder = [Layer("decoder", block.work("decoder", kept)) for block in self.decoder]
+        return [*self.encoder.layer_costs("encoder"), cache, *decoder]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
         """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""

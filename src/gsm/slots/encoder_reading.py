@@ -11,11 +11,13 @@ class EncoderReading:
 
     # Whether a layer attends to bank entries that its indexer selects. If not, it reads its window alone and no
     # indexer is built.
-    reads_bank = True
+    reads_bank: bool
 
 
 class TopK(EncoderReading):
     """The paper: window and the Top-K of the bank (section 3.1)."""
+
+    reads_bank = True
 
 
 class WindowOnly(EncoderReading):

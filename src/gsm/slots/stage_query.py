@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 
-class StageQuery:
-    """Base of all variants; itself the control ``current``."""
+class StageQuery(ABC):
+    """Base of all variants: a stage asks with what is as wide as the model, or as ``width`` says."""
 
     def width(self, dim: int, stage: int) -> int:
         """Width of the input of stage number ``stage``, from 1, in a model of width ``dim``."""
         return dim
 
+    @abstractmethod
     def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
         """The input u_s, [B, R, U].
 
@@ -20,7 +23,6 @@ class StageQuery:
             h_BRD: what the attention of the stage's layer read from the streams (h_s).
             retrieved_BRD: what the stages before have retrieved (r_{s-1}); None in the first stage.
         """
-        return h_BRD
 
 
 class Accumulated(StageQuery):
@@ -37,6 +39,10 @@ class Accumulated(StageQuery):
 
 class Current(StageQuery):
     """A control: h_s alone, so that no stage knows what those before it have found."""
+
+    def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
+        """h_s"""
+        return h_BRD
 
 
 class Sum(StageQuery):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from gsm.costs.primitives import AttentionCost, LayerCost
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 
 
-class Retriever(nn.Module):
+class Retriever(nn.Module, ABC):
     """Base of all retrievers; called by a stage once per forward.
 
     Args:
@@ -21,7 +24,7 @@ class Retriever(nn.Module):
         top_k: entries to select (K).
         stage: number of its stage, from 1.
 
-    One that searches calls its indexer ``indexer``: so it learns as indexers do. That and ``reads`` are what it costs.
+    One that searches calls its indexer ``indexer``: so it learns as indexers do.
     """
 
     # Whether this retriever takes over what the encoder layer has selected, so that the layer has to select.
@@ -31,16 +34,22 @@ class Retriever(nn.Module):
         super().__init__()
         self.top_k = top_k
 
-    @property
-    def reads(self) -> int | None:
-        """Of v visible bank entries, a row reads min(v, reads); None: as many as the encoder layer. For the cost."""
-        return None if self.follows_encoder else self.top_k
+    def work(self, bank: AttentionCost) -> LayerCost:
+        """What it costs: K bank entries for each row of the stage, or those of the encoder layer; and what searching
+        them takes, where it does.
+
+        Args:
+            bank: how rows of the encoder layer attend to their bank.
+        """
+        read = bank if self.follows_encoder else replace(bank, limit=self.top_k)
+        return LayerCost(looks=(read,), bank=read)
 
     def start(self, batch: int, ratio: int) -> Any:
         """An empty cache for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens (None: this
         retriever keeps nothing)."""
         return None
 
+    @abstractmethod
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
@@ -56,4 +65,3 @@ class Retriever(nn.Module):
         Returns:
             the selection, and the cache after the call.
         """
-        raise TypeError(f"{type(self).__name__} does not define forward(x_BRU, attended, position_BR, angles, cache)")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gsm.costs.primitives import AttentionCost, LayerCost
 from gsm.layers.attended import Attended
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
@@ -21,10 +23,10 @@ class Dense(Retriever):
     of training, and for prefill in chunks, not for training on very long ones.
     """
 
-    @property
-    def reads(self) -> int:
-        """All entries."""
-        return sys.maxsize
+    def work(self, bank: AttentionCost) -> LayerCost:
+        """What it costs: all entries for each row."""
+        read = replace(bank, limit=sys.maxsize)
+        return LayerCost(looks=(read,), bank=read)
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gsm.cache.store import Column, ColumnStore
+from gsm.costs.primitives import AttentionCost, LayerCost, Store
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Indexer, Shape
 from gsm.layers.rope import Angles
@@ -26,6 +27,11 @@ class SeparateIndexer(Retriever):
         super().__init__(dim_in, shape, top_k=top_k, stage=stage)
         self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
 
+    def work(self, bank: AttentionCost) -> LayerCost:
+        """What it costs: K entries for each row, a search of all, and index keys of its own."""
+        keys = Store("index_keys", self.indexer.width, ratio=bank.ratio)
+        return super().work(bank) + self.indexer.work(bank.ratio) + LayerCost(stores=(keys,))
+
     def start(self, batch: int, ratio: int) -> Column:
         """No index keys yet."""
         like = self.indexer.query.weight
@@ -38,6 +44,6 @@ class SeparateIndexer(Retriever):
         bank = attended.bank
         if bank is None:
             return Selection(None), cache
-        new_BGI = self.indexer.keys(bank.latent_BGC, Angles(*bank.angles))
+        new_BGI = self.indexer.keys(bank.latent_BGC, bank.angles)
         key_BFI, cache = cache.place(new_BGI, bank.slots)
         return search_bank(self.indexer(x_BRU, x_BRU, angles), bank, key_BFI, self.top_k), cache

@@ -1,26 +1,26 @@
 """How decoder layers read the shared state: the slot ``model/state_reader`` (paper, section 3.3).
 
 A reader says which parts it wants of the state (``parts``), and makes the attention of each decoder layer (``layer``).
-To add one, write both: memory, cost, parameters and taps follow from them.
+To add one, write both: memory, cost, parameters and taps follow from them. An attention that reads otherwise than the
+paper's overrides ``mix``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsm.costs.primitives import LayerCost
+from gsm.costs.primitives import AttentionCost, LayerCost, attention
 from gsm.layers.attended import ENTRIES, SharedState, StatePart
 from gsm.layers.block import LayerOutput
-from gsm.layers.latent_attention import LatentAttention, attention_weights
+from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
-from gsm.observe import tap
 from gsm.shapes import last
 from gsm.span import Span
-from gsm_kernels import attend, attend_band
 
 
 class StateAttention(LatentAttention):
@@ -39,6 +39,8 @@ class StateAttention(LatentAttention):
     reach = 0
     # Entries of its own that a row sees besides those of the state, its own included.
     own_size = 0
+    # Parts of the state that ``mix`` reads for each entry which a row sees.
+    parts_per_entry = 1
 
     def __init__(self, shape: Shape, *, state_size: int, slots: int, rope: Rope, name: str, part: str = ENTRIES.name):
         super().__init__(shape.dim, shape, window=state_size, rope=rope, name=name)
@@ -67,11 +69,17 @@ class StateAttention(LatentAttention):
         angles: Angles,
         entry_BFC: Tensor | None = None,
         chosen_BRK: Tensor | None = None,
+        *,
+        tap_name: str = "weights",
     ) -> Tensor:
         """One softmax over the last M entries, with the sink in the denominator. [B, R, H, C].
 
         Attention moves its band on by one entry a row. Where a position has J entries, it gets J rows, equal but for
-        where they stand, of which the last sees all J: that one counts.
+        where they stand; the last of them sees all J, and is the one that counts:
+
+            entries     a0 b0 | a1 b1 | a2 b2          J = 2, M = 4
+            rows of 2      '-----------'                sees b0 .. a2: dropped
+                              '-----------'             sees a1 .. b2: counts
 
         Args:
             query_BRHC: not rotated.
@@ -79,6 +87,7 @@ class StateAttention(LatentAttention):
             position_BR: int64, positions of the rows.
             angles: rotation of the rows.
             entry_BFC, chosen_BRK: other entries in the same softmax, and which of them each row sees; None: none.
+            tap_name: what the weights are called, where ``mix`` attends more than once: ``weights/second``.
         """
         count = self.slots
         if count > 1:
@@ -87,35 +96,32 @@ class StateAttention(LatentAttention):
             angles, chosen_BRK = Angles(cos_BRP, sin_BRP), rest[0] if rest else None
             place_BRJ = position_BR[..., None] * count + torch.arange(count, device=position_BR.device)
             position_BR = place_BRJ.where(position_BR[..., None] >= 0, -1).flatten(1)
-        band = (query_BRHC, state_BEC, position_BR, self.window_size, self.sink, *angles)
-        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK)
-        tap(f"{self.name}/weights", lambda: attention_weights(*band, *others)[:, count - 1 :: count])
-        mixed_BRHC = attend(*band, *others, None) if others else attend_band(*band)
-        return mixed_BRHC if count == 1 else mixed_BRHC[:, count - 1 :: count]
+        band = (query_BRHC, state_BEC, position_BR, angles)
+        return self.mix_entries(*band, entry_BFC, chosen_BRK, repeats=count, tap_name=tap_name)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs: the last M entries, J of each position."""
-        look = self.seeing(self.window_size // self.slots, each=self.slots, nearest=True)
-        return LayerCost(self.reading(), looks=(look,))
+        """What it costs: all parameters for each row, and the last M entries."""
+        return LayerCost(self.cost_of_rows(), looks=(self.state_cost(),))
+
+    def state_cost(self) -> AttentionCost:
+        """What a row sees of the state: the last M entries, J of each position."""
+        inner, count = self.query.width, self.slots
+        width = self.parts_per_entry * inner // self.query.heads
+        return attention(inner, width, self.window_size // count, each=count, nearest=True)
 
 
-class StateReader:
-    """Base of all readers; itself the paper's: one entry for a position, which is key and value of all layers."""
+class StateReader(ABC):
+    """Base of all readers."""
 
     # What is asked of the state writer.
     parts: tuple[StatePart, ...] = (ENTRIES,)
 
-    def layer(
-        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
-    ) -> StateAttention:
+    @abstractmethod
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """The attention of one decoder layer.
 
         Args:
             shape: shared widths.
-            layer, layers: number of this decoder layer, from 0, and how many there are.
-            state_size: entries of a part that a row sees (M).
-            slots: entries of a position (J).
-            rope: rotation of the state's entries.
-            name: what its taps are called.
+            layer, layers: number of this decoder layer, from 1, and how many there are.
+            common: ``state_size``, ``slots``, ``rope`` and ``name``, as of ``StateAttention``.
         """
-        return StateAttention(shape, state_size=state_size, slots=slots, rope=rope, name=name)

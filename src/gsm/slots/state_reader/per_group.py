@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gsm.layers.attended import StatePart
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Rope
 from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
@@ -25,11 +26,9 @@ class PerGroup(StateReader):
         self.groups = groups
         self.parts = tuple(StatePart(f"group{group}") for group in range(1, groups + 1))
 
-    def layer(
-        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
-    ) -> StateAttention:
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Reads the state of its group."""
         if self.groups > layers:
             raise ValueError(f"state_reader.groups is {self.groups}, more than the {layers} decoder layers; say fewer")
-        part = self.parts[layer * self.groups // layers].name
-        return StateAttention(shape, state_size=state_size, slots=slots, rope=rope, name=name, part=part)
+        part = self.parts[(layer - 1) * self.groups // layers].name
+        return StateAttention(shape, part=part, **common)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from gsm.costs.primitives import LayerCost, attention
 from gsm.layers.attended import SharedState, StatePart
 from gsm.layers.projections import Shape
-from gsm.layers.rope import Angles, Rope
+from gsm.layers.rope import Angles
 from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
@@ -18,14 +19,12 @@ class SeparateKV(StateReader):
 
     parts = (StatePart("key"), StatePart("value", rotated=False))
 
-    def layer(
-        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
-    ) -> StateAttention:
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Reads keys and values."""
-        return KeyValueAttention(shape, state_size=state_size, slots=slots, rope=rope, name=name)
+        return SeparateKVAttention(shape, **common)
 
 
-class KeyValueAttention(StateAttention):
+class SeparateKVAttention(StateAttention):
     """``out = sum_i softmax_i(RoPE_t q . key_i / sqrt(C)) value_i``, with the sink in the denominator.
 
     The kernels know entries that are key and value at once. An entry of width 2 C, ``[value, key]``, is that for a
@@ -34,15 +33,10 @@ class KeyValueAttention(StateAttention):
     needs.
     """
 
+    parts_per_entry = 2
+
     def mix(self, query_BRHC: Tensor, state: SharedState, position_BR: Tensor, angles: Angles) -> Tensor:
         """What the rows take from the values, [B, R, H, C]."""
         wide_BRHC = torch.cat([torch.zeros_like(query_BRHC), query_BRHC * 2**0.5], dim=-1)  # logits over sqrt(2 C)
         state_BEC = torch.cat([state.parts["value"], state.parts["key"]], dim=-1)
         return self.attend(wide_BRHC, state_BEC, position_BR, angles)[..., : query_BRHC.shape[-1]]
-
-    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs: the last M keys and values."""
-        inner, each = self.query.width, self.slots
-        width = 2 * inner // self.query.heads
-        look = attention(inner, width, self.window_size // each, each=each, nearest=True)
-        return LayerCost(self.reading(), looks=(look,))

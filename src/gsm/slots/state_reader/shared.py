@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from gsm.slots.state_reader.base import StateReader
+from typing import Any
+
+from gsm.layers.projections import Shape
+from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class Shared(StateReader):
     """One state for all layers, whose entries are keys and values at once."""
+
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
+        """Reads the last M entries."""
+        return StateAttention(shape, **common)

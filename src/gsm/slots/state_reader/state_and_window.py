@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,6 @@ from gsm.costs.primitives import LayerCost, Store, products
 from gsm.layers.attended import SharedState
 from gsm.layers.block import LayerOutput
 from gsm.layers.projections import Entry, Shape
-from gsm.layers.rope import Rope
 from gsm.shapes import last
 from gsm.slots.state_reader.base import StateAttention, StateReader
 from gsm.span import Span
@@ -34,11 +35,8 @@ class StateAndWindow(StateReader):
             raise ValueError(f"state_reader.window must be at least 1, got {window}; for none take state_reader=shared")
         self.window = window
 
-    def layer(
-        self, shape: Shape, *, layer: int, layers: int, state_size: int, slots: int, rope: Rope, name: str
-    ) -> StateAttention:
+    def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Reads the state and its own window."""
-        common = {"state_size": state_size, "slots": slots, "rope": rope, "name": name}
         return WindowedStateAttention(shape, window=self.window, **common)
 
 
@@ -50,7 +48,7 @@ class WindowedStateAttention(StateAttention):
         window: entries of its own that a row sees (W_d).
     """
 
-    def __init__(self, shape: Shape, *, window: int, **common):
+    def __init__(self, shape: Shape, *, window: int, **common: Any):
         super().__init__(shape, **common)
         self.own_size, self.reach = window, window - 1
         self.window = Entry(shape)
@@ -76,7 +74,8 @@ class WindowedStateAttention(StateAttention):
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs: the state, and its own window."""
-        near = self.seeing(self.own_size, nearest=True)
+        near = self.look_cost(self.own_size, nearest=True)
         kept = Store(f"{kind}_window", near.width, self.own_size)
-        written = {"entries": products(self.window)}
-        return super().work(kind, below) + LayerCost(per_token=written, looks=(near,), stores=(kept,))
+        per_token = {"entries": products(self.window)}
+        looks = (self.state_cost(), near)
+        return LayerCost(self.cost_of_rows(self.window), per_token, looks=looks, stores=(kept,))

@@ -9,6 +9,7 @@ keys and values, or a state for each group of layers (``StatePart``). A writer m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from gsm.observe import tap
 from gsm.span import Span
 
 
-class StateWriter(nn.Module):
+class StateWriter(nn.Module, ABC):
     """Base of all writers. A variant overrides ``fuse``, and no more than that if it writes one entry for a position,
     from that position alone.
 
@@ -82,9 +83,9 @@ class StateWriter(nn.Module):
         """Numbers that these products look at, each once."""
         return 0
 
+    @abstractmethod
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """From the encoder's output and what each stage retrieved to ``z_BTD`` (equation 11)."""
-        raise TypeError(f"{type(self).__name__} does not define fuse(encoded_BTD, increments)")
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: Any) -> tuple[Tensor, Any]:
         """Entries of one part (equation 12).
