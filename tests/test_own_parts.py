@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gsm
+from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
+from gsm.evaluation.held_out import HeldOut
 from gsm.experiments.fit import train
 from gsm.experiments.folder import prepare
 from gsm.training.callbacks.checkpoints import Latest
@@ -67,7 +69,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "configs"
 
 
-def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_every_log(mine: Path):
+def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_every_log(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+):
     words = [*WORDS.split(), f"logs={mine.parent / 'logs'}", "+callbacks.mine._target_=own_parts.Counted"]
     facts = train(compose(words, [mine]))
     assert facts["status"] == "finished" and facts["val_loss"] > 0 and facts["bits_per_byte"] is None
@@ -78,6 +82,12 @@ def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_eve
     assert [point.step for point in events.Scalars("mine/first_token")] == [2, 4, 6]
     assert [point.step for point in events.Scalars("val/loss")] == [0, 4, 6], "0: not measured yet, for the HPARAMS tab"
     assert gsm.load_model(folder, directories=[mine]).vocabulary == 64
+    monkeypatch.setenv("GSM_CONFIGS", str(mine))
+    found = HeldOut(str(folder)).evaluate()[0]
+    assert found["text"]["targets"] == 16 * 23 and found["split_sequences"] == 16
+    assert found["text"]["loss"] == pytest.approx(facts["val_loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="8 was asked for as context, which these data do not take"):
+        HeldOut(str(folder), context=8).evaluate()
 
 
 def test_what_is_no_data_module_is_named():

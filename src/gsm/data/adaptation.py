@@ -209,7 +209,7 @@ class RulerData(MadeData):
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
         return {"data": f"{self.examples:,} examples of RULER's tasks, answers {self.answers}, at {lengths} tokens"}
 
-    def description(self, splits: Sequence[str] = ()) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What a run's summary says of its data, whichever splits it uses."""
         chosen = {name: getattr(self, name) for name in ("tasks", "lengths", "answers", "examples", "context")}
         return {"task": "RULER", **chosen, **self.ingredients.facts(), "tokenizer": self.tokenizer.kind}

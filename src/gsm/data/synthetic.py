@@ -178,7 +178,7 @@ class SyntheticData(MadeData):
         asked = self.validation_sequences * self.task.answered(self.context)
         return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {asked:,} held-out questions"}
 
-    def description(self, splits: Sequence[str] = ()) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What a run's summary says of its data, whichever splits it uses."""
         return {
             "task": type(self.task).__name__,

@@ -25,6 +25,8 @@ from gsm.analysis.interventions import ablations
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of, vetted_node
+from gsm.data.base import DataModule, with_defaults
+from gsm.data.module import TextData
 from gsm.data.packing import validation_indices
 from gsm.evaluation import overlap as overlaps
 from gsm.evaluation.checkpoints import Trained, home, progress
@@ -37,6 +39,7 @@ from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.shapes import promoted
 from gsm.training.callbacks.summary import commit, versions
+from gsm.training.module import next_tokens
 from gsm_kernels import explain
 
 SPLITS, PLACES = ("validation", "train"), ("document", "sequence")
@@ -112,10 +115,11 @@ class HeldOut(Measure):
         def loss(note: str = "") -> dict[str, Any]:
             rows, count = _sequences(data, self.split, self.sequences)
             rows = progress(rows if apart else map(_as_one_document, rows), count, trained.note + note)
-            bytes_V = data.bytes_of_tokens(self.split) if data.tokenizer else None
-            return measure(model, rows, batch_size=data.batch_size, token_bytes_V=bytes_V, place=self.position)
+            bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
+            bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
+            return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, place=self.position)
 
-        def of_length(length: int) -> list[Mapping[str, Tensor]]:
+        def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
             rows = data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
             return rows if apart else [*map(_as_one_document, rows)]
 
@@ -129,8 +133,8 @@ class HeldOut(Measure):
             **trained.facts,
             **{"split": self.split, "masks": "on" if apart else "off", "context": data.context},
             **found,
-            "data": data.description([self.split]),
-            "split_sequences": len(getattr(data, f"{self.split}_set")) if data.tokenizer else data.validation_sequences,
+            "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
+            "split_sequences": len(getattr(data, f"{self.split}_set", None) or [*data.validation()]),
             **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
             "seconds": round(time.perf_counter() - start, 3),
             **{"versions": versions(), "commit": commit()},
@@ -300,7 +304,7 @@ def open_data(
     context: int = 0,
     batch_size: int = 0,
     sequences: int = 0,
-) -> Any:
+) -> DataModule:
     """The data of a checkpoint, or other text, cut for its model and read with its tokenizer; arguments as of
     ``HeldOut``. Raises ConfigError.
 
@@ -308,10 +312,12 @@ def open_data(
     """
     config, own = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
     node = own if not (data or path) else _other({**config, "data": own}, data or "folder", path)
-    node["context"] = context or own["context"]
-    node["batch_size"] = batch_size or own["batch_size"]
-    if sequences:
-        node["validation_sequences"] = sequences
+    asked = {"context": context, "batch_size": batch_size, "validation_sequences": sequences}
+    for name, number in asked.items():
+        if number and name not in node:
+            raise ConfigError(f"{number} was asked for as {name}, which these data do not take ({node['_target_']})")
+        if number or name in node and name in own:
+            node[name] = number or own[name]
     if "tokenizer" in node:
         if not saved.get("tokenizer"):
             raise ConfigError(
@@ -320,8 +326,10 @@ def open_data(
     with as_in_file():
         made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
     with refusals("data"):
-        _ = getattr(made, f"{split}_set", None)
-    return made
+        if getattr(made, f"{split}_set", None) is None:  # of somebody's own, which has to be ready as for a trainer
+            made.prepare_data()
+            made.setup("validate")
+    return with_defaults(made)
 
 
 def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
@@ -346,13 +354,21 @@ def _plain_number(value: Any) -> bool:
 
 def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:
     """The sequences of a split, and how many they are."""
-    limit = sequences or text.validation_sequences
     if split == "validation":
-        return text.validation(), sum(len(indices) for indices in text.val_dataloader().plan())
+        rows = [_with_targets(row) for row in text.validation()]
+        return iter(rows), len(rows)
     if not hasattr(text, "train_set"):
         raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
-    indices = validation_indices(len(text.train_set), limit)
+    indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
     return text.train_set.each(indices), len(indices)
+
+
+def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A sequence with what data of somebody's own may leave out: one document, and the next tokens as targets."""
+    if {"targets", "documents"} <= row.keys():
+        return row
+    document_T = row.get("documents", torch.zeros_like(row["tokens"]))
+    return {"targets": next_tokens(row["tokens"][None], document_T[None])[0], "documents": document_T, **row}
 
 
 def _as_one_document(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
