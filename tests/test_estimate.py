@@ -25,7 +25,7 @@ GIVEN = ["size=pico", "data=needle", "trainer=cpu", "trainer.max_steps=1"]
         "size.dim=1000000000",
         "size.vocabulary=10000000000",
         "size.window=1000000000",
-        "size.feed_forward_dim=9223372036854775807",
+        "size.feed_forward_dim=4611686018427387903",
         "size.context=1000000000000",
         "model.state_size=1000000000000000000",
     ],

@@ -214,7 +214,7 @@ def _encode(
         bar.close()
     seconds = time.perf_counter() - started
     rate = (index["tokens"] - before) / max(seconds, 1e-9)
-    log.info("Encoded %d tokens in %.1f s (%.0f a second); kept in %s.", index["tokens"], seconds, rate, path)
+    log.info(f"Encoded {index['tokens']:,} tokens in {seconds:.1f} s ({rate:,.0f} a second); kept in {path}.")
     return index
 
 

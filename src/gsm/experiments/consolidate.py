@@ -29,6 +29,7 @@ def consolidate(checkpoint: str, output: str) -> Path:
     if target.resolve() == path.resolve():
         raise ConfigError(f"output is {output}, the checkpoint itself: choose another file")
     save_whole(shards.whole(read_checkpoint(path, mmap=True, verify=True), path), target)
+    print(f"Written to {target}", flush=True)
     return target
 
 

@@ -40,7 +40,7 @@ def header(
         "folder": shown(config["folder"]),
     }
     lines = [line for name, text in rows.items() for line in _row(name, text)]
-    return "\n".join([*lines, *(textwrap.wrap(note, WIDTH) if note else []), ""])
+    return "\n".join([*lines, *(textwrap.wrap(note, WIDTH, break_on_hyphens=False) if note else []), ""])
 
 
 def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
@@ -74,7 +74,7 @@ def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 6
         part
         for line in printable.splitlines()
         if line.strip()
-        for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False)
+        for part in textwrap.wrap(line, WIDTH - 2, drop_whitespace=False, break_on_hyphens=False)
     ]
     return "\n".join(f"  {line}" for line in lines[:8])
 
@@ -131,4 +131,5 @@ def _number(value: float | None, how: str) -> str:
 
 
 def _row(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
+    indents = {"initial_indent": f"{name:<9}", "subsequent_indent": " " * 9}
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, **indents)
