@@ -172,6 +172,20 @@ def test_words_stand_for_numbers_of_the_model_at_hand(size: str, state_size: int
     )
 
 
+@torch.no_grad()
+def test_a_gap_is_beyond_windows_of_the_decoder_too():
+    """Without banks, nothing that lies so far back changes the last row; what lies just before does."""
+    words = ["size=pico", "model/state_reader=state_and_window", "model.stages=[]", "model/encoder_reading=window_only"]
+    gap = compose([*words, "data=needle", "data.task.gap=beyond_gsm"])["data"]["task"]["gap"]
+    model = gsm.build_model("gsm", size="pico", overrides=words[1:], seed=0).double().eval()
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    last = model(tokens, rows=1).logits
+    for back, changed in ((gap, False), (gap - 4, True)):  # the first layer of a decoder reads the state or its window
+        other = tokens.clone()
+        other[0, 63 - back] = 1
+        assert torch.equal(model(other, rows=1).logits, last) != changed, back
+
+
 def test_a_word_that_stands_for_nothing_is_refused():
     with pytest.raises(ConfigError, match="data.task.gap is 'far', but takes a number of tokens, or one of beyond_gsm"):
         compose(["data=needle", "data.task.gap=far"])

@@ -203,20 +203,21 @@ def _fill_in(config: dict[str, Any]) -> None:
         model["stages"] = list(range(min(size["bank_layers"]), size["encoder_layers"] + 1))
     task = (config.get("data") or {}).get("task")
     if isinstance(task, dict) and isinstance(task.get("gap"), str):
-        task["gap"] = _gap(task["gap"], size, model.get("state_size"))
+        task["gap"] = _gap(task["gap"], size, model)
 
 
-def _gap(word: str, size: Mapping[str, Any], state_size: int | None) -> int:
+def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """Positions back that nothing but a bank reaches beyond. Raises ConfigError for a word that is not known."""
     if word not in REACHES:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
-    entries = state_size or size["window"] + size["top_k"]
+    entries = model.get("state_size") or size["window"] + size["top_k"]
+    own = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
     return local_reach(
         encoder_layers=size["encoder_layers"],
         decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,
         window=size["window"],
         state_size=entries,
-        reach=entries - 1 if word == "beyond_delta" else 0,
+        reach=(entries - 1 if word == "beyond_delta" else 0) + size["decoder_layers"] * (own - 1),
     )
 
 

@@ -97,6 +97,6 @@ def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_
     """Positions back that nothing but a bank reaches beyond, in GSM and in the baseline alike.
 
     GSM's windows carry something through the encoder one after another, and then the state once more, with the
-    ``reach`` of its writer; the baseline's windows carry it through all layers.
+    ``reach`` of its writer and of its reader; the baseline's windows carry it through all layers.
     """
     return max(encoder_layers * (window - 1) + state_size + reach, (encoder_layers + decoder_layers) * (window - 1))
