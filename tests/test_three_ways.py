@@ -161,6 +161,19 @@ def test_rows_below_one_want_a_memory():
     assert out.logits.shape == (1, 0, model.vocabulary) and out.memory.used == 5
 
 
+@pytest.mark.parametrize("capacity", [None, 20])
+@torch.no_grad()
+def test_rows_that_an_earlier_call_gave_up_are_refused(capacity: int | None):
+    """What they would read was not computed: without the refusal they would be wrong, in silence."""
+    model, tokens = build("gsm-writer=additive"), random_tokens(1, 12)
+    memory = model(tokens[:, :6], memory=model.start(capacity=capacity), rows=1 - 4).memory
+    with pytest.raises(ValueError, match=r"rows is 4, which begins at token 6, .* none is wanted before token 9; ask"):
+        model(tokens[:, 6:10], memory=memory)
+    out = model(tokens[:, 6:10], memory=memory, rows=1)
+    assert_same(out.logits, model(tokens[:, :10], rows=1).logits, "the row that was wanted")
+    assert_same(model(tokens[:, 10:], memory=out.memory).logits, model(tokens, rows=2).logits, "and those after it")
+
+
 @pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "gsm-feed_forward=moe", "baseline"])
 @pytest.mark.parametrize("how", [True, "selective"])
 def test_recomputing_activations_changes_no_gradient(case: str, how: bool | str):

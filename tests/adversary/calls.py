@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import gsm
+from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
 
@@ -123,7 +124,7 @@ def _model(draw: random.Random, made: Any) -> None:
         length = draw.choice([1, 2, 4, max(left, 1), left + 1])
         one, two = _pair(draw, made, length, static, growing)
         growing = _agree(one, two, static, growing)
-    if static.used < CAPACITY:
+    if static.used < CAPACITY and inside.first_row(static) <= static.used:
         rest = tokens[:, static.used :]
         _same(made(rest, memory=static).logits, made(rest, memory=growing).logits, "what comes after the calls")
 

@@ -87,3 +87,8 @@ def ids(config: Mapping[str, Any]) -> list[torch.Tensor]:
 def small_shards() -> None:
     """Has text encoded into files so small that there are many: a kill then leaves some that are whole."""
     shards.SHARD = 1 << 16
+
+
+def first_row(memory: Any) -> int:
+    """The first token for which a memory can still give rows; what those before it would need was not computed."""
+    return memory.ledger.first_row

@@ -14,12 +14,15 @@ class Ledger:
         capacity: tokens that a static memory holds (None: it grows).
         used: tokens read so far, padding that was given included.
         single_document: no call has named documents, so that all which was read is one, without padding.
+        first_row: of all tokens read so far and later, the first for which rows may be asked: what those before it
+            would need has perhaps not been computed (``rows`` below 1 of ``LanguageModel.forward``).
     """
 
     layout: tuple[tuple, ...] = ()
     capacity: int | None = None
     used: int = 0
     single_document: bool = True
+    first_row: int = 0
 
     def require(self, tokens: int) -> None:
         """Raises ValueError if a static memory has no room for so many tokens more."""
@@ -29,13 +32,23 @@ class Ledger:
                 f"given; use start(capacity={self.used + tokens}) or more, or start() for a memory that grows"
             )
 
-    def claim(self, tokens: int, single_document: bool = True) -> None:
-        """Counts so many tokens as read; ``single_document``: without documents of their own. Raises ValueError if
-        there is no room for them, and counts nothing."""
+    def require_rows(self, tokens: int, rows: int) -> None:
+        """Raises ValueError for rows of a call with so many tokens that an earlier call has said nobody will want."""
+        first = self.used + tokens - rows
+        if first < self.first_row:
+            raise ValueError(
+                f"rows is {rows}, which begins at token {first}, but an earlier call with rows below 1 said that none "
+                f"is wanted before token {self.first_row}; ask for fewer"
+            )
+
+    def claim(self, tokens: int, single_document: bool = True, rows: int = 1) -> None:
+        """Counts so many tokens as read; ``single_document``: without documents of their own; ``rows``: asked for.
+        Raises ValueError if there is no room for them, and counts nothing."""
         self.require(tokens)
         self.used += tokens
+        self.first_row = max(self.first_row, self.used - rows)
         self.single_document = self.single_document and single_document
 
     def follow(self, other: Ledger) -> None:
         """Takes over what another one has counted."""
-        self.used, self.single_document = other.used, other.single_document
+        self.used, self.single_document, self.first_row = other.used, other.single_document, other.first_row

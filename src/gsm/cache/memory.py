@@ -218,7 +218,7 @@ class Memory:
         _overwrite(_without_slots(self), _without_slots(mark))
         self.ledger.follow(mark.ledger)
 
-    def advance(self, after: Memory, tokens: int, single_document: bool) -> Memory:
+    def advance(self, after: Memory, tokens: int, single_document: bool, rows: int = 1) -> Memory:
         """The memory after a call that read ``tokens`` tokens, without documents of their own or with them, and left
         the stores ``after``.
 
@@ -229,10 +229,10 @@ class Memory:
         if self.capacity is None:
             compact = map_nodes(after, (Tensor, Ledger), lambda x: _compact(x) if isinstance(x, Tensor) else x)
             ledger = replace(self.ledger)
-            ledger.claim(tokens, single_document)
+            ledger.claim(tokens, single_document, rows)
             return replace(compact, ledger=ledger)
         _overwrite(self, after)
-        self.ledger.claim(tokens, single_document)
+        self.ledger.claim(tokens, single_document, rows)
         return self
 
     def load(self, other: Memory) -> None:

@@ -298,7 +298,7 @@ def refusals(place: str) -> Iterator[None]:
         if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
             raise ConfigError(f"{place}: {cause}") from error
         raise
-    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"{place}: {error}") from error
 
 

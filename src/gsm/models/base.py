@@ -176,7 +176,7 @@ class LanguageModel(nn.Module, ABC):
         """
         check_call(self.vocabulary, tokens, documents, targets, rows, remembered=memory is not None)
         if memory is not None:
-            check_memory(memory, self._layout(), tokens)
+            check_memory(memory, self._layout(), tokens, rows)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
         batch, length = tokens.shape
         before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept())
@@ -212,7 +212,7 @@ class LanguageModel(nn.Module, ABC):
         # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
         # token, the caller's own tensor would do for the memory, and may be written again.
         last_token = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
-        after = memory.advance(replace(trace.memory, **last_token), length, single_document=single_document)
+        after = memory.advance(replace(trace.memory, **last_token), length, single_document, span.rows)
         return replace(out, memory=after)
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:

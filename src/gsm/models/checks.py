@@ -57,9 +57,10 @@ def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") ->
         raise ValueError(f"{name} {low if low < 0 else high} is out of range: {ends}{otherwise}")
 
 
-def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor) -> None:
-    """Raises ValueError for a memory of another model, for another number of sequences, on another device, or without
-    room; and for a static one while gradients are recorded. Looks at nothing but numbers that the host knows."""
+def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows: int | None = None) -> None:
+    """Raises ValueError for a memory of another model, for another number of sequences, on another device, without
+    room, or that lacks what the rows need; and for a static one while gradients are recorded. Looks at nothing but
+    numbers that the host knows."""
     batch, length = tokens.shape
     if memory.batch != batch:
         raise ValueError(
@@ -81,6 +82,7 @@ def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor) -> N
             "under torch.no_grad(), or use start() without a capacity"
         )
     memory.ledger.require(length)
+    memory.ledger.require_rows(length, length if rows is None else rows)
 
 
 def first_difference(got: tuple[tuple, ...], want: tuple[tuple, ...]) -> str:
