@@ -225,7 +225,7 @@ def test_submitit_trains_an_experiment(tmp_path: Path):
     code, printed = type_in("9")
     assert code == 1, printed
     assert "failed: lost/seed0, lost/seed1; to try again" in printed
-    assert "error: model: stages [9] exceed" in printed
+    assert "error: model: stages [9] lie outside of layers" in printed
     assert [row["arm"] for row in read_csv(tmp_path)] == ["mhc", "mhc"]
 
     code, printed = type_in("2")
