@@ -131,5 +131,5 @@ def _number(value: float | None, how: str) -> str:
 
 
 def _row(name: str, text: str) -> list[str]:
-    indents = {"initial_indent": f"{name:<9}", "subsequent_indent": " " * 9}
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, **indents)
+    begin, below = f"{name:<9}", " " * 9
+    return textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=below, break_on_hyphens=False)
