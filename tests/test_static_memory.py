@@ -256,7 +256,7 @@ def test_a_store_that_does_not_keep_its_shape_is_refused_before_anything_is_writ
     memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
     after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
     with pytest.raises(TypeError, match=r"a static memory keeps its shapes, but bookkeeping went from \[2\] to \[3\]"):
-        memory.advance(after, tokens=1, single_document=True)
+        memory.advance(after, tokens=1, single_document=True, rows=1)
     assert memory.document_B.item() == -1 and memory.used == 0
 
 

@@ -218,7 +218,7 @@ class Memory:
         _overwrite(_without_slots(self), _without_slots(mark))
         self.ledger.follow(mark.ledger)
 
-    def advance(self, after: Memory, tokens: int, single_document: bool, rows: int = 1) -> Memory:
+    def advance(self, after: Memory, tokens: int, single_document: bool, rows: int) -> Memory:
         """The memory after a call that read ``tokens`` tokens, without documents of their own or with them, and left
         the stores ``after``.
 

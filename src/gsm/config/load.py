@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -283,9 +283,16 @@ def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> An
     if "tokenizer" not in node or tokenizer is None:
         return instantiate(node, "data")
     others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
-    make = instantiate({**others, "_partial_": True}, "data")
-    with refusals("data"):
-        return make(tokenizer=tokenizer)
+    return construct(instantiate({**others, "_partial_": True}, "data"), "data", tokenizer=tokenizer)
+
+
+def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
+    """What a part that was left partial makes of objects which no yaml holds; it refuses as in ``instantiate``."""
+    try:
+        with refusals(place):
+            return make(**arguments)
+    except TypeError as error:  # of the values that it was given before, or of their number
+        raise ConfigError(f"{place}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -298,7 +305,7 @@ def refusals(place: str) -> Iterator[None]:
         if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
             raise ConfigError(f"{place}: {cause}") from error
         raise
-    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         raise ConfigError(f"{place}: {error}") from error
 
 

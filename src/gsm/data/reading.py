@@ -256,6 +256,7 @@ class _Frames(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
+        """As of `io.RawIOBase`; raises EOFError where the file ends inside of a frame."""
         while not self._ready:
             self._raw = self._raw or self._file.read(ZSTD_INPUT)
             if not self._raw:

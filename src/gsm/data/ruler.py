@@ -151,9 +151,10 @@ class Needles:
         raise self._too_short(length, self._draw(drawing, 1, 0, seed).length)
 
     def _too_short(self, length: int, least: int) -> ValueError:
+        remedy = "take longer ones" + ("" if self.ingredients.template.name == "short" else ", or template short")
         return ValueError(
             f"length {length} is too short for {self.name}: with hardly any haystack a sample takes {least} tokens, "
-            f"{self.new_tokens} of them (new_tokens) for the answer; take longer ones, or template short"
+            f"{self.new_tokens} of them (new_tokens) for the answer; {remedy}"
         )
 
     def _draw(self, drawing: random.Random, units: int, index: int, seed: int) -> Sample:

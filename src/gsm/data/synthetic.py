@@ -6,6 +6,7 @@ stored, nothing repeats, and a run that was interrupted goes on with the very ne
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +55,7 @@ class Generated:
         return {"tokens": token_BT, "targets": target_BT, "documents": torch.zeros_like(token_BT)}
 
 
-class MadeData(DataModule):
+class MadeData(DataModule, ABC):
     """Sequences that are made by number, in order, and not stored; what differs is how one is made, and its length.
 
     Attributes:
@@ -66,13 +67,13 @@ class MadeData(DataModule):
     validation_set: Any
     validation_sequences: int
 
+    @abstractmethod
     def training_set(self, length: Callable[[int], int]) -> Any:
         """The training sequences by number, T a function of the number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def length_at(self, step: int) -> int:
         """T of the sequences of a step."""
-        raise NotImplementedError
 
     def train_dataloader(self) -> Batches:
         """All batches that are left; their number follows from the trainer's steps."""

@@ -120,6 +120,7 @@ class Tasks(Measure):
         return Ruler(self.checkpoint, self.device, **read_arguments(words, Ruler, Ruler.script, without))
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        """Scores of every task; each is kept in the run's folder by itself, and not measured again."""
         by_harness = _harness() if self.harness else None
         texts, data = self.texts, Path(self.data) if self.data else None
         model, tokenizer = trained.model, trained.tokenizer
@@ -148,6 +149,7 @@ class Tasks(Measure):
         return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
+        """The paper's table with its average, and what the arms differ by."""
         if self.needles:
             self.needles.evaluate()
         results = [{**result, "ruler": ruler.known(Path(result["checkpoint"]))} for result in results]

@@ -26,6 +26,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of, vetted_node
 from gsm.data.base import DataModule, with_defaults
+from gsm.data.loader import Batches
 from gsm.data.module import TextData
 from gsm.data.packing import validation_indices
 from gsm.evaluation import overlap as overlaps
@@ -99,6 +100,7 @@ class HeldOut(Measure):
         read_masks(self.masks, both=False)
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        """Its losses, printed at once."""
         result = self.measured(trained)
         if not self.output:
             write(file, result)
@@ -111,10 +113,11 @@ class HeldOut(Measure):
         text = {name: getattr(self, name) for name in ("data", "path", "split", "context", "batch_size", "sequences")}
         data, start = open_data(trained.saved, **text), time.perf_counter()
         model, apart = trained.model, read_masks(self.masks, both=False) == ["on"]
+        sequences, count = _sequences(data, self.split, self.sequences)
 
         def loss(note: str = "") -> dict[str, Any]:
-            rows, count = _sequences(data, self.split, self.sequences)
-            rows = progress(rows if apart else map(_as_one_document, rows), count, trained.note + note)
+            rows = sequences() if apart else map(_as_one_document, sequences())
+            rows = progress(rows, count, trained.note + note)
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
             return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, place=self.position)
@@ -134,13 +137,14 @@ class HeldOut(Measure):
             **{"split": self.split, "masks": "on" if apart else "off", "context": data.context},
             **found,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
-            "split_sequences": len(getattr(data, f"{self.split}_set", None) or [*data.validation()]),
+            "split_sequences": len(getattr(data, f"{self.split}_set", None) or range(count)),
             **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
             "seconds": round(time.perf_counter() - start, 3),
             **{"versions": versions(), "commit": commit()},
         }
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
+        """A table of the arms, and one of loss by position, where there are several runs."""
         if len(results) > 1:
             print(f"{len(results)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
         if self.output or len(results) > 1:
@@ -352,15 +356,18 @@ def _plain_number(value: Any) -> bool:
     return all(item is None or isinstance(item, bool | int | float) for item in items)
 
 
-def _sequences(text: Any, split: str, sequences: int) -> tuple[Iterator[Any], int]:
-    """The sequences of a split, and how many they are."""
+def _sequences(text: Any, split: str, sequences: int) -> tuple[Callable[[], Iterable[Any]], int]:
+    """What goes through the sequences of a split, as often as it is asked, and how many they are."""
     if split == "validation":
+        loader = text.val_dataloader()
+        if isinstance(loader, Batches):  # they are counted before any is made
+            return lambda: map(_with_targets, text.validation()), sum(map(len, loader.plan()))
         rows = [_with_targets(row) for row in text.validation()]
-        return iter(rows), len(rows)
+        return lambda: rows, len(rows)
     if not hasattr(text, "train_set"):
         raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
     indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
-    return text.train_set.each(indices), len(indices)
+    return lambda: text.train_set.each(indices), len(indices)
 
 
 def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -88,6 +88,7 @@ class Lengths(Measure):
             raise ConfigError(f"windows is {self.windows}, but has to be 1 or more")
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        """Perplexity in every window; each window is kept in ``file`` as it is done."""
         windows, identity = self._windows(trained)
         with trained.computing():
             found = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
@@ -154,7 +155,7 @@ class Lengths(Measure):
         return results.content()
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """Raises ConfigError where windows are not the same."""
+        """The paper's curve, of one run or of several. Raises ConfigError where windows are not the same."""
         first = results[0]
         for one in results:
             if one["settings"]["text"] != first["settings"]["text"]:

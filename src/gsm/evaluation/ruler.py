@@ -110,6 +110,7 @@ class Ruler(Measure):
         return _place(checkpoint)
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
+        """Recall of every cell; each is kept in ``file`` as it is done."""
         asked = self.adapted(trained)
         run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
         identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
@@ -217,6 +218,7 @@ class Ruler(Measure):
         return {**results.content(), "cells": cells}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
+        """The arms side by side, where there are several runs."""
         if len(results) > 1:
             print(side_by_side_of(results, place))
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
-from gsm.config.load import instantiate, refusals
+from gsm.config.load import construct, instantiate
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
@@ -44,8 +44,8 @@ def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
     make = instantiate({**chosen, "_partial_": True}, "trainer")
-    with refusals("trainer"):
-        trainer = make(callbacks=parts, logger=loggers, plugins=plugins, default_root_dir=config["folder"])
+    objects = {"callbacks": parts, "logger": loggers, "plugins": plugins}
+    trainer = construct(make, "trainer", **objects, default_root_dir=config["folder"])
     trainer.accumulate_grad_batches = batches = batches_a_step(config, trainer.world_size)
     if type(trainer.val_check_interval) is int:
         trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
