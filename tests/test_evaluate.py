@@ -307,7 +307,9 @@ def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tupl
     found = json.loads((runs[0] / "gsm" / "seed0" / "evaluation.json").read_text())["overlap"]
     assert found["mean"] == 1.0, "its stages share the selection"
     assert [row["length"] for row in found["by_length"]] == [8, 16, 32, 64]
-    (whole,) = HeldOut(checkpoint.partition("=")[2], overlap_lengths=[64, 16], masks="off", device="cpu").evaluate()
+    asked = HeldOut(checkpoint.partition("=")[2], overlap_lengths=[64, 16], documents="stream", device="cpu")
+    (whole,) = asked.evaluate()
+    assert whole["documents"] == "stream" and whole["text"]["targets"] == whole["text"]["sequences"] * whole["context"]
     assert [row["length"] for row in whole["overlap"]["by_length"]] == [16, 64]
     with pytest.raises(SystemExit, match="overlap_lengths is '4k', but takes whole numbers"):
         commands.call([checkpoint, "overlap_lengths=4k"])

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,48 @@ from test_train_cli import arguments
 from gsm.config.check import ConfigError
 from gsm.config.command_line import whole_numbers
 from gsm.config.compose import compose
+from gsm.data.packing import DOCUMENTS
 from gsm.evaluation import commands, lengths
 from gsm.evaluation.bootstrap import interval
-from gsm.evaluation.held_out import read_masks, token_losses
+from gsm.evaluation.held_out import token_losses
 from gsm.evaluation.lengths import Lengths, score
 from gsm.experiments.fit import train
 
 LONG, SCORED = 37, 9
 
 
-def windows(count: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Each of two documents; the first token of the second one is no target."""
+def windows(count: int = 3, documents: str = "isolated") -> list[dict[str, torch.Tensor]]:
+    """Each of two documents; the first token of the second one is a target unless they are isolated."""
     tokens, targets = small.random_tokens(count, LONG), small.random_tokens(count, LONG, seed=2)
-    targets[:, 30] = -100
-    documents = (torch.arange(LONG) > 30).long().expand(count, -1)
-    return [{"tokens": tokens[n], "targets": targets[n], "documents": documents[n]} for n in range(count)]
+    targets[:, 30] = -100 if documents == "isolated" else targets[:, 30]
+    number_T = ((torch.arange(LONG) > 30) & (documents != "stream")).long()
+    return [{"tokens": tokens[n], "targets": targets[n], "documents": number_T} for n in range(count)]
 
 
 def test_windows_of_fewer_targets_count_less_where_arms_are_compared():
-    run = {f"on/8/{number}": {"loss": loss, "targets": count} for number, (loss, count) in enumerate([(4, 2), (6, 6)])}
-    losses = lengths.window_losses([run], "on", 8, 2)
+    run = {
+        f"isolated/8/{number}": {"loss": loss, "targets": count}
+        for number, (loss, count) in enumerate([(4, 2), (6, 6)])
+    }
+    losses = lengths.window_losses([run], "isolated", 8, 2)
     assert sum(losses) / 2 == pytest.approx((4 + 6) / (2 + 6)) and losses == pytest.approx([1.0, 1.5])
 
 
 @pytest.mark.parametrize("case", small.mostly_slow(["gsm", "baseline", "transformer", "hybrid"], "gsm", "hybrid"))
-@pytest.mark.parametrize("masks", [True, False])
-def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, masks: bool):
-    model, window = small.build(case), windows(1)[0]
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, documents: str):
+    model, window = small.build(case), windows(1, documents)[0]
     for length, chunk in ((SCORED, 4), (20, 7), (LONG, 50)):
         end = {name: value[-length:][None] for name, value in window.items()}
-        if not masks:
-            end["documents"] = torch.zeros_like(end["documents"])
         want = token_losses(model, end)[0, -SCORED:].sum().item()
-        found = score(model, window, length, SCORED, masks=masks, whole=False, chunk=chunk)
-        assert found == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - 1}
+        found = score(model, window, length, SCORED, whole=False, chunk=chunk)
+        assert found == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - (documents == "isolated")}
 
 
 def test_the_whole_window_is_scored_where_it_is_asked_for_and_its_end_with_it():
     model, window = small.build("gsm"), windows(1)[0]
-    part = score(model, window, LONG, SCORED, masks=True, whole=False, chunk=5)
-    both = score(model, window, LONG, SCORED, masks=True, whole=True, chunk=5)
+    part = score(model, window, LONG, SCORED, whole=False, chunk=5)
+    both = score(model, window, LONG, SCORED, whole=True, chunk=5)
     batch = {name: value[None] for name, value in window.items()}
     assert both["loss"] == pytest.approx(part["loss"], rel=1e-10) and both["targets"] == part["targets"]
     want = token_losses(model, batch).sum().item()
@@ -66,19 +67,19 @@ def test_the_whole_window_is_scored_where_it_is_asked_for_and_its_end_with_it():
 
 def test_context_counts_only_where_documents_are_not_apart():
     """All scored targets stand in a document that begins in the shortest length."""
-    model, window = small.build("gsm"), windows(1)[0]
-    near = [score(model, window, n, 6, masks=True, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
-    far = [score(model, window, n, 6, masks=False, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
+    model, (window,), (stream,) = small.build("gsm"), windows(1, "isolated_all_targets"), windows(1, "stream")
+    near = [score(model, window, n, 6, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
+    far = [score(model, stream, n, 6, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
     assert near == pytest.approx([near[0]] * 3, rel=1e-12)
     assert abs(far[0] - far[1]) > 1e-6 and abs(far[1] - far[2]) > 1e-6
 
 
 def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
     model, cut = small.build("gsm"), windows()
-    found = Lengths(lengths=[SCORED, LONG], masks="off").measure(model, cut, tmp_path / "lengths.json")
-    cells = [found["cells"][f"off/{LONG}/{n}"] for n in range(3)]
+    found = Lengths(lengths=[SCORED, LONG]).measure(model, {"isolated": cut}, tmp_path / "lengths.json")
+    cells = [found["cells"][f"isolated/{LONG}/{n}"] for n in range(3)]
     loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
-    cell = found["by_length"]["off"][str(LONG)]
+    cell = found["by_length"]["isolated"][str(LONG)]
     assert cell["perplexity"] == pytest.approx(math.exp(loss)) and cell["targets"] == 3 * (SCORED - 1)
     each = [math.exp(cell["loss"] / cell["targets"]) for cell in cells]
     assert min(each) <= cell["low"] < cell["perplexity"] < cell["high"] <= max(each)
@@ -97,8 +98,9 @@ def test_an_interval_is_that_of_means_drawn_anew():
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
-    model, cut, asked = small.build("gsm"), windows(), Lengths(lengths=[SCORED, 20])
-    whole = asked.measure(model, cut[:2])
+    model, asked = small.build("gsm"), Lengths(lengths=[SCORED, 20])
+    cut = {documents: windows(2, documents) for documents in ("isolated", "stream")}
+    whole = asked.measure(model, cut)
 
     def first(cells: Iterable[Any], count: int, note: str) -> Iterator[Any]:
         for done, cell in enumerate(cells):
@@ -108,11 +110,11 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
     path, computed = tmp_path / "lengths.json", []
     with pytest.raises(KeyboardInterrupt):
-        asked.measure(model, cut[:2], path, progress=first)
+        asked.measure(model, cut, path, progress=first)
     monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
-    assert asked.measure(model, cut[:2], path) == whole
+    assert asked.measure(model, cut, path) == whole
     assert len(computed) == 8 - 3
-    replace(asked, masks="on").measure(model, cut, path)
+    asked.measure(model, {"isolated": windows(3)}, path)
     assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
     assert path.with_suffix(".previous").is_file()
 
@@ -127,18 +129,10 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 )
 def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, said: str):
     with pytest.raises(ValueError, match=said):
-        Lengths(lengths=asked, scored=scored).measure(small.build("gsm"), windows())
-    with pytest.raises(ConfigError, match="masks is 'maybe'"):
-        Lengths(masks="maybe")
-
-
-def test_documents_are_kept_apart_or_not_or_both():
-    """A yaml takes on and off for true and false."""
-    both = {"both": ["off", "on"], "on": ["on"], "true": ["on"], "off": ["off"], "false": ["off"]}
-    assert {text: read_masks(text) for text in both} == both
-    for text, allowed in (("maybe", True), ("both", False)):
-        with pytest.raises(ConfigError, match=f"masks is '{text}', but has to be on, off"):
-            read_masks(text, both=allowed)
+        Lengths(lengths=asked, scored=scored).measure(small.build("gsm"), {"isolated": windows()})
+    for documents in (["maybe"], []):
+        with pytest.raises(ConfigError, match="documents is '(maybe|nothing)', but has to be of isolated, "):
+            Lengths(documents=documents)
 
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
@@ -167,17 +161,25 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     folder = tmp_path / "logs/default"
     commands.call([f"checkpoint={folder}", "lengths=[16,64]", "windows=2", "scored=8"])
     printed = capsys.readouterr().out
-    assert "perplexity, the window as one document" in printed and "nats minus baseline" in printed
+    assert (
+        "perplexity, isolated_all_targets" in printed
+        and "perplexity, stream" in printed
+        and "nats minus baseline" in printed
+    )
     rows = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))
     assert len(rows) == 3 * 2 * (2 + 1)
     assert (folder / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    both = json.loads((folder / "lengths.json").read_text())["arms"]["gsm"]["by_length"]["off"]["64"]
+    both = json.loads((folder / "lengths.json").read_text())["arms"]["gsm"]["by_length"]["stream"]["64"]
     single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
-    losses = [one["by_length"]["off"]["64"]["loss"] for one in single]
+    losses = [one["by_length"]["stream"]["64"]["loss"] for one in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)
     found = Lengths.metrics(single[0])
-    assert found["64"] == pytest.approx(math.exp(losses[0]))
-    assert {"16", "apart/64", "full", "apart/full", "held_out"} <= set(found)
+    assert found["stream/64"] == pytest.approx(math.exp(losses[0]))
+    assert {"stream/16", "isolated_all_targets/64", "stream/full", "held_out"} <= set(found)
+    for by_length in single[0]["by_length"].values():
+        assert {cell["targets"] for cell in by_length.values()} == {2 * 8}, (
+            "every target counts, the paper's 16 x 4,096"
+        )
     held_out = [one["held_out"] for one in single]
     assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (2 * 64) <= 1, "as many as the windows have"
     mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)

@@ -42,6 +42,12 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     return HeldOut, list(words)
 
 
+def asked(words: Sequence[str]) -> Measure:
+    """The measure that ``name=value`` words ask for. Raises ConfigError."""
+    measure, own = choose(words)
+    return measure(**command_line.read_arguments(own, measure, measure.script))
+
+
 def words(asked: Mapping[str, Any]) -> list[str]:
     """`name=value` for each entry; a list with commas between."""
     return [f"{name}={_text(value)}" for name, value in asked.items() if value is not None]

@@ -9,6 +9,7 @@ that an evaluation that was interrupted ends with the numbers of one that was no
 from __future__ import annotations
 
 import hashlib
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -90,6 +91,12 @@ class Tasks(Measure):
             raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
         _ = self.needles
 
+    def evaluate(self) -> list[dict[str, Any]]:
+        """RULER first, where it is asked too."""
+        if self.needles:
+            self.needles.evaluate()
+        return super().evaluate()
+
     @cached_property
     def table(self) -> Published | None:
         """The paper's table, where the tasks are those of one."""
@@ -130,7 +137,6 @@ class Tasks(Measure):
             **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
             "scorer": by_harness.version() if by_harness else "built in",
         }
-        folder = home(trained.file) / (f"tasks_limit{self.limit}" if self.limit else "tasks")
         found = {}
         with trained.computing():
             for task, samples in texts:
@@ -138,20 +144,18 @@ class Tasks(Measure):
                 options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size}
                 options["progress"] = trained.progress("batches", f"{task.name}: ")
                 if by_harness:
-                    adapter, place = by_harness.Adapter(model, tokenizer, **options), f"{task.name}_harness.json"
-                    options = {"limit": self.limit, "file": folder / place, "settings": own}
+                    adapter = by_harness.Adapter(model, tokenizer, **options)
+                    options = {"limit": self.limit, "file": self._samples_of(task.name, trained.file), "settings": own}
                     found[task.name] = by_harness.measure(adapter, task, samples, **options)
                 else:
                     assert samples is not None  # there are data
-                    options |= {"file": folder / f"{task.name}.json", "settings": own}
+                    options |= {"file": self._samples_of(task.name, trained.file), "settings": own}
                     found[task.name] = measure(model, tokenizer, task, samples, **options)
         report = model.parameter_report()
         return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         """The paper's table with its average, and what the arms differ by."""
-        if self.needles:
-            self.needles.evaluate()
         results = [{**result, "ruler": ruler.known(Path(result["checkpoint"]))} for result in results]
         tasks, table, arms = [task for task, _ in self.texts], self.table, by_arm(results)
         grids, said = [grid(tasks, arms, table), *differences(arms, table)], notes(arms, tasks, table)
@@ -167,6 +171,18 @@ class Tasks(Measure):
         ]
         print(f"\n{publish(place, grids, said, {'runs': kept, 'tables': grids, 'notes': said})}")
         print("The scores of all samples are in the folders of the runs")
+
+    def _samples_of(self, task: str, checkpoint: Path) -> Path:
+        """The file of a task with every sample's scores."""
+        folder = home(checkpoint) / (f"tasks_limit{self.limit}" if self.limit else "tasks")
+        return folder / (f"{task}_harness.json" if self.harness else f"{task}.json")
+
+    def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+        """With the samples of every task, from the folder of the checkpoint's run."""
+        (kept,) = self._written(folder)["runs"]
+        files = {task: self._samples_of(task, Path(kept["checkpoint"])) for task in kept["tasks"]}
+        found = {task: json.loads(file.read_text(encoding="utf-8")) for task, file in files.items()}
+        return {**kept, "tasks": found, **run}
 
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
-from gsm.data.packing import validation_indices
+from gsm.data.packing import DOCUMENTS, validation_indices
 from gsm.evaluation import overlap as overlaps
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.measure import Measure, write
@@ -67,7 +67,7 @@ class HeldOut(Measure):
         sequences: how many, spread evenly over the split; 0: as many as the run validated on
         batch_size: sequences at a time; 0: as in training
         position: place of a token in its document, or in the whole sequence
-        masks: of documents: on (nothing crosses the end of a document, as in training), or off (a sequence is one)
+        documents: isolated, isolated_all_targets or stream, as data.documents in training; left out: as in training
         overlap: also how much of what the stages select the encoder selects too, at four lengths around context
         overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
         ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
@@ -82,7 +82,7 @@ class HeldOut(Measure):
     sequences: int = 0
     batch_size: int = 0
     position: str = "document"
-    masks: str = "on"
+    documents: str = ""
     overlap: bool = False
     overlap_lengths: Sequence[int] = ()
     ablate: bool = False
@@ -97,7 +97,8 @@ class HeldOut(Measure):
                 raise ConfigError(
                     f"{name} is {number}, but has to be {least} or more; leave it out for what the run had"
                 )
-        read_masks(self.masks, both=False)
+        if self.documents:
+            read_documents([self.documents])
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Its losses, printed at once."""
@@ -110,21 +111,19 @@ class HeldOut(Measure):
 
     def measured(self, trained: Trained) -> dict[str, Any]:
         """What is known of a checkpoint and what was measured, as plain containers. Raises ConfigError."""
-        text = {name: getattr(self, name) for name in ("data", "path", "split", "context", "batch_size", "sequences")}
-        data, start = open_data(trained.saved, **text), time.perf_counter()
-        model, apart = trained.model, read_masks(self.masks, both=False) == ["on"]
+        text = {name: getattr(self, name) for name in ("data", "path", "split", "documents", "context", "batch_size")}
+        data, start = open_data(trained.saved, **text, sequences=self.sequences), time.perf_counter()
+        model = trained.model
         sequences, count = _sequences(data, self.split, self.sequences)
 
         def loss(note: str = "") -> dict[str, Any]:
-            rows = sequences() if apart else map(_as_one_document, sequences())
-            rows = progress(rows, count, trained.note + note)
+            rows = progress(sequences(), count, trained.note + note)
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
             return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, place=self.position)
 
         def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
-            rows = data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
-            return rows if apart else [*map(_as_one_document, rows)]
+            return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
 
         with trained.computing():
             found: dict[str, Any] = {"text": loss()}
@@ -134,7 +133,7 @@ class HeldOut(Measure):
                 found["ablated"] = _ablated(model, loss, found["text"]["loss"])
         return {
             **trained.facts,
-            **{"split": self.split, "masks": "on" if apart else "off", "context": data.context},
+            **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
             **found,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
             "split_sequences": len(getattr(data, f"{self.split}_set", None) or range(count)),
@@ -305,6 +304,7 @@ def open_data(
     path: str = "",
     *,
     split: str = "validation",
+    documents: str = "",
     context: int = 0,
     batch_size: int = 0,
     sequences: int = 0,
@@ -316,12 +316,12 @@ def open_data(
     """
     config, own = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
     node = own if not (data or path) else _other({**config, "data": own}, data or "folder", path)
-    asked = {"context": context, "batch_size": batch_size, "validation_sequences": sequences}
-    for name, number in asked.items():
-        if number and name not in node:
-            raise ConfigError(f"{number} was asked for as {name}, which these data do not take ({node['_target_']})")
-        if number or name in node and name in own:
-            node[name] = number or own[name]
+    asked = {"documents": documents, "context": context, "batch_size": batch_size, "validation_sequences": sequences}
+    for name, value in asked.items():
+        if value and name not in node:
+            raise ConfigError(f"{value} was asked for as {name}, which these data do not take ({node['_target_']})")
+        if value or name in node and name in own:
+            node[name] = value or own[name]
     if "tokenizer" in node:
         if not saved.get("tokenizer"):
             raise ConfigError(
@@ -378,11 +378,6 @@ def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {"targets": next_tokens(row["tokens"][None], document_T[None])[0], "documents": document_T, **row}
 
 
-def _as_one_document(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A sequence whose documents are not kept apart; padding stays padding."""
-    return {**row, "documents": row["documents"].clamp(max=0)}
-
-
 def _ablated(
     model: LanguageModel, measured: Callable[[str], Mapping[str, Any]], whole: float
 ) -> dict[str, dict[str, float]] | None:
@@ -397,23 +392,18 @@ def _ablated(
     return rows
 
 
-def read_masks(text: str, *, both: bool = True) -> list[str]:
-    """``on``, ``off``, or, where that is allowed, ``both``; in a yaml the first two are true and false.
-
-    Raises ConfigError for anything else.
-    """
-    known = {"on": ["on"], "true": ["on"], "off": ["off"], "false": ["off"]}
-    known |= {"both": ["off", "on"]} if both else {}
-    if text not in known:
-        raise ConfigError(f"masks is '{text}', but has to be on, off{' or both' if both else ''}: of documents")
-    return known[text]
+def read_documents(asked: Sequence[str]) -> None:
+    """Raises ConfigError for what is none of the treatments of documents, or for none."""
+    for name in asked or ("nothing",):
+        if name not in DOCUMENTS:
+            raise ConfigError(f"documents is '{name}', but has to be of {', '.join(DOCUMENTS)} (see gsm.data.packing)")
 
 
 def _title(result: Mapping[str, Any]) -> str:
     text, data = result["text"], result["data"]
     of = data.get("corpus") or data.get("task") or "its data"
     run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
-    whole = ", each read as one document" if result["masks"] == "off" else ""
+    whole = ", each read as one document" if result["documents"] == "stream" else ""
     return (
         f"{run}, step {result['step']}: {result['split']} of {of}\n"
         f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{whole}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import os
 import statistics
@@ -25,11 +26,11 @@ import torch
 from torch import Tensor
 
 from gsm.config.check import ConfigError, few
-from gsm.data.packing import validation_indices
+from gsm.data.module import TextData
 from gsm.evaluation import paper, plots
 from gsm.evaluation.bootstrap import interval, paired
 from gsm.evaluation.checkpoints import Trained
-from gsm.evaluation.held_out import HeldOut, open_data, read_masks, row_losses
+from gsm.evaluation.held_out import HeldOut, open_data, read_documents, row_losses
 from gsm.evaluation.measure import Measure, publish, write
 from gsm.evaluation.results import Grid, Progress, Results, by_arm, silent
 from gsm.experiments.folder import unlike
@@ -38,11 +39,9 @@ from gsm.models.checks import IGNORED
 from gsm.training.callbacks.summary import versions
 
 PAPERS_LONGEST = 65536
-MASKS = {"on": True, "off": False}  # whether nothing crosses the border of a document, or the window is one document
-TITLES = {"off": "the window as one document", "on": "documents apart"}
 NOTE = (
     "perplexity of the same targets at the end of every window, in brackets the middle 95 % if windows are drawn anew; "
-    "of several seeds, exp of the mean loss over them; the first token of a document is not a target"
+    "of several seeds, exp of the mean loss over them; where documents are isolated, their first tokens are no targets"
 )
 Window = Mapping[str, Tensor]
 
@@ -60,8 +59,7 @@ class Lengths(Measure):
             which is 4096:65536
         scored: targets at the end of a window; 0: the shortest length
         windows: how many, spread evenly over the split
-        masks: of documents: on (nothing crosses the end of a document, as in training), off (a window is one document),
-            or both
+        documents: of isolated, isolated_all_targets and stream, as data.documents in training: those to measure with
         held_out: also the usual perplexity of the split, in sequences of the shortest length, of as many tokens as the
             windows have (or all that there are)
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
@@ -75,7 +73,7 @@ class Lengths(Measure):
     lengths: Sequence[int] = tuple(range(4096, PAPERS_LONGEST + 1, 4096))
     scored: int = 0
     windows: int = 16
-    masks: str = "both"
+    documents: Sequence[str] = ("isolated_all_targets", "stream")
     held_out: bool = True
     data: str = ""
     path: str = ""
@@ -83,7 +81,7 @@ class Lengths(Measure):
     chunk: int = 4096
 
     def __post_init__(self) -> None:
-        read_masks(self.masks)
+        read_documents(self.documents)
         if self.windows < 1:
             raise ConfigError(f"windows is {self.windows}, but has to be 1 or more")
 
@@ -104,19 +102,18 @@ class Lengths(Measure):
 
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """Perplexities by length, and of all targets of the full windows (`full`), where a window is one document; with
-        `apart/` in front, where documents are apart; and `held_out`."""
+        """Perplexities as `<documents>/<length>`, of all targets of the full windows as `<documents>/full`, and
+        `held_out`."""
         found: dict[str, float] = {}
-        for mask, by_length in written["by_length"].items():
-            before = "" if mask == "off" else "apart/"
-            found |= {f"{before}{length}": cell["perplexity"] for length, cell in by_length.items()}
-            found[f"{before}full"] = written["whole"][mask]["perplexity"]
+        for documents, by_length in written["by_length"].items():
+            found |= {f"{documents}/{length}": cell["perplexity"] for length, cell in by_length.items()}
+            found[f"{documents}/full"] = written["whole"][documents]["perplexity"]
         return found | ({"held_out": written["held_out"]["perplexity"]} if "held_out" in written else {})
 
     def measure(
         self,
         model: LanguageModel,
-        windows: Sequence[Window],
+        windows: Mapping[str, Sequence[Window]],
         path: str | os.PathLike[str] | None = None,
         identity: Mapping[str, Any] | None = None,
         progress: Progress = silent,
@@ -125,32 +122,34 @@ class Lengths(Measure):
 
         Args:
             model: what is measured.
-            windows: as in ``score``, each of the longest length.
+            windows: by treatment of documents, as in ``score``, each of the longest length.
             path: a JSON file for the result, gone on from if its settings are the same (``Results``).
             identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
             progress: passes on cells, and may say how far it is.
 
         Returns:
-            `settings`, `cells` by `<masks>/<length>/<window>` (each with summed `loss` and number of `targets`), and by
-            masks: `by_length` and `whole` (all targets of the longest windows), see ``concluded``.
+            `settings`, `cells` by `<documents>/<length>/<window>` (each with summed `loss` and number of `targets`),
+            and by treatment of documents: `by_length` and `whole` (all targets of the longest windows), see
+            ``concluded``.
 
         Raises:
             ValueError: a value is out of range.
             OSError: the file cannot be written.
         """
-        lengths, masks, scored = self.lengths, read_masks(self.masks), self.scored or self.lengths[0]
-        _check(windows, lengths, scored, self.chunk)
-        settings = {"scored": scored, "windows": len(windows), "longest": lengths[-1], "chunk": self.chunk}
+        lengths, scored, count = self.lengths, self.scored or self.lengths[0], max(map(len, windows.values()))
+        for cut in windows.values():
+            _check(cut, lengths, scored, self.chunk)
+        settings = {"scored": scored, "windows": count, "longest": lengths[-1], "chunk": self.chunk}
         results = Results(path, {**settings, **(identity or {})})
 
         def compute(part: tuple[str, int, int]) -> dict[str, Any]:
-            mask, length, number = part
-            options = {"masks": MASKS[mask], "whole": length == lengths[-1], "chunk": self.chunk}
-            return {_name(*part): score(model, windows[number], length, scored, **options)}
+            documents, length, number = part
+            options = {"whole": length == lengths[-1], "chunk": self.chunk}
+            return {_name(*part): score(model, windows[documents][number], length, scored, **options)}
 
-        asked = [(mask, length, number) for mask in masks for length in lengths for number in range(len(windows))]
+        asked = [*itertools.product(windows, lengths, range(count))]
         results.fill(asked, lambda part: [_name(*part)], compute, progress)
-        found = concluded([results.cells], lengths, len(windows), masks)
+        found = concluded([results.cells], lengths, count, [*windows])
         results.save(**found)
         return results.content()
 
@@ -165,34 +164,34 @@ class Lengths(Measure):
                     "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
                 )
         runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
-        masks = read_masks(self.masks)
         means = {
-            arm: concluded([run["cells"] for run in of], self.lengths, self.windows, masks) for arm, of in runs.items()
+            arm: concluded([run["cells"] for run in of], self.lengths, self.windows, self.documents)
+            for arm, of in runs.items()
         }
         notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
         several = {"arms": means, "runs": [run["checkpoint"] for run in results], "notes": notes}
         content = several if len(results) > 1 else None  # of one, which lies there already
         grids, further = self._grids(runs, means), {".csv": _csv(results)}
-        print(publish(place, grids, notes, content, lambda: _drawn(means, masks), further))
+        print(publish(place, grids, notes, content, lambda: _drawn(means, self.documents), further))
 
     def _grids(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], means: Mapping[str, Any]) -> list[Grid]:
         """Lengths by arms, all targets of the full windows below; how the loss of the other arms differs from that of
         the first one, window by window; the usual perplexity (of several runs exp of the mean loss); and the paper's.
         """
-        grids, masks = [], read_masks(self.masks)
-        for mask in masks:
-            rows = [[f"perplexity, {TITLES[mask]}", *means]]
+        grids = []
+        for documents in self.documents:
+            rows = [[f"perplexity, {documents}", *means]]
             for length in self.lengths:
                 rows.append(
-                    [f"{length:,}", *(_cell(found["by_length"][mask][str(length)]) for found in means.values())]
+                    [f"{length:,}", *(_cell(found["by_length"][documents][str(length)]) for found in means.values())]
                 )
-            grids.append([*rows, ["all targets", *(_cell(found["whole"][mask]) for found in means.values())]])
+            grids.append([*rows, ["all targets", *(_cell(found["whole"][documents]) for found in means.values())]])
         first, *others = arms
-        for mask in masks if others else ():
-            rows = [[f"nats minus {first}, {TITLES[mask]}", *others]]
+        for documents in self.documents if others else ():
+            rows = [[f"nats minus {first}, {documents}", *others]]
             for length in self.lengths:
                 losses = {
-                    arm: {"": window_losses([run["cells"] for run in runs], mask, length, self.windows)}
+                    arm: {"": window_losses([run["cells"] for run in runs], documents, length, self.windows)}
                     for arm, runs in arms.items()
                 }
                 found = [paired(losses[first], losses[arm]) for arm in others]
@@ -201,47 +200,48 @@ class Lengths(Measure):
                 )
             grids.append(rows)
         usual = {arm: [run["held_out"] for run in runs if "held_out" in run] for arm, runs in arms.items()}
-        context = next((f", in sequences of {one['context']:,}" for runs in usual.values() for one in runs), "")
-        cells = [
-            f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
-            for runs in usual.values()
-        ]
-        grids.append([[f"held out{context}", *arms], ["", *cells]])
+        for context in sorted({one["context"] for runs in usual.values() for one in runs}):
+            cells = [
+                f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
+                for runs in usual.values()
+            ]
+            grids.append([[f"held out, in sequences of {context:,}", *arms], ["", *cells]])
         if self.lengths[-1] == PAPERS_LONGEST:  # on its own text and with its own tokenizer
             published = paper.tables()["perplexity"]
             rows = [[name, *(f"{number:.4f}" for number in numbers)] for name, numbers in published["rows"].items()]
             grids.append([["the paper, FineWeb", *published["columns"]], *rows])
         return grids
 
-    def _windows(self, trained: Trained) -> tuple[list[Any], dict[str, Any]]:
-        """Windows that do not overlap, spread evenly over the split, and what a result depends on besides them. Raises
-        ConfigError where there are none, or too few."""
+    def _windows(self, trained: Trained) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        """Windows that do not overlap, spread evenly over the split, the same ids for each treatment of documents, and
+        what a result depends on besides them. Raises ConfigError where there are none, or too few."""
         split, count, longest = self.split, self.windows, self.lengths[-1]
         data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
-        if not hasattr(data, "split"):
+        if not isinstance(data, TextData):
             raise ConfigError(
                 f"{trained.file} was trained on questions, which have no length to vary: say data=stdlib or path="
             )
-        sequences = getattr(data, f"{split}_set")
-        if len(sequences) < count:
-            raise ConfigError(
-                f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} split "
-                f"has {len(sequences.ids):,} tokens, room for {len(sequences)}: say windows={len(sequences)}, or give "
-                "more text"
-            )
-        read = {name: value for name, value in data.fingerprint().items() if name != "max_tokens" or split == "train"}
+        windows = {}
+        for data.documents in self.documents:
+            windows[data.documents] = found = data.of_length(longest, count, split)
+            if len(found) < count:
+                raise ConfigError(
+                    f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} "
+                    f"split has {data.split(split).tokens:,} tokens, room for {len(found)}: say windows={len(found)}, "
+                    "or give more text"
+                )
+        other = {"documents"} | ({"max_tokens"} if split == "validation" else set())
+        read = {name: value for name, value in data.fingerprint().items() if name not in other}
         identity = {
             **trained.run,
             **{"checkpoint": trained.digest, "text": read, "split": split},
             **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
         }
-        return list(sequences.each(validation_indices(len(sequences), count))), identity
+        return windows, identity
 
 
 @torch.no_grad()
-def score(
-    model: LanguageModel, window: Window, length: int, scored: int, *, masks: bool, whole: bool, chunk: int
-) -> dict[str, Any]:
+def score(model: LanguageModel, window: Window, length: int, scored: int, *, whole: bool, chunk: int) -> dict[str, Any]:
     """The summed loss of the last ``scored`` targets of a window, given the last ``length`` tokens of it.
 
     Read in chunks through the model's memory: nothing grows with ``length`` but what the model itself keeps, and no row
@@ -250,7 +250,6 @@ def score(
     Args:
         model: on the device that it is to run on.
         window: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, T at least ``length``.
-        masks: whether documents are apart; else all that is read is one.
         whole: score all ``length`` targets too.
         chunk: tokens read at a time.
 
@@ -265,11 +264,10 @@ def score(
     losses = []
     with model.evaluating():
         if first:
-            before_1T = documents_1T[:, :first] if masks else None
-            memory = model.prefill(tokens_1T[:, :first], memory, chunk, before_1T).memory
+            memory = model.prefill(tokens_1T[:, :first], memory, chunk, documents_1T[:, :first]).memory
         for start in range(first, length, chunk):
             part = slice(start, min(start + chunk, length))
-            out = model(tokens_1T[:, part], documents_1T[:, part] if masks else None, memory=memory)
+            out = model(tokens_1T[:, part], documents_1T[:, part], memory=memory)
             losses.append(row_losses(out, targets_1T[:, part], model.vocabulary))
             memory = out.memory
     loss_T, counted_T = torch.cat(losses, dim=1)[0].double(), (targets_1T[0, first:] != IGNORED)
@@ -278,34 +276,34 @@ def score(
 
 
 def concluded(
-    runs: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, masks: Sequence[str]
+    runs: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, documents: Sequence[str]
 ) -> dict[str, Any]:
     """Means over windows, of one run or of several: then each window counts with its mean loss over the runs.
 
     Args:
         runs: the cells of each.
-        lengths, windows, masks: that all have.
+        lengths, windows, documents: that all have.
 
     Returns:
-        By masks ``by_length`` (by length, as text) and ``whole``, each with ``loss`` in nats per target,
-        ``perplexity``, its ``exp``, the middle 95 % (``low`` to ``high``) of the perplexities if windows are drawn
-        anew, and the number of ``targets``.
+        By treatment of documents ``by_length`` (by length, as text) and ``whole``, each with ``loss`` in nats per
+        target, ``perplexity``, its ``exp``, the middle 95 % (``low`` to ``high``) of the perplexities if windows are
+        drawn anew, and the number of ``targets``.
     """
     by_length, whole = {}, {}
-    for mask in masks:
+    for treated in documents:
         cells = {
-            length: [[run[_name(mask, length, number)] for number in range(windows)] for run in runs]
+            length: [[run[_name(treated, length, number)] for number in range(windows)] for run in runs]
             for length in lengths
         }
-        by_length[mask] = {str(length): _mean(found) for length, found in cells.items()}
-        whole[mask] = _mean([[cell["whole"] for cell in run] for run in cells[lengths[-1]]])
+        by_length[treated] = {str(length): _mean(found) for length, found in cells.items()}
+        whole[treated] = _mean([[cell["whole"] for cell in run] for run in cells[lengths[-1]]])
     return {"by_length": by_length, "whole": whole}
 
 
-def window_losses(runs: Sequence[Mapping[str, Any]], mask: str, length: int, windows: int) -> list[float]:
+def window_losses(runs: Sequence[Mapping[str, Any]], documents: str, length: int, windows: int) -> list[float]:
     """What each window adds to the loss at a length, mean over the cells of several runs: the mean over windows is the
     loss in nats per target, a window of few targets counting less. (Windows drawn anew are taken to have as many.)"""
-    found = [[run[_name(mask, length, number)] for run in runs] for number in range(windows)]
+    found = [[run[_name(documents, length, number)] for run in runs] for number in range(windows)]
     targets = math.fsum(one[0]["targets"] for one in found) / windows
     return [math.fsum(cell["loss"] for cell in one) / len(one) / targets for one in found]
 
@@ -323,8 +321,8 @@ def _sums(loss_T: Tensor, counted_T: Tensor) -> dict[str, Any]:
     return {"loss": float(loss_T.sum()), "targets": int(counted_T.sum())}
 
 
-def _name(mask: str, length: int, window: int) -> str:
-    return f"{mask}/{length}/{window}"
+def _name(documents: str, length: int, window: int) -> str:
+    return f"{documents}/{length}/{window}"
 
 
 def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk: int) -> None:
@@ -343,18 +341,19 @@ def _cell(found: Mapping[str, Any]) -> str:
     return f"{found['perplexity']:.4f} [{found['low']:.4f}, {found['high']:.4f}]"
 
 
-def _drawn(means: Mapping[str, Any], masks: Sequence[str]) -> bytes:
+def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
     """Perplexity against length, a panel for each treatment of documents."""
-    figure, panels = plots.figure(columns=len(masks), width=4.4, height=3.2)
-    for axes, mask in zip(panels, masks, strict=True):
+    figure, panels = plots.figure(columns=len(documents), width=4.4, height=3.2)
+    for axes, treated in zip(panels, documents, strict=True):
         points = {
             arm: {
-                int(n): (cell["perplexity"], cell["low"], cell["high"]) for n, cell in found["by_length"][mask].items()
+                int(n): (cell["perplexity"], cell["low"], cell["high"])
+                for n, cell in found["by_length"][treated].items()
             }
             for arm, found in means.items()
         }
         plots.bands(axes, points, "tokens of context and targets", "perplexity of the same targets")
-        axes.set_title(TITLES[mask], fontsize=9)
+        axes.set_title(treated, fontsize=9)
     return plots.png(figure)
 
 
@@ -363,10 +362,10 @@ def _csv(results: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = ("loss", "perplexity", "low", "high", "targets")
-    writer.writerow(["experiment", "arm", "seed", "masks", "length", *columns])
+    writer.writerow(["experiment", "arm", "seed", "documents", "length", *columns])
     for run in results:
-        for mask, by_length in run["by_length"].items():
-            for length, cell in [*by_length.items(), ("all", run["whole"][mask])]:
-                names = (run["experiment"], run["arm"], run["seed"], mask, length)
+        for documents, by_length in run["by_length"].items():
+            for length, cell in [*by_length.items(), ("all", run["whole"][documents])]:
+                names = (run["experiment"], run["arm"], run["seed"], documents, length)
                 writer.writerow([*names, *(cell[name] for name in columns)])
     return text.getvalue()

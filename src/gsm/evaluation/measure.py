@@ -73,10 +73,24 @@ class Measure(ABC):
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
         """The numbers, by name, of what it has written of one run."""
 
-    @classmethod
-    def metrics_in(cls, folder: Path) -> dict[str, float]:
+    def metrics_in(self, folder: Path) -> dict[str, float]:
         """The same of what it has written into this folder. Raises OSError."""
-        return cls.metrics(json.loads((folder / cls.file).read_text(encoding="utf-8")))
+        return self.metrics(self._written(folder))
+
+    def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of one checkpoint that it has written into this folder, as ``conclude`` takes it.
+
+        Args:
+            folder: what ``output`` said.
+            run: ``experiment``, ``arm`` and ``seed`` that it counts for: arms may have trained a run together.
+
+        Raises OSError.
+        """
+        return {**self._written(folder), **run}
+
+    @classmethod
+    def _written(cls, folder: Path) -> dict[str, Any]:
+        return json.loads((folder / cls.file).read_text(encoding="utf-8"))
 
 
 def write(place: Path, content: Mapping[str, Any]) -> None:

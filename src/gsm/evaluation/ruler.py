@@ -28,7 +28,7 @@ from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import SEED, TASKS, Needles, Sample, read_samples
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import paper, plots
-from gsm.evaluation.checkpoints import Trained, checkpoints, home
+from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.results import Grid, Progress, Results, by_arm, difference, means, side_by_side, silent, transposed
 from gsm.experiments import weights
@@ -222,6 +222,12 @@ class Ruler(Measure):
         if len(results) > 1:
             print(side_by_side_of(results, place))
 
+    def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+        """The cells that were asked, the run among the settings."""
+        found = self._written(folder)
+        own = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
+        return {**_of_asked(found), "settings": {**found["settings"], "run": own}}
+
     @staticmethod
     def metrics(written: Result) -> dict[str, float]:
         """Accuracies in percent: the `average`, and the means of every length and of every task."""
@@ -329,13 +335,12 @@ def known(file: Path) -> dict[str, Any] | None:
     found = _read(_place(file))
     if found is None or found["settings"]["checkpoint"] != weights.digest(file):
         return None
+    return _of_asked(found)
+
+
+def _of_asked(found: Result) -> dict[str, Any]:
+    """A result without the cells of earlier questions, which its file keeps."""
     return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
-
-
-def known_below(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The same of the checkpoints of these runs, those that have something."""
-    files = [file for folder in folders if any(folder.rglob("last.ckpt")) for file in checkpoints(str(folder))]
-    return [found for file in files if (found := known(file)) is not None]
 
 
 def _place(file: Path) -> Path:

@@ -14,7 +14,6 @@ from hydra.errors import HydraException
 
 from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
-from gsm.config.command_line import read_arguments
 from gsm.evaluation import commands
 from gsm.experiments.table import COLUMNS
 
@@ -100,12 +99,11 @@ def _parse_run(name: str, asked: Any) -> Run:
     if not isinstance(wanted, Mapping):
         raise ConfigError(f"runs.{name}.evaluate is {wanted!r}, but maps arguments of evaluate.py to values")
     lines = commands.words(_flat(f"runs.{name}.evaluate", wanted))
-    chosen, words = commands.choose(lines)
-    for word in words:
+    for word in commands.choose(lines)[1]:
         if word.partition("=")[0] in TOLD:
             raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
     try:  # what evaluate.py would not take is refused now, not when everything is trained
-        chosen(**read_arguments(words, chosen, chosen.script))
+        commands.asked(lines)
     except ConfigError as error:
         raise ConfigError(f"runs.{name}.evaluate: {error}") from error
     return Run(name, after, tuple(lines), measures=True)

@@ -36,15 +36,13 @@ from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.command_line import again
 from gsm.config.compose import search
-from gsm.evaluation import ruler
-from gsm.evaluation.ruler import Ruler
 from gsm.experiments import folder, launcher, report
 from gsm.experiments.asked import key_of, parse_runs
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
 from gsm.experiments.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown
-from gsm.experiments.trials import Experiment, Trial
+from gsm.experiments.trials import Evaluation, Experiment, Trial
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
@@ -93,6 +91,7 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
             raise SystemExit(128 + stopped)
         table = experiment.table()
         print(_conclusion(experiment, table), flush=True)
+        _conclude_evaluations(experiment, table)
     if work.failed:
         print(work.complaints(), flush=True)
         raise SystemExit(1)
@@ -262,12 +261,36 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     lines = ["", table.text(), ""]
     for sentence in [FOOTNOTE, *notes, *written]:
         lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
-    asked = ruler.known_below([run.folder for run in table.runs])
-    lines += ["", ruler.side_by_side_of(asked, experiment.folder / Ruler.file)] if asked else []
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)
     return "\n".join(lines)
+
+
+def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
+    """Has every evaluation say what its results are together, as evaluate.py does of several checkpoints: the paper's
+    tables and curves with ours beside, in ``<name of the run>.md`` and others."""
+    trials = [experiment.trial(run.arm, run.seed) for run in table.runs]
+    for name in dict.fromkeys(name for trial in trials for name in trial.jobs):
+        jobs = [(trial, trial.jobs.get(name)) for trial in trials]
+        found = [(trial, job) for trial, job in jobs if isinstance(job, Evaluation)]
+        for words in dict.fromkeys(job.words for _, job in found):
+            alike = [(trial, job) for trial, job in found if job.words == words]
+            if len(alike) > 1:
+                print(f"\n{name}: {' '.join(words) or 'held out'}\n")
+                _conclude_evaluation(alike, experiment.folder / f"{name}.json")
+
+
+def _conclude_evaluation(jobs: Sequence[tuple[Trial, Evaluation]], place: Path) -> None:
+    measure = jobs[0][1].measure
+    try:
+        results = [
+            measure.written_in(job.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed})
+            for trial, job in jobs
+        ]
+        measure.conclude(results, place)
+    except (ConfigError, OSError) as error:  # windows that are not the same, a file that is gone: the runs are whole
+        print(f"not side by side: {error}", flush=True)
 
 
 def _without_effect(trial: Trial) -> list[str]:

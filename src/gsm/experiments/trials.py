@@ -16,6 +16,7 @@ from gsm.config.compose import compose, refuse_unnamed
 from gsm.config.load import CheckpointError, checkpoint_file
 from gsm.evaluation import commands
 from gsm.evaluation.checkpoints import TRAINED
+from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import folder, trainers, weights
 from gsm.experiments.asked import (
@@ -72,9 +73,13 @@ class Evaluation(Job):
 
     def conclude(self) -> None:
         """Writes what was measured, and what came out of it."""
-        chosen, _ = commands.choose(self.words)
-        found = {"status": "finished", **self._measured(), "metrics": chosen.metrics_in(self.folder)}
+        found = {"status": "finished", **self._measured(), "metrics": self.measure.metrics_in(self.folder)}
         write_json(self.folder / "summary.json", found)
+
+    @property
+    def measure(self) -> Measure:
+        """What these arguments ask for, but for the checkpoint."""
+        return commands.asked(self.words)
 
     def _measured(self) -> dict[str, Any]:
         return {"command": list(self.words), "checkpoint": weights.digest(self.checkpoint)}
