@@ -102,3 +102,19 @@ def test_what_was_not_foreseen_is_a_sentence_too(error: BaseException):
 def test_another_error_stays_what_it_is():
     with pytest.raises(RuntimeError, match="^a bug$"), errors_as_sentences():
         raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(("trainer", "world"), [("default", 1), ("default", 8), ("fsdp", 2)])
+def test_a_model_that_gpus_could_share_says_how_many_it_takes(
+    monkeypatch: pytest.MonkeyPatch, trainer: str, world: int
+):
+    """Eight billion parameters: with gradients and one moment 96 GB, of which one GPU has 80."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(estimate, "_there", lambda gpu: (80 if trainer == "default" else 40) * 2**30)
+    given = ["model=gsm", "size=8b_a1p5b", "data=needle", "data.context=4096", "data.batch_size=4", "global_batch=128"]
+    config = compose([*given, f"trainer={trainer}", "model.recompute=true"])
+    with pytest.raises(ConfigError, match=r"trainer=fsdp on [23] such GPUs at the very least"):
+        refuse_endless(config, world)
+    monkeypatch.setattr(estimate, "_there", lambda gpu: 2**20)
+    with pytest.raises(ConfigError, match="or smaller numbers of model, size or data$"):
+        refuse_endless(config, world)

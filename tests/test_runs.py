@@ -74,6 +74,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 pretend(composed(job.command))
             else:
                 measured = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
+                measured |= {"place": "document", "by_position": []}
                 write_json(job.log.parent / "evaluation.json", {"text": measured})
             return 0
 
@@ -156,7 +157,9 @@ def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Calla
     assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
 
 
-def test_what_two_arms_train_alike_is_trained_once(asked: Callable[..., Experiment], done: list[str]):
+def test_what_two_arms_train_alike_is_trained_once(
+    asked: Callable[..., Experiment], done: list[str], capsys: pytest.CaptureFixture[str]
+):
     """Also where one command trains the one arm, and another command the other, whichever was first."""
     train_all(asked(THREE, ARMS))
     assert sorted(done) == [f"one/seed0/{name}" for name in ("extend", "loss", "train")] + [
@@ -164,6 +167,9 @@ def test_what_two_arms_train_alike_is_trained_once(asked: Callable[..., Experime
     ]
     assert summary(asked(THREE, ARMS), "two")["runs"]["train"]["folder"] == "../../one/seed0/train"
     assert summary(asked(THREE, ARMS), "two")["curves"] == "../../one/seed0/train"
+    together = json.loads((asked(THREE, ARMS).folder / "loss.json").read_text())["runs"]
+    assert [(one["arm"], one["text"]["loss"]) for one in together] == [("one", 2.0), ("two", 2.0)]
+    assert "2 runs; mean +- standard deviation" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"
     del done[:]
     for arm in ("arm=two", "arm=one"):
         train_all(asked(THREE, ARMS, "name=again", arm))

@@ -1,7 +1,7 @@
 """How fast models read a prompt and go on from it, and what they keep: the paper's protocol, one row at a time.
 
 A request reads a prompt, then so many tokens follow one by one, each of them given. What is timed is what the paper
-times (appendix on efficiency measurement): prefill, from an empty memory to the logits of the prompt's last token and a
+times (appendix A.3): prefill, from an empty memory to the logits of the prompt's last token and a
 memory that is ready; then the given tokens, each with its logits and with what it leaves in the memory. The device has
 finished when a clock is read. On a CPU the processor's own time is noted beside that of the wall: it hardly changes
 where other programs run too.

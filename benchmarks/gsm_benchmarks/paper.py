@@ -7,7 +7,7 @@ from typing import Any
 
 OURS = "gsm"
 
-# The table of training efficiency (section on efficiency), and its protocol in the appendix.
+# The table of training efficiency (section 4.3), and its protocol (appendix A.3).
 TRAINING: dict[str, Any] = {
     "device": "8 x NVIDIA H800 80GB",
     "what": "1.5B, sequences of 4,096, 4 on each GPU, the same recomputation for both, median of 12 steps after 5",

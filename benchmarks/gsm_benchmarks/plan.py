@@ -320,7 +320,7 @@ def _run(setting: Setting, budgets: Mapping[str, float], assumed: Assumed) -> di
     speeds = {"hours": fast, "hours_at_papers_mfu": slow}
     hours = {name: tokens / one["tokens"] * one["step"] / 3600 for name, one in speeds.items()}
     return {
-        "kind": "run", **asdict(setting), "memory": parts, "fits": _fits(parts, assumed), "budget": tokens,
+        "kind": "run", **asdict(setting), "memory": parts, "fits": fits(parts, assumed), "budget": tokens,
         "steps": tokens / fast["tokens"], "seconds": fast, **hours,
     }  # fmt: skip
 
@@ -333,7 +333,7 @@ def _length(setting: Setting, assumed: Assumed) -> dict[str, Any]:
     room = (assumed.hbm - assumed.reserve) * GIB - (parts["total"] - divided)
     searching = sum(n for part, n in flops.items() if part.endswith(("index scores", "teacher")))
     return {
-        "kind": "length", **asdict(setting), "memory": parts, "fits": _fits(parts, assumed),
+        "kind": "length", **asdict(setting), "memory": parts, "fits": fits(parts, assumed),
         "divided_over": math.ceil(divided / room) if room > 0 else None, "searching": searching / flops.total(),
         "cache_bytes": setting.cost.cache_bytes(setting.context).total(),
         "seconds": flops.total() / (assumed.peak * assumed.mfu),
@@ -344,7 +344,8 @@ def _paper_memory(models: Sequence[str]) -> dict[str, float]:
     return {model: paper.TRAINING[model]["peak_gib"] for model in models}
 
 
-def _fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
+def fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
+    """Whether so much is left of a GPU once it has its reserve."""
     return parts["total"] <= (assumed.hbm - assumed.reserve) * GIB
 
 

@@ -1,4 +1,4 @@
-"""How much of what the aggregation stages select the encoder selects too (paper, section 4.5.1 and the appendix on the
+"""How much of what the aggregation stages select the encoder selects too (paper, section 4.4.1 and the appendix on the
 retrieval ablation).
 
 Overlap is the number of bank entries that a stage and its encoder layer have both selected, divided by K: a mean over

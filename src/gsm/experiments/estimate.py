@@ -7,6 +7,7 @@ is refused could not have been trained here.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 from collections.abc import Mapping
@@ -71,15 +72,17 @@ def _refuse_memory(
 ) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     half = str(chosen.get("precision")) in ("bf16-true", "16-true")
-    # Weights, gradients and one moment; where ranks divide them, a share.
-    need = 3 * (2 if half else 4) * parameters / divided + _activations(config, chosen, model, gpu)
-    there = _there(gpu)
+    whole = 3 * (2 if half else 4) * parameters  # weights, gradients and one moment; where ranks divide them, a share
+    own, there = _activations(config, chosen, model, gpu), _there(gpu)
+    need = whole / divided + own
     if need > there:
         batch, context = config["data"]["batch_size"], config["data"]["context"]
+        enough = math.ceil(whole / (there - own)) if gpu and own < there else 0
         raise ConfigError(
             f"a step with data.batch_size {batch} of data.context {context} and a model of {parameters:,} parameters "
             f"takes at least {need / 2**30:,.3g} GiB, but {there / 2**30:,.3g} GiB are there: choose a smaller size=, "
             "or smaller numbers of model, size or data"
+            + (f"; or trainer=fsdp on {enough} such GPUs at the very least" if enough else "")
         )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +75,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with what to
             do; the same call then goes on.
     """
-    _quiet()
+    trainers.quiet()
     leads = ranks.rank() == 0
     data = functools.cache(functools.partial(open_data, config))
     with contextlib.ExitStack() as held:
@@ -124,7 +122,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
 
     The weights follow from the seed alone, whatever else has drawn random numbers before.
     """
-    _quiet()
+    trainers.quiet()
     lightning.seed_everything(config["seed"], workers=True, verbose=False)
     data, start = data or open_data(config), start or Start()
     model, path = instantiate_model(config, config["seed"]), config.get("start_from")
@@ -291,18 +289,3 @@ def _ngrams(run: Run) -> dict[str, float | None]:
         f"{name}_bits_per_byte": ngrams.measure(trained, validation, order=order, **size)
         for name, order in NGRAMS.items()
     }
-
-
-def _quiet() -> None:
-    """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
-    for name in (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.fabric.utilities.seed",
-        "lightning.pytorch.accelerators.cuda",
-    ):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
-    reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
-    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced):
-        warnings.filterwarnings("ignore", message=message)

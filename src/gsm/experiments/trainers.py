@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,11 +55,27 @@ def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -
     return trainer
 
 
+def quiet() -> None:
+    """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.seed",
+        "lightning.pytorch.accelerators.cuda",
+    ):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
+    reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
+    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced):
+        warnings.filterwarnings("ignore", message=message)
+
+
 def world_size(config: Mapping[str, Any]) -> int:
     """How many ranks train together: ``devices``, also ``auto``, times nodes, as Lightning itself counts them.
 
     Raises ConfigError where the machine has not what the configuration asks for.
     """
+    quiet()
     asked = {name: node for name, node in settings(config).items() if name in PLACES}
     return instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer").world_size
 

@@ -1,4 +1,4 @@
-"""The paper's ablation: every stage has an indexer of its own over the same bank (section 4.5.1)."""
+"""The paper's ablation: every stage has an indexer of its own over the same bank (section 4.4.1)."""
 
 from __future__ import annotations
 

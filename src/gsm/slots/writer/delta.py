@@ -1,5 +1,5 @@
-"""Write only what the state does not already predict, against the bottleneck that the paper names (section 4): entries
-that repeat one another waste what little room there is.
+"""Write only what the state does not already predict, against the bottleneck that the paper names (section 2.3):
+entries that repeat one another waste what little room there is.
 
     z -- norm, projection, norm --> plain entry --------------------- minus --> norm --> rotation --> state entry
                                          |                              ^

@@ -1,5 +1,5 @@
-"""Several entries for a position, against the bottleneck that the paper names (section 4): one write of fixed width has
-to hold all that a position has found.
+"""Several entries for a position, against the bottleneck that the paper names (section 2.3): one write of fixed width
+has to hold all that a position has found.
 
     position        0       1       2       3              J = 2, M = 4
     state        a0 b0 | a1 b1 | a2 b2 | a3 b3
