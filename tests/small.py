@@ -98,7 +98,16 @@ def cases() -> list[str]:
     return [
         "gsm",
         *choices(
-            "gsm", "encoder_reading", "retriever", "stage_query", "writer", "state_reader", "residual", "feed_forward"
+            "gsm",
+            "encoder_reading",
+            "retriever",
+            "stage_input",
+            "stage_query",
+            "writer",
+            "decoder_start",
+            "state_reader",
+            "residual",
+            "feed_forward",
         ),
         "gsm-stages=none",
         "gsm-ratio=3",
@@ -137,6 +146,9 @@ MEMORIES = (
     "gsm-ratio=3",
     *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),
     *(f"gsm-state_reader={name}" for name in variants("model/state_reader") if name != "shared"),
+    "gsm-stage_input=after_layer",
+    "gsm-decoder_start=streams",
+    "gsm-residual=mhc_two_pass",
     "baseline-pool",
     *comparators(),
 )
@@ -156,7 +168,9 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         geometry = replace(geometry, encoder_ratio=int(name))
     elif slot == "stages":
         options["stages"] = []
-    elif slot not in ("", "pool") and choice != "residual=mhc":
+    elif slot == "residual" and name != "plain":  # hyper-connections of any form, with fewer rounds than the yaml's
+        options["residual"] = partial(variant(slot, name), sinkhorn_rounds=ROUNDS)
+    elif slot not in ("", "pool"):
         options[slot] = variant(slot, name)
     if family == "baseline" and choice != "pool":  # 8 entries: less than these models' banks have
         options.setdefault("candidate_pool", False)
@@ -165,7 +179,7 @@ def build(case: str, *, seed: int = 0, **options) -> LanguageModel:
         options.setdefault("state_size", -(-M // count) * count)
     if slot == "encoder_reading":  # with one that selects nothing, the stages have to
         options.setdefault("retriever", variant("retriever", "separate_indexer"))
-    whole = not slot and family not in comparators() or choice == "residual=mhc"
+    whole = family not in comparators() and slot in ("", "decoder_start", "stage_input")  # of which streams are part
     options.setdefault("residual", partial(HyperConnection, sinkhorn_rounds=ROUNDS) if whole else Plain)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

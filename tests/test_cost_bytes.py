@@ -4,6 +4,7 @@ its rows see."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,19 @@ def test_a_boundary_of_hyper_connections_moves_ten_times_the_width():
     model = build("gsm")
     site = model.get_submodule("decoder.blocks.0.feed_forward_residual")
     assert site.products().moved == 10 * GEOMETRY.dim
+
+
+def test_in_two_passes_a_site_reads_its_streams_once_more_and_multiplies_as_often():
+    once, twice = (build(f"gsm-residual={name}") for name in ("mhc", "mhc_two_pass"))
+    site = "decoder.blocks.0.feed_forward_residual"
+    single, double = once.get_submodule(site), twice.get_submodule(site)
+    together = double.enter_products() + double.products()
+    assert together == replace(single.products(), moved=14 * GEOMETRY.dim)
+    rows = [cost(model).forward_flops(40) for model in (once, twice)]
+    assert rows[0] == rows[1], "of all positions"
+    pruned = [cost(model).forward_flops(40, 1) for model in (once, twice)]
+    less, more = (parts["encoder/hyper-connections"] for parts in pruned)
+    assert less < more, "a window wants all positions to be read"
 
 
 def test_a_prompt_in_chunks_moves_what_its_chunks_move():

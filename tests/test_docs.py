@@ -25,12 +25,14 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HOME = {  # slot: its page
     "model": "mixers",
+    "model/decoder_start": "decoder",
     "model/encoder_reading": "encoder",
     "model/feed_forward": "experts",
     "model/indexer_training": "retrievers",
     "model/mixer": "mixers",
     "model/residual": "residual",
     "model/retriever": "retrievers",
+    "model/stage_input": "aggregation",
     "model/stage_query": "aggregation",
     "model/state_reader": "decoder",
     "model/writer": "writers",

@@ -57,6 +57,21 @@ def test_a_missing_entry_changes_the_rows_that_see_it_and_no_others(writer: str,
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["gsm", "gsm-decoder_start=streams", "gsm-residual=mhc_two_pass"])
+def test_a_position_without_its_start_begins_from_zeros_whatever_the_decoder_starts_from(case: str):
+    """With the encoder's streams, to take z away took nothing away."""
+    model, token_BT, entered = build(case), random_tokens(1, T), []
+    first = model.get_submodule("decoder.blocks.0.attention_norm")
+    handle = first.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
+    for start in (True, False):
+        with without_entries(model, only(T - 1), start=start):
+            model(token_BT)
+    handle.remove()
+    assert not entered[0][:, -1].any() and entered[1][:, -1].any() and entered[0][:, :-1].all()
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
 def test_without_its_state_a_model_is_one_that_lacks_every_entry(writer: str):
     model, tokens = build(f"gsm-writer={writer}"), random_tokens(2, 20)

@@ -10,6 +10,7 @@ from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, reads
 
 from gsm.layers.residual import HyperConnection, Streams
 from gsm.models.gsm import GSM
+from gsm.observe import record
 
 
 def gradients(model, length=40):
@@ -63,6 +64,42 @@ def test_the_first_mixing_matrix_cannot_learn_because_all_streams_are_equal():
         assert by_loss.shape == (24, streams)
         # Not exactly zero: the rounds end with columns that sum to 1 up to the epsilon of the normalisation.
         assert mixing < 1e-6 * rest, f"{stack}: gradient of the mixing rows {mixing:.1e}, of the others {rest:.1e}"
+
+
+@pytest.mark.parametrize(("case", "learns"), [("gsm", False), ("gsm-decoder_start=streams", True)])
+def test_the_decoder_s_first_mixing_matrix_learns_where_streams_enter_that_are_not_equal(case, learns):
+    by_loss = gradients(build(case))["decoder.blocks.0.attention_residual.phi"][0]
+    assert (by_loss[8:].abs().max() > 1e-6 * by_loss[:8].abs().max()) == learns
+
+
+@torch.no_grad()
+def test_a_stage_asks_with_what_enters_its_layer_or_with_what_leaves_it():
+    """Behind the last layer that is e."""
+    asked = {}
+    for case in ("gsm", "gsm-stage_input=after_layer"):
+        model, inputs = build(case), []
+        *_, stage = model.aggregation
+        stage.norm.register_forward_pre_hook(lambda _, given, inputs=inputs: inputs.append(given[0]))
+        with record("state/e") as seen:
+            model(random_tokens(1, 9))
+        asked[case] = inputs[0][..., : GEOMETRY.dim], seen["state/e"]
+    (before, _), (after, e) = asked.values()
+    assert torch.equal(after, e) and not torch.equal(before, e)
+
+
+@torch.no_grad()
+def test_what_stages_retrieve_leaves_the_decoder_s_residual_alone_where_the_encoder_s_streams_go_on():
+    changed = {}
+    for case in ("gsm", "gsm-decoder_start=streams"):
+        model, tokens, entered = build(case), random_tokens(1, 9), []
+        first = model.get_submodule("decoder.blocks.0.attention_norm")
+        first.register_forward_pre_hook(lambda _, given, entered=entered: entered.append(given[0]))
+        logits = [model(tokens).logits]
+        next(iter(model.aggregation)).output.up.weight.normal_()
+        logits.append(model(tokens).logits)
+        assert not torch.equal(*logits), "the state sees it in any case"
+        changed[case] = not torch.equal(*entered)
+    assert changed == {"gsm": True, "gsm-decoder_start=streams": False}
 
 
 def test_encoder_only_with_stages_equals_no_stages():

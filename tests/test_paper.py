@@ -14,10 +14,12 @@ from small import mostly_slow
 from toys import TINY, packed, some_tokens, transcribed
 from transcription import Geometry, Weights, random_weights, tiny_baseline, tiny_gsm
 
-from gsm.layers.residual import HyperConnection, Plain
+from gsm.layers.residual import HyperConnection, Plain, TwoPassHyperConnection
 from gsm.models import geometry as production_geometry
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
+from gsm.slots.decoder_start import EncoderStreams, State
+from gsm.slots.stage_input import AfterLayer, BeforeLayer
 from gsm.slots.state_reader.per_group import PerGroup
 from gsm.slots.state_reader.separate_kv import SeparateKV
 from gsm.slots.state_reader.shared import Shared
@@ -49,8 +51,10 @@ def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
     }
     same = {field.name for field in dataclasses.fields(production_geometry.Geometry)} & set(vars(geometry)) - set(shape)
     numbers = production_geometry.Geometry(**shape, **{name: getattr(geometry, name) for name in same})
-    mhc = functools.partial(HyperConnection, streams=geometry.streams, sinkhorn_rounds=geometry.sinkhorn_rounds)
-    residual = mhc if geometry.residual == "mhc" else Plain
+    residual = {"plain": Plain, "mhc": HyperConnection, "mhc_two_pass": TwoPassHyperConnection}[geometry.residual]
+    if residual is not Plain:
+        numbered = {"streams": geometry.streams, "sinkhorn_rounds": geometry.sinkhorn_rounds}
+        residual = functools.partial(residual, **numbered)
     if geometry.model == "gsm":
         writer = {
             "additive": Additive,
@@ -63,7 +67,13 @@ def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
             "per_group": functools.partial(PerGroup, groups=geometry.groups),
             "state_and_window": functools.partial(StateAndWindow, window=geometry.reader_window),
         }[geometry.reader]()
-        options = {"writer": writer, "state_reader": reader, "residual": residual}
+        options = {
+            "writer": writer,
+            "state_reader": reader,
+            "residual": residual,
+            "stage_input": {"before_layer": BeforeLayer, "after_layer": AfterLayer}[geometry.stage_input](),
+            "decoder_start": {"state": State, "streams": EncoderStreams}[geometry.decoder_start](),
+        }
         model = GSM(numbers, state_size=geometry.state_size, **options)
     else:
         model = Baseline(numbers, candidate_pool=geometry.pool_blocks is not None, residual=residual)
@@ -168,3 +178,41 @@ def test_other_readers_compute_their_equations_whatever_the_writer(changes, writ
     documents = packed(lengths)
     writer = {"writer": writer} | ({"slots": 2, "state_size": 6} if writer == "multi_slot" else {})
     assert_same_logits(tiny_gsm(residual="plain", **changes, **writer), some_tokens(len(documents)), documents)
+
+
+@pytest.mark.parametrize("residual", ["plain", "mhc", "mhc_two_pass"])
+@pytest.mark.parametrize("lengths", mostly_slow([[1], [7], [4, 1, 3]], [7]), ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage_input": "after_layer"},
+        {"decoder_start": "streams"},
+        {"stage_input": "after_layer", "decoder_start": "streams"},
+    ],
+    ids=lambda changes: "-".join(changes.values()),
+)
+def test_every_reading_of_what_the_paper_leaves_open_computes_its_equations(changes, lengths, residual):
+    """A layer of every kind: both stages, the last of them on the last layer, whose output is e."""
+    documents = packed(lengths)
+    geometry = tiny_gsm(residual=residual, decoder_layers=2, **changes)
+    assert_same_logits(geometry, some_tokens(len(documents)), documents)
+
+
+@every_model
+@pytest.mark.parametrize("lengths", mostly_slow([[1], [6], [4, 1, 3]], [6]), ids=str)
+def test_hyper_connections_of_two_passes_compute_their_equations(model, lengths):
+    documents = packed(lengths)
+    assert_same_logits(TINY[model](residual="mhc_two_pass"), some_tokens(len(documents)), documents)
+
+
+@pytest.mark.parametrize(
+    "change", [{"stage_input": "after_layer"}, {"decoder_start": "streams"}, {"residual": "mhc_two_pass"}], ids=str
+)
+def test_no_reading_of_an_open_point_computes_what_another_does(change):
+    """All parameters are the same, by name and shape, so that only the equations can differ."""
+    tokens, logits = torch.tensor([some_tokens(6)]), []
+    weights = random_weights(tiny_gsm())
+    for geometry in (tiny_gsm(), tiny_gsm(**change)):
+        with torch.no_grad():
+            logits.append(production(geometry, weights)(tokens).logits)
+    assert (logits[0] - logits[1]).abs().amax(-1).min() > 1e-3, "at every position, the first included"

@@ -3,6 +3,7 @@
 Nothing here is fast and nothing is shared with the models under test: it is read beside the paper and compared with
 them in float64. What the paper takes over from DeepSeek-V4.1-Flash follows that report (causal encoder-decoder 2.2,
 CSA2 and its indexer 2.3, single-pass mHC), mHC itself Xie et al. 2025. Numbers in brackets are the paper's equations.
+Where the paper leaves a point open, `Geometry` says which reading it is: `stage_input`, `decoder_start`, `residual`.
 
 Letters: T positions of a document, F finished groups, X residual streams, D model width, H heads, C entry width,
 Q query rank, G output groups, R output rank, J index heads, I index width.
@@ -10,7 +11,7 @@ Q query rank, G output groups, R output rank, J index heads, I index width.
 symbol          meaning                                                               name here            equation
 X_t             residual streams of a position and the vector that reads them         Residual             mHC
 p_t             position inside the document, from 0                                  t                    (8), (12)
-h^(s)_t         mixed streams that enter the attention of layer l_s                   Reading.mixed_TD     (7)
+h^(s)_t         mixed streams that enter the attention of layer l_s, or leave it      Reading.mixed_TD     (7)
 u^(s)_t         input of a stage's query: h, or h beside r^(s-1)                      stage_input_D        (7)
 q^(s)_t         query of a stage; q_{t,D}^(l) of a decoder layer                      read_history: query  (8), (15)
 W^(s)_t         local window: the last W entries of a layer                           window_TC            (9)
@@ -20,7 +21,7 @@ Attn            one latent as key and value, sink in the denominator            
 Output          grouped low-rank output projection, after the inverse rotation        read_history         (9), (16)
 Delta r^(s)_t   increment of a stage                                                  increment_D          (9)
 r^(s)_t         accumulated retrieval output                                          retrieved_TD         (10)
-e_t             mixture of the encoder's final streams                                enter(residual)      (11)
+e_t             mixture of the encoder's final streams                                read_out(residual)   (11)
 z_t             what is written at a position, e + r^(S); the decoder starts from it  written_TD           (11)
 m_t             shared state entry, KV_sh(z_t, p_t); J a position with multi_slot     state_EC             (12)
 M_t             the last M state entries                                              state_block: entries (13)
@@ -120,17 +121,18 @@ def one_document(geometry: Geometry, weights: Weights, tokens: list[int], notes:
             retrieved_TD = aggregate(geometry, weights, stage, reading, retrieved_TD, notes)
     if geometry.model == "gsm":
         written_TD = [
-            enter(residual) + retrieved_D for residual, retrieved_D in zip(residual_T, retrieved_TD, strict=True)
+            read_out(residual) + retrieved_D for residual, retrieved_D in zip(residual_T, retrieved_TD, strict=True)
         ]
         state = write_state(geometry, part(weights, "writer"), written_TD, notes)
-        residual_T = [copied(geometry, written_D) for written_D in written_TD]
+        if geometry.decoder_start == "state":
+            residual_T = [copied(geometry, written_D) for written_D in written_TD]
     for depth in range(geometry.encoder_layers + 1, geometry.depth + 1):
         if geometry.model == "gsm":
             residual_T = state_block(geometry, weights, depth, residual_T, state, notes)
         else:
             residual_T, reading = history_block(geometry, weights, depth, residual_T, bank, notes)
             bank = reading.bank
-    hidden_TD = [rms_norm(enter(residual), weights["norm.weight"], geometry.norm_eps) for residual in residual_T]
+    hidden_TD = [rms_norm(read_out(residual), weights["norm.weight"], geometry.norm_eps) for residual in residual_T]
     notes["hidden"] = hidden_TD
     return [weights["embedding.weight"] @ hidden_D for hidden_D in hidden_TD]
 
@@ -144,7 +146,7 @@ def history_block(
     """A layer with its own window and, from the first Full layer on, a bank: all but those of GSM's decoder."""
     label, block = geometry.label(depth), part(weights, geometry.prefix(depth))
     attention = part(block, "attention")
-    mixed_TD = [enter(residual) for residual in residual_T]
+    mixed_TD = [enter(geometry, part(block, "attention_residual"), residual) for residual in residual_T]
     normed_TD = [rms_norm(mixed_D, block["attention_norm.weight"], geometry.norm_eps) for mixed_D in mixed_TD]
     has_bank = bank is not None or depth in geometry.full_layers
     base = geometry.bank_base if has_bank else geometry.plain_base
@@ -167,7 +169,10 @@ def history_block(
         update_TD.append(read_history(geometry, attention, latent_Q, t, base, entries, notes, label))
         note(notes, f"{label}/top_k", chosen)
     notes[f"{label}/mixed"], notes[f"{label}/window"] = mixed_TD, window_TC
-    return finish_block(geometry, block, residual_T, update_TD, notes, label), Reading(mixed_TD, window_TC, bank, base)
+    finished_T = finish_block(geometry, block, residual_T, update_TD, notes, label)
+    if geometry.stage_input == "after_layer":
+        mixed_TD = [read_out(residual) for residual in finished_T]
+    return finished_T, Reading(mixed_TD, window_TC, bank, base)
 
 
 def state_block(
@@ -184,7 +189,7 @@ def state_block(
     attention = part(block, "attention")
     update_TD, window_TC = [], []
     for t, residual in enumerate(residual_T):
-        mixed_D = enter(residual)
+        mixed_D = enter(geometry, part(block, "attention_residual"), residual)
         x_D = rms_norm(mixed_D, block["attention_norm.weight"], geometry.norm_eps)
         stop = (t + 1) * geometry.slots
         seen = {name: state_EC[max(0, stop - geometry.state_size) : stop] for name, state_EC in state.items()}
@@ -218,9 +223,9 @@ def finish_block(
     for residual, update_D in zip(residual_T, update_TD, strict=True):
         site = part(block, "attention_residual")
         residual = leave(geometry, site, residual, update_D, notes, f"{label}/attention_mixing")
-        x_D = rms_norm(enter(residual), block["feed_forward_norm.weight"], geometry.norm_eps)
-        update_D = feed_forward(part(block, "feed_forward"), x_D, geometry.clamp)
         site = part(block, "feed_forward_residual")
+        x_D = rms_norm(enter(geometry, site, residual), block["feed_forward_norm.weight"], geometry.norm_eps)
+        update_D = feed_forward(part(block, "feed_forward"), x_D, geometry.clamp)
         finished_T.append(leave(geometry, site, residual, update_D, notes, f"{label}/feed_forward_mixing"))
     return finished_T
 
@@ -457,14 +462,22 @@ def best_blocks(geometry: Geometry, scores: list[float]) -> list[int]:
 
 def copied(geometry: Geometry, x_D: Tensor) -> Residual:
     """The start of a stack: every stream a copy, the first site reads stream 0."""
-    streams = geometry.streams if geometry.residual == "mhc" else 1
+    streams = 1 if geometry.residual == "plain" else geometry.streams
     first_X = torch.zeros(streams, dtype=torch.float64)
     first_X[0] = 1.0
     return Residual([x_D] * streams, first_X)
 
 
-def enter(residual: Residual) -> Tensor:
-    """The streams, mixed by the read vector that the previous site handed over."""
+def enter(geometry: Geometry, weights: Weights, residual: Residual) -> Tensor:
+    """What a site reads: the streams, mixed by the read vector that the previous site handed over (single-pass), or by
+    one that these streams decide with the site's own weights (as in Xie et al.)."""
+    if geometry.residual == "mhc_two_pass":
+        residual = Residual(residual.streams_XD, coefficients(geometry, weights, residual.streams_XD)[0])
+    return read_out(residual)
+
+
+def read_out(residual: Residual) -> Tensor:
+    """The streams, mixed by the read vector that goes with them: what leaves a layer or a stack."""
     return sum(read * stream_D for read, stream_D in zip(residual.read_X, residual.streams_XD, strict=True))
 
 
@@ -475,6 +488,8 @@ def leave(
     if geometry.residual == "plain":
         return Residual([residual.streams_XD[0] + update_D], residual.read_X)
     read_X, write_X, mixing_XX = coefficients(geometry, weights, residual.streams_XD)
+    if geometry.residual == "mhc_two_pass":  # nothing is handed over; who has no site takes the mean
+        read_X = torch.full_like(read_X, 1 / geometry.streams)
     note(notes, name, mixing_XX)
     streams_XD = []
     for destination in range(geometry.streams):
@@ -522,7 +537,9 @@ class Geometry:
     """Every number of a model; layers count from 1 over the whole depth. The defaults are the tests' tiny GSM."""
 
     model: str = "gsm"  # or "baseline"
-    residual: str = "mhc"  # or "plain"
+    residual: str = "mhc"  # or "mhc_two_pass", "plain"
+    stage_input: str = "before_layer"  # or "after_layer"
+    decoder_start: str = "state"  # or "streams"
     writer: str = "additive"  # or "multi_slot", "delta"
     slots: int = 1  # entries of a position, for multi_slot
     reader: str = "shared"  # or "separate_kv", "per_group", "state_and_window"
@@ -659,7 +676,7 @@ def block_shapes(geometry: Geometry, depth: int) -> dict[str, tuple[int, ...]]:
         "feed_forward.up.weight": (ffn, dim),
         "feed_forward.down.weight": (dim, ffn),
     }
-    if geometry.residual == "mhc":
+    if geometry.residual != "plain":
         for site in ("attention_residual", "feed_forward_residual"):
             shapes |= {f"{site}.phi": (2 * n + n * n, n * dim), f"{site}.bias": (2 * n + n * n,), f"{site}.scale": (3,)}
     return shapes

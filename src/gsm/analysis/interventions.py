@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.layers.attended import SharedState
+from gsm.layers.residual import Streams
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
@@ -47,8 +48,8 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
     Args:
         model: any GSM.
         gone_BT: bool, over the positions of the calls inside of the block, which keep no memory.
-        start: the decoder of such a position also starts from zeros. If not, only the state lacks them, which later
-            rows read, and the row keeps its z.
+        start: the decoder of such a position also starts from zeros, whatever its ``decoder_start``. If not, only the
+            state lacks them, which later rows read, and the row keeps its z.
     """
 
     def gone(entry_BEC: Tensor) -> Tensor:
@@ -61,8 +62,19 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
         z_BRD = z_BRD.masked_fill(last(gone_BT, z_BRD.shape[1])[..., None], 0) if start else z_BRD
         return z_BRD, state.map(gone), caches
 
-    with edited(model.writer, edit):
-        yield
+    def begin(decoder: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        streams, *others = given
+        gone_BR1 = last(gone_BT, streams.mixed_BTD.shape[1])[..., None]
+        nothing = streams.value_BTXD.masked_fill(gone_BR1[..., None], 0), streams.mixed_BTD.masked_fill(gone_BR1, 0)
+        return Streams(*nothing), *others
+
+    handle = model.decoder.register_forward_pre_hook(begin) if start else None
+    try:
+        with edited(model.writer, edit):
+            yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 @contextmanager

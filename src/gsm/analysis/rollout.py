@@ -101,7 +101,8 @@ def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
 def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
     """How much of what leaves the decoder at each row comes from each position's z, float [R, T]; rows sum to 1.
 
-    A row starts from its own z and adds what its layers read of the state: E_l = (E_(l-1) + map_l) / its sum.
+    A row starts from its own z (or from the encoder's streams at its position) and adds what its layers read of the
+    state: E_l = (E_(l-1) + map_l) / its sum.
     """
     geometry = model.geometry
     rows, length = seen[f"decoder/{geometry.depth}/weights"].shape[1], seen["position"].shape[1]

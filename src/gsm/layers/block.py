@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from gsm.costs.primitives import LayerCost, ProductCost, products, told
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
-from gsm.layers.residual import Residual, Streams
+from gsm.layers.residual import Residual, Streams, entering, entering_cost
 from gsm.layers.rope import Rope
-from gsm.shapes import last
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -24,14 +23,16 @@ class LayerOutput(NamedTuple):
         cache: what it remembers after the call (None: nothing).
         attended: what its rows attended to, for the layers and stages above (None: nothing).
         indexer_loss: loss and recall of its indexer, in training.
-        layer_input_BTD: what its attention read from the streams, before the norm: the paper's h (equation 7).
-        balance: loss and loads of the feed-forward's experts, in training. The block adds it and ``layer_input_BTD``.
+        layer_input_BTD: what its attention read from the streams, before the norm.
+        layer_output_BRD: what its streams are read as in the end, before any norm.
+        balance: loss and loads of the feed-forward's experts, in training. The block adds it and the two above.
     """
 
     cache: Any
     attended: Any = None
     indexer_loss: IndexerLoss | None = None
     layer_input_BTD: Tensor | None = None
+    layer_output_BRD: Tensor | None = None
     balance: Balance | None = None
 
 
@@ -115,14 +116,17 @@ class Block(nn.Module):
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
         """From the streams of T positions to those of the last ``span.rows``; for none, the mixer only remembers."""
-        layer_input_BTD = streams.mixed_BTD
+        layer_input_BTD = entering(self.attention_residual, streams)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
         if not span.rows:
-            return Streams(*(last(x, 0) for x in streams)), out._replace(layer_input_BTD=layer_input_BTD)
+            streams = streams.last(0)
+            return streams, out._replace(layer_input_BTD=layer_input_BTD, layer_output_BRD=streams.mixed_BTD)
         streams = self.attention_residual.leave(streams, update_BRD)
-        fed = self.feed_forward(self.feed_forward_norm(streams.mixed_BTD), span.row_position_BR)
+        fed_input_BRD = entering(self.feed_forward_residual, streams)
+        fed = self.feed_forward(self.feed_forward_norm(fed_input_BRD), span.row_position_BR)
         streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
-        return streams, out._replace(layer_input_BTD=layer_input_BTD, balance=fed.balance)
+        ends = {"layer_input_BTD": layer_input_BTD, "layer_output_BRD": streams.mixed_BTD}
+        return streams, out._replace(**ends, balance=fed.balance)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """What it costs: its mixer, its feed-forward, and both sites. Raises ValueError for a part whose cost is not
@@ -130,7 +134,7 @@ class Block(nn.Module):
         mixer: LayerCost = told(self.attention, "work", kind, below)
         norms = products(self.attention_norm, self.feed_forward_norm)
         sites = (self.attention_residual, self.feed_forward_residual)
-        mixing = sum((told(site, "products") for site in sites), ProductCost())
-        return mixer + LayerCost(
-            {"feed-forward": told(self.feed_forward, "products") + norms, "hyper-connections": mixing}
-        )
+        mixing = sum((told(site, "products") for site in sites), entering_cost(self.feed_forward_residual))
+        rows = {"feed-forward": told(self.feed_forward, "products") + norms, "hyper-connections": mixing}
+        read = entering_cost(self.attention_residual)  # the mixer wants all positions of it
+        return mixer + LayerCost(rows, {"hyper-connections": read} if read != ProductCost() else {})

@@ -1,7 +1,8 @@
 """How the output of an attention or feed-forward site joins the residual stream: one stream, or several that are
 mixed (mHC).
 
-Both variants share ``Streams`` and one method, ``leave``; a site reads ``streams.mixed_BTD``.
+All variants share ``Streams`` and one method, ``leave``. A site reads ``streams.mixed_BTD``, or if it has a method
+``enter``, what this makes of the streams.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gsm.costs.primitives import ProductCost, products
+from gsm.costs.primitives import ProductCost, products, told
 from gsm.layers.linear import draw
-from gsm.shapes import last
+from gsm.shapes import last, promoted
 from gsm_kernels import mhc_boundary
+from gsm_kernels.device import full_precision
+
+EPS = 1e-6  # of the mean square, and of the weights that streams are read with: as in ``gsm_kernels.mhc``
 
 
 class Streams(NamedTuple):
@@ -22,7 +26,8 @@ class Streams(NamedTuple):
 
     Attributes:
         value_BTXD: the residual streams.
-        mixed_BTD: what the next site reads of them; after the last site: the output of the stack.
+        mixed_BTD: what they are read as by the next site, unless it has an ``enter`` of its own; after the last site:
+            the output of the stack.
     """
 
     value_BTXD: Tensor
@@ -33,9 +38,14 @@ class Streams(NamedTuple):
         """``count`` equal streams, of which the next site reads the first."""
         return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), x_BTD)
 
+    def last(self, rows: int) -> Streams:
+        """Those of the last ``rows`` positions."""
+        return Streams(*(last(x, rows) for x in self))
+
 
 class Residual(Protocol):
-    """What a block needs of a residual site."""
+    """What a block needs of a residual site. One that reads the streams in a way of its own has a method ``enter``,
+    from ``Streams`` to what it reads of them, [B, T, D], and ``enter_products``, what that costs for a position."""
 
     streams: int
 
@@ -46,6 +56,18 @@ class Residual(Protocol):
     def products(self) -> ProductCost:
         """What a row costs."""
         ...
+
+
+def entering(site: Residual, streams: Streams) -> Tensor:
+    """What a site reads of the streams that enter it: by its ``enter``, or as the site before has left them.
+    [B, T, D]."""
+    enter = getattr(site, "enter", None)
+    return streams.mixed_BTD if enter is None else enter(streams)
+
+
+def entering_cost(site: Residual) -> ProductCost:
+    """What its ``enter`` costs for each position that enters; nothing, if it has none."""
+    return told(site, "enter_products") if hasattr(site, "enter") else ProductCost()
 
 
 class Plain(nn.Module):
@@ -111,3 +133,44 @@ class HyperConnection(nn.Module):
         """
         wide, weights = self.phi.shape[1], products(self).weights
         return ProductCost(self.phi.numel() + (self.streams + 2) * wide, 2 * (wide + wide // self.streams), weights)
+
+
+class TwoPassHyperConnection(HyperConnection):
+    """Manifold-constrained hyper-connections as Xie et al. (2025) have them: reading, too, is decided by the streams
+    that enter the site itself.
+
+    Parameters are those of the single-pass form, and are drawn alike. Where no site reads (the output of a stack, h
+    behind a layer), it is the mean of the streams, which the mixing leaves as it is.
+    """
+
+    def enter(self, streams: Streams) -> Tensor:
+        """Reads the streams with the coefficients A that they decide, as in ``gsm_kernels.mhc``. [B, T, D]."""
+        value_BTXD = promoted(streams.value_BTXD)
+        with full_precision(value_BTXD):
+            flat_BTF = value_BTXD.flatten(2)
+            number_BTX = flat_BTF @ self.phi[: self.streams].to(flat_BTF.dtype).T
+            number_BTX = number_BTX * (flat_BTF.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
+            read_BTX = torch.sigmoid(self.scale[0] * number_BTX + self.bias[: self.streams]) + EPS
+            mixed_BTD = (read_BTX[:, :, None] @ value_BTXD)[:, :, 0]
+        return mixed_BTD.to(streams.value_BTXD.dtype)
+
+    def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
+        """Mixes the last R positions of the streams and writes the site's output to them.
+
+        Both are those of the single pass and take its kernel, which also reads for a next site: nobody looks at that.
+        """
+        value_BRXD = super().leave(streams, update_BRD).value_BTXD
+        return Streams(value_BRXD, value_BRXD.mean(dim=2))
+
+    def enter_products(self) -> ProductCost:
+        """What reading costs: streams are read, one vector is written; coefficients and their products with the
+        streams."""
+        wide = self.phi.shape[1]
+        return ProductCost((self.streams + 1) * wide, wide + wide // self.streams, self.streams * wide)
+
+    def products(self) -> ProductCost:
+        """What the rest costs: streams, which are read a second time, and update are read, streams are written. Besides
+        its weights' products those of the coefficients: write and mix X x (X + 1), on D channels."""
+        wide, numbers = self.phi.shape[1], self.phi.shape[0] - self.streams
+        weights = products(self).weights - self.streams * wide
+        return ProductCost((numbers + self.streams + 1) * wide, 2 * wide + wide // self.streams, weights)

@@ -1,7 +1,8 @@
 """Multi-stage history aggregation (paper, section 3.1, equations 7 to 10).
 
     u_1 = h_1,  u_s = [h_s ; r_{s-1}]             what the layer's attention read, and what has been retrieved so far
-                                                  (or what another ``stage_query`` makes of the two)
+                                                  (or what another ``stage_input`` takes for h, another ``stage_query``
+                                                  makes of the two)
     q_s = Query_s(RMSNorm_s(u_s))
     r_s = r_{s-1} + Output_s(Attn(q_s ; window of the layer, bank entries that the retriever selects))
 
@@ -26,6 +27,7 @@ from gsm.layers.rope import Rope
 from gsm.observe import tap
 from gsm.shapes import last
 from gsm.slots.retriever.base import Retriever
+from gsm.slots.stage_input import StageInput
 from gsm.slots.stage_query import StageQuery
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
@@ -107,6 +109,7 @@ class Aggregation(nn.Module):
         ratio: tokens per bank entry (m).
         rope: rotation in the encoder's layers with a bank.
         retriever: called with ``dim_in, shape, top_k=..., stage=...`` for every stage.
+        stage_input: what h of a stage is.
         stage_query: what a stage asks with.
         indexer_training: how separate indexers learn.
     """
@@ -121,11 +124,13 @@ class Aggregation(nn.Module):
         ratio: int,
         rope: Rope,
         retriever: Callable[..., Retriever],
+        stage_input: StageInput,
         stage_query: StageQuery,
         indexer_training: IndexerTraining,
     ):
         super().__init__()
-        self.layers, self.ratio, self.stage_query = tuple(layers), ratio, stage_query
+        self.layers, self.ratio = tuple(layers), ratio
+        self.stage_input, self.stage_query = stage_input, stage_query
         self.stages = nn.ModuleList()
         for number in range(1, len(self.layers) + 1):
             dim_in = stage_query.width(shape.dim, number)
@@ -164,8 +169,7 @@ class Aggregation(nn.Module):
         retrieved_BRD = None
         for number, (stage, layer, cache) in enumerate(zip(self, self.layers, caches, strict=True), 1):
             below = encoded[layer - 1]
-            assert below.layer_input_BTD is not None  # a block says it
-            u_BRU = self.stage_query(last(below.layer_input_BTD, span.rows), retrieved_BRD)
+            u_BRU = self.stage_query(last(self.stage_input(below), span.rows), retrieved_BRD)
             increment_BRD, cache, loss = stage(u_BRU, span, below.attended.last(span.rows), cache)
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
             increments.append(increment_BRD)

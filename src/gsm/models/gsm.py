@@ -10,7 +10,8 @@ decoder that reads it.
                                                          '--> state, the last M entries: read by every layer
 
 The encoder keeps the history; the decoder owns no entries, no index and no cache: each of its layers reads the same M
-entries with a new query. (So the paper's; what other ``state_reader``s do differs.)
+entries with a new query. (So the paper's; what other ``state_reader``s do differs. With ``decoder_start: streams`` the
+encoder's streams go on beside z.)
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from gsm.models.schedule import Schedule, gsm_schedule
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, losses_of_indexers
 from gsm.observe import tap
 from gsm.shapes import last
+from gsm.slots.decoder_start import DecoderStart, State
 from gsm.slots.encoder_reading import EncoderReading, TopK
 from gsm.slots.retriever.base import Retriever
 from gsm.slots.retriever.shared_topk import SharedTopK
+from gsm.slots.stage_input import BeforeLayer, StageInput
 from gsm.slots.stage_query import Accumulated, StageQuery
 from gsm.slots.state_reader.base import StateReader
 from gsm.slots.state_reader.shared import Shared
@@ -55,8 +58,10 @@ class GSM(LanguageModel):
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
         encoder_reading: what the encoder's own attention reads.
         retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=..., stage=...``.
+        stage_input: what h of a stage is.
         stage_query: what a stage asks with.
         writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=..., parts=...``.
+        decoder_start: what the decoder's residual streams start from.
         state_reader: how decoder layers read the state.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
@@ -77,8 +82,10 @@ class GSM(LanguageModel):
         state_size: int | None = None,
         encoder_reading: EncoderReading | None = None,
         retriever: Callable[..., Retriever] = SharedTopK,
+        stage_input: StageInput | None = None,
         stage_query: StageQuery | None = None,
         writer: Callable[..., StateWriter] = Additive,
+        decoder_start: DecoderStart | None = None,
         state_reader: StateReader | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
@@ -106,6 +113,7 @@ class GSM(LanguageModel):
             ratio=geometry.encoder_ratio,
             rope=geometry.bank_rope(),
             retriever=retriever,
+            stage_input=stage_input or BeforeLayer(),
             stage_query=stage_query or Accumulated(),
             indexer_training=self.indexer_training,
         )
@@ -127,6 +135,7 @@ class GSM(LanguageModel):
             )
             self.reaches.append(attention.reach)
             blocks.append(block(attention))
+        self.decoder_start = decoder_start or State()
         self.decoder = Stack(blocks, recompute=recompute)
         self.indexer_training.freeze_untrained(self)
 
@@ -156,7 +165,7 @@ class GSM(LanguageModel):
         tap("state/e", streams.mixed_BTD)
         tap("state/z", z_BRD)
         span = span.last(rows.decoder_input).cut()
-        streams = Streams.copies(last(z_BRD, rows.decoder_input), self.encoder.streams)
+        streams = self.decoder_start(streams.last(rows.decoder_input), last(z_BRD, rows.decoder_input))
         streams, decoded = self.decoder(streams, span, rows.decoder, memory.decoder, state)
         after = replace(
             memory,

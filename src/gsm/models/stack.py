@@ -87,7 +87,8 @@ class Stack(nn.Module):
         for block, wanted, cache in zip(self, rows, caches, strict=True):
             span = span.last(wanted)
             if not span.position_BT.shape[1]:  # nothing enters it: what is below goes on to those above
-                out = LayerOutput(cache, below, layer_input_BTD=streams.mixed_BTD)
+                nothing_BTD = streams.mixed_BTD
+                out = LayerOutput(cache, below, layer_input_BTD=nothing_BTD, layer_output_BRD=nothing_BTD)
             elif self.recompute and self.training:
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
             else:

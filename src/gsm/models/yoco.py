@@ -37,7 +37,6 @@ from gsm.models.geometry import Geometry
 from gsm.models.matching import ParameterMatched
 from gsm.models.schedule import Schedule
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
-from gsm.shapes import last
 from gsm.span import Span
 
 
@@ -101,7 +100,7 @@ class YOCO(ParameterMatched):
         seen_BFU, slots, cache = cache.extend(entry_BTU, span)
         span = span.last(rows.decoder_input)
         history = self.key_value.history(seen_BFU, slots, span)
-        streams = Streams(*(last(x, rows.decoder_input) for x in streams))
+        streams = streams.last(rows.decoder_input)
         streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
         after = replace(memory, encoder=caches_of(encoded), decoder=(cache,))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
