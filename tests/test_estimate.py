@@ -112,7 +112,7 @@ def test_a_model_that_gpus_could_share_says_how_many_it_takes(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(estimate, "_there", lambda gpu: (80 if trainer == "default" else 40) * 2**30)
     given = ["model=gsm", "size=8b_a1p5b", "data=needle", "data.context=4096", "data.batch_size=4", "global_batch=128"]
-    config = compose([*given, f"trainer={trainer}", "model.recompute=true"])
+    config = compose([*given, f"trainer={trainer}", "trainer.precision=bf16-mixed", "model.recompute=true"])
     with pytest.raises(ConfigError, match=r"trainer=fsdp on [23] such GPUs at the very least"):
         refuse_endless(config, world)
     monkeypatch.setattr(estimate, "_there", lambda gpu: 2**20)
