@@ -59,7 +59,6 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
 
     def edit(out: tuple[Tensor, SharedState, Any]) -> tuple[Tensor, SharedState, Any]:
         z_BRD, state, caches = out
-        z_BRD = z_BRD.masked_fill(last(gone_BT, z_BRD.shape[1])[..., None], 0) if start else z_BRD
         return z_BRD, state.map(gone), caches
 
     def begin(decoder: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
