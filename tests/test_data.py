@@ -17,6 +17,8 @@ import tiny_text
 import torch
 from torch import Tensor
 
+from gsm.config.compose import compose
+from gsm.config.load import instantiate
 from gsm.data import tokens as tokens_module
 from gsm.data.corpus import Corpus
 from gsm.data.loader import Batches
@@ -322,3 +324,9 @@ def test_a_resumed_run_takes_the_batches_it_would_have_taken(
     after = read(fresh(), total, tmp_path, accumulate=accumulate, resume=True)
     expected = torch.stack([row["tokens"] for row in fresh().consumed(total * accumulate * 8)])
     assert torch.equal(torch.cat(before.seen + after.seen), expected)
+
+
+@pytest.mark.parametrize("data", ["needle", "stdlib"])
+def test_a_data_module_can_be_printed_before_anything_is_prepared(data: str):
+    made = instantiate(compose(["size=pico", f"data={data}"])["data"], "data")
+    assert str(made).endswith("Data: batches of 4 sequences of 96 tokens")

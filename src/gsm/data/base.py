@@ -52,6 +52,10 @@ class DataModule(lightning.LightningDataModule):
     context: int = 0
     batch_size: int = 0
 
+    def __str__(self) -> str:
+        """Lightning's own would ask every loader for a dataset, which ours have not."""
+        return f"{type(self).__name__}: batches of {self.batch_size} sequences of {self.context} tokens"
+
     def fingerprint(self) -> Mapping[str, str | int]:
         """What makes the ids that training sees, but for seed and batches: a run resumes only with data that have the
         same. Empty: nothing is compared."""
