@@ -329,4 +329,4 @@ def test_a_resumed_run_takes_the_batches_it_would_have_taken(
 @pytest.mark.parametrize("data", ["needle", "stdlib"])
 def test_a_data_module_can_be_printed_before_anything_is_prepared(data: str):
     made = instantiate(compose(["size=pico", f"data={data}"])["data"], "data")
-    assert str(made).endswith("Data: batches of 4 sequences of 96 tokens")
+    assert str(made) == f"{type(made).__name__}: batches of {made.batch_size} sequences of 96 tokens"
