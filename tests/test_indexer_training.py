@@ -6,19 +6,24 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from hydra.utils import instantiate
 from small import GEOMETRY, assert_same, build, random_tokens, variant
 from torch import Tensor
 
 import gsm.layers.indexer_training as indexer_training
 import gsm.layers.latent_attention as reader
+from gsm.config.compose import compose
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
-from gsm.layers.indexer_training import ScoreBias
+from gsm.layers.indexer_training import KL, ScoreBias
+from gsm.layers.projections import Indexer
 from gsm.layers.residual import Plain
+from gsm.paths import ROOT
 from gsm.training.callbacks.selection import DenseFirst
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
-from gsm_kernels import rotate
+from gsm_kernels import listening, rotate
+from gsm_kernels.rows import sampled_runs
 
 CASES = ("gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baseline-pool")
 
@@ -149,3 +154,149 @@ def test_in_training_indexers_move_unless_they_are_frozen(case, name, learns, tm
         if ".indexer." in parameter_name:
             moved = not torch.equal(parameter, before[parameter_name])
             assert moved == learns, f"{parameter_name} under {name}"
+
+
+TOKENS, LIMIT, ROWS = 60, 30, 16  # beyond the limit, in 16 runs of one row
+DOCUMENTS = torch.tensor([[0] * 25 + [1] * 35, [0] * 41 + [1] * 12 + [-1] * 7])  # packed, with padding at the end
+
+
+def watching(monkeypatch) -> list[dict]:
+    """The calls of ``indexer_kl`` that follow, each with its arguments and its result."""
+    calls, kl = [], indexer_training.indexer_kl
+
+    def watched(*arguments, **options):
+        result = kl(*arguments, **options)
+        inputs = kl.inputs(*arguments, **options)
+        calls.append({"inputs": inputs, "result": result, "learns": torch.is_grad_enabled()})
+        return result
+
+    monkeypatch.setattr(indexer_training, "indexer_kl", watched)
+    return calls
+
+
+def trained(case: str, **options):
+    """A model, and its output in training on packed documents that are longer than the limit."""
+    model = build(case, indexer_training=KL(dense_limit=LIMIT, sampled_rows=ROWS, **options), residual=Plain).train()
+    tokens = random_tokens(2, TOKENS)
+    return model, model(tokens, documents=DOCUMENTS, targets=tokens.where(DOCUMENTS >= 0, -100))
+
+
+def brute_force(inputs) -> tuple[Tensor, Tensor]:
+    """Loss and recall over all visible slots of the sampled rows, row by row, with autograd."""
+    sampled = {row for run in sampled_runs(TOKENS, ROWS) for row in range(TOKENS)[run]}
+    losses, recalls, live = [], [], 0
+    width, query = inputs.width, rotate(inputs.query_BRHC, inputs.cos_BRP, inputs.sin_BRP).detach()
+    for b, r in [(b, r) for b in range(2) for r in sorted(sampled) if DOCUMENTS[b, r] >= 0]:
+        live += 1
+        slots = torch.arange(int(inputs.first_BR[b, r]), int(inputs.last_BR[b, r]))
+        if not len(slots):
+            continue
+        place = inputs.window_BEC.shape[1] - TOKENS + r
+        near_EC = inputs.window_BEC[b, place - min(int(inputs.position_BR[b, r]), width - 1) : place + 1].detach()
+        key_EC = torch.cat([inputs.bank_BFC[b, slots].detach(), near_EC])
+        logit_HE = query[b, r] @ key_EC.T * query.shape[-1] ** -0.5
+        softmax_HE = torch.cat([logit_HE, inputs.sink_H.detach()[:, None]], dim=1).softmax(dim=1)
+        mass_F = softmax_HE[:, : len(slots)].sum(0)
+        teacher_F = mass_F / mass_F.sum()
+        fired_JF = (inputs.index_query_BRJI[b, r] @ inputs.index_key_BFI[b, slots].T).relu()
+        score_F = inputs.index_weight_BRJ[b, r] @ fired_JF
+        losses.append((teacher_F * (teacher_F.log() - score_F.log_softmax(0))).sum())
+        recalls.append(teacher_F[torch.isin(slots, inputs.index_BRK[b, r])].sum())
+    return sum(losses) / live, torch.stack(recalls).mean()
+
+
+@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline"])
+def test_beyond_the_limit_the_loss_is_that_of_all_visible_slots_in_sampled_rows(case, monkeypatch):
+    calls = watching(monkeypatch)
+    with listening() as heard:
+        model, out = trained(case)
+    assert {impl for op, impl in heard if op == "indexer_kl"} == {"reference"}, "the operation of shorter lengths"
+    indexers = sum(isinstance(part, Indexer) for part in model.modules())
+    assert len(calls) == indexers == len([name for name in out.metrics if name.startswith("indexer_recall/")])
+    for call in calls:
+        learnt = (call["inputs"].index_query_BRJI, call["inputs"].index_weight_BRJ, call["inputs"].index_key_BFI)
+        loss, recall = brute_force(call["inputs"])
+        expected = torch.autograd.grad(loss, learnt, retain_graph=True)
+        grads = torch.autograd.grad(call["result"].loss, learnt, retain_graph=True)
+        assert abs(call["result"].loss - loss) < 1e-9 and abs(call["result"].recall - recall) < 1e-9
+        for grad, wanted in zip(grads, expected, strict=True):
+            assert grad.abs().max() > 0 and (grad - wanted).abs().max() < 1e-9
+
+
+def test_recall_is_measured_alike_when_only_selected_slots_teach(monkeypatch):
+    calls = watching(monkeypatch)
+    _, out = trained("gsm-retriever=separate_indexer", beyond="selected")
+    measured, learning = calls[::2], calls[1::2]
+    assert [call["learns"] for call in calls] == [False, True] * (len(calls) // 2)
+    assert all(call["inputs"].dense for call in measured) and not any(call["inputs"].dense for call in learning)
+    expected = torch.stack([brute_force(call["inputs"])[1] for call in measured])
+    recalls = torch.stack([value for name, value in out.metrics.items() if name.startswith("indexer_recall/")])
+    assert (recalls - expected).abs().max() < 1e-9 and abs(out.metrics["indexer_recall"] - expected.mean()) < 1e-9
+
+
+@pytest.mark.parametrize("beyond", ["sampled", "selected"])
+def test_a_sample_alone_teaches_slots_that_no_row_selects(beyond, monkeypatch):
+    calls = watching(monkeypatch)
+    trained("gsm-retriever=separate_indexer", beyond=beyond)
+    for call in [call for call in calls if call["learns"]]:
+        inputs, key_BFI = call["inputs"], call["inputs"].index_key_BFI
+        (grad_BFI,) = torch.autograd.grad(call["result"].loss, key_BFI, retain_graph=True)
+        chosen_BF = torch.zeros(grad_BFI.shape[:2], dtype=torch.bool)
+        for b in range(2):
+            chosen_BF[b, inputs.index_BRK[b].unique().clamp(min=0)] = True
+        if not chosen_BF.all():
+            assert (grad_BFI[~chosen_BF].abs().max() > 0) == (beyond == "sampled")
+
+
+def test_up_to_the_limit_nothing_depends_on_what_is_beyond():
+    tokens = random_tokens(2, LIMIT)
+    losses = []
+    for options in ({}, {"beyond": "selected"}, {"dense_limit": 4096}, {"sampled_rows": 1}):
+        training = KL(**{"dense_limit": LIMIT, **options})
+        out = build("baseline", indexer_training=training, residual=Plain).train()(tokens, targets=tokens)
+        losses.append(torch.stack([out.loss, out.losses["indexer_kl"], out.metrics["indexer_recall"]]))
+    assert all(torch.equal(one, losses[0]) for one in losses)
+
+
+def test_a_sample_is_the_same_every_time_and_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    KL(dense_limit=LIMIT).rows_compared(TOKENS)
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (trained("baseline")[1].losses["indexer_kl"] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_recomputing_activations_changes_no_gradient_of_a_sample():
+    grads = []
+    for recompute in (False, True):
+        training = KL(dense_limit=LIMIT, sampled_rows=ROWS)
+        model = build("baseline", indexer_training=training, residual=Plain, recompute=recompute).train()
+        tokens = random_tokens(2, TOKENS)
+        model(tokens, documents=DOCUMENTS).losses["indexer_kl"].backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() and any(".indexer." in name for name in grads[0])
+    for name, grad in grads[0].items():
+        assert_same(grads[1][name], grad, f"gradient of {name}", 1e-12)
+
+
+def test_another_name_for_what_is_beyond_is_refused():
+    with pytest.raises(
+        ValueError, match=r"model\.indexer_training\.beyond is 'all', but takes 'sampled' or 'selected'"
+    ):
+        KL(beyond="all")
+
+
+@pytest.mark.parametrize("name", ["paper_long_context", "paper_cot", "paper_ablate_indexer", "afternoon"])
+def test_recipes_that_go_to_64k_train_indexers_on_a_sample_there_and_say_so(name):
+    """As their comments tell: below, on every row."""
+    lines = [f"experiment={name}", *([] if name == "afternoon" else ["size=0p5b"])]
+    extend = compose(lines)["runs"]["extend"]
+    given = [f"{key}={value}" for key, value in extend.items() if key != "after"]
+    for model in ("gsm", "baseline"):
+        config = compose([*lines, f"model={model}", "runs=null", *given])
+        training, context = instantiate(config["model"]["indexer_training"]), config["data"]["context"]
+        assert context == 65536 and training.slots_with_gradient(context) == "visible"
+        assert sum(run.stop - run.start for run in training.rows_compared(context)) == 1024
+        assert training.rows_compared(4096) == [slice(0, 4096)]
+    text = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text()
+    assert "model.indexer_training.beyond: sampled" in text and "1,024 rows" in text

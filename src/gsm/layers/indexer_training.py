@@ -7,6 +7,7 @@ reaches its parameters; what it reads is detached in all of them (``gsm.layers.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from gsm.layers.projections import Indexer
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm_kernels import IndexerLoss, indexer_kl, score_slots
+from gsm_kernels.rows import sampled_runs
 
 
 class IndexerTraining:
@@ -33,9 +35,14 @@ class IndexerTraining:
                 part.requires_grad_(False)
 
     def slots_with_gradient(self, tokens: int) -> Literal["none", "selected", "visible"]:
-        """Whose scores get a gradient in training on so many tokens, for the cost; for ``visible`` ones the attention
-        is computed as a teacher, too."""
+        """Whose scores get a gradient in training on so many tokens, for the cost; of ``visible`` ones, in the rows
+        that are compared."""
         return "none"
+
+    def rows_compared(self, tokens: int) -> list[slice]:
+        """The rows for which training on so many tokens computes the attention over all visible slots, as a teacher or
+        to measure recall, for the cost."""
+        return []
 
     def loss(
         self,
@@ -67,19 +74,43 @@ class KL(IndexerTraining):
 
     Teacher is the attention of the rows that searched: the layer's, or for a separate indexer the stage's.
 
+    Up to ``dense_limit`` new tokens, the two are compared over all visible slots, in every row. That grows with the
+    square of the length. Above, the work grows with the length alone:
+
+    - ``sampled``: over all visible slots, in a sample of the rows, so that an indexer still finds slots which it does
+      not select yet.
+    - ``selected``: over the selected slots, both renormalised, in every row, as in the sparse phase of DeepSeek-V3.2:
+      what is selected is ranked, and nothing new is found.
+
+    Recall is measured at every length: in every row up to the limit, above in the sample.
+
     Args:
-        dense_limit: up to so many new tokens the two are compared over all visible slots; above, over the selected
-            ones, both renormalised, and the recall of the selection is not known.
+        dense_limit: tokens up to which nothing is left out.
+        beyond: what is compared above.
+        sampled_rows: rows of a sequence in the sample (``gsm_kernels.rows.sampled_runs``: evenly spaced runs, the same
+            in every step, for every indexer and in every run).
     """
 
     by_loss = True
 
-    def __init__(self, *, dense_limit: int = 4096):
-        self.dense_limit = dense_limit
+    def __init__(
+        self, *, dense_limit: int = 4096, beyond: Literal["sampled", "selected"] = "sampled", sampled_rows: int = 1024
+    ):
+        if beyond not in ("sampled", "selected"):
+            raise ValueError(f"model.indexer_training.beyond is {beyond!r}, but takes 'sampled' or 'selected'")
+        self.dense_limit, self.beyond, self.sampled_rows = dense_limit, beyond, sampled_rows
+
+    def sample(self, tokens: int) -> int | None:
+        """How many of so many rows are compared over all visible slots; None: all of them."""
+        return None if tokens <= self.dense_limit else self.sampled_rows
 
     def slots_with_gradient(self, tokens: int) -> Literal["selected", "visible"]:
-        """All visible slots, up to the limit."""
-        return "visible" if tokens <= self.dense_limit else "selected"
+        """All visible slots, unless the length is beyond the limit and the selected ones are asked for."""
+        return "visible" if self.sample(tokens) is None or self.beyond == "sampled" else "selected"
+
+    def rows_compared(self, tokens: int) -> list[slice]:
+        """All rows up to the limit, the sample above."""
+        return sampled_runs(tokens, self.sample(tokens))
 
     def loss(
         self,
@@ -91,11 +122,12 @@ class KL(IndexerTraining):
         sink_H: Tensor,
         angles: Angles,
     ) -> IndexerLoss | None:
-        """The divergence, and where the teacher is dense, how much of its mass the selection recalls."""
+        """The divergence, and how much of the teacher's mass over all visible slots the selection recalls."""
         if attended.bank is None or found.index is None:
             return None
-        dense = self.slots_with_gradient(position_BR.shape[1]) == "visible"
-        result = indexer_kl(
+        rows = position_BR.shape[1]
+        compare = partial(
+            indexer_kl,
             query_BRHC,
             attended.window_BEC,
             position_BR,
@@ -108,10 +140,13 @@ class KL(IndexerTraining):
             found.chosen_BRK,
             *found.index,
             found.key_BFI,
-            dense=dense,
             pool_BRN=attended.pool_BRN,
         )
-        return result if dense else result._replace(recall=None)
+        if self.slots_with_gradient(rows) == "visible":
+            return compare(dense=True, sample=self.sample(rows))
+        with torch.no_grad():
+            recall = compare(dense=True, sample=self.sample(rows)).recall
+        return compare(dense=False)._replace(recall=recall)
 
 
 class Frozen(IndexerTraining):
