@@ -7,27 +7,16 @@ a chunk, and a chunk's buffers have one line per row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 SCRATCH = 12 << 20  # numbers of four bytes in a chunk's buffers, about the second-level cache of a Hopper GPU
-RUNS = 16  # of neighbouring rows in a sample: a tile of 64 shares its window, and 1,024 rows are 16 such tiles
 
 
 def slices(rows: int, step: int) -> list[slice]:
     """All rows in ranges of `step`, of which the last may be shorter."""
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def sampled_runs(rows: int, sample: int | None) -> list[slice]:
-    """The rows that stand for all: ``RUNS`` runs, each at the end of its share of the rows, or all rows if the sample
-    has as many (None: all). A sample is rounded up to runs of one length. It follows from the two numbers alone."""
-    if sample is None or sample >= rows:
-        return [slice(0, rows)]
-    ends, length = [rows * share // RUNS for share in range(RUNS + 1)], -(-sample // RUNS)
-    return [slice(max(before, end - length), end) for before, end in pairwise(ends) if before < end]
 
 
 class Rows(NamedTuple):
@@ -48,21 +37,17 @@ class Rows(NamedTuple):
         return self.batch0, self.row0, self.rows, length
 
 
-def row_chunks(shape: Sequence[int], per_row: int, runs: Sequence[slice] | None = None) -> Iterator[Rows]:
-    """Whole sequences of a [B,R,...], or rows of one, whose buffers of `per_row` numbers a row fit the scratch. Given
-    `runs`, of these rows alone."""
+def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
+    """Whole sequences of a [B,R,...], or rows of one, whose buffers of `per_row` numbers a row fit the scratch."""
     batch, rows = shape[:2]
     fit = max(SCRATCH // max(per_row, 1), 1)
-    runs = [slice(0, rows)] if runs is None else runs
-    if rows <= fit and [slice(0, rows)] == runs:
+    if rows <= fit:
         step = fit // max(rows, 1)
         yield from (Rows(start, min(step, batch - start), 0, rows) for start in range(0, batch, step))
         return
     fit = max(fit // 64, 1) * 64 if fit >= 64 else fit  # whole tiles of rows
     for sequence in range(batch):
-        for run in runs:
-            starts = range(run.start, run.stop, fit)
-            yield from (Rows(sequence, 1, start, min(fit, run.stop - start)) for start in starts)
+        yield from (Rows(sequence, 1, start, min(fit, rows - start)) for start in range(0, rows, fit))
 
 
 def lines_of(x: Tensor, part: Rows) -> Tensor:

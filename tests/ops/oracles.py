@@ -128,7 +128,7 @@ def naive_kl(query, window, position, width, sink, cos, sin, bank, first, last, 
         model = torch.log_softmax(torch.stack([scores[f] for f in slots]), 0)
         losses.append((teacher * (teacher.log() - model)).sum())
         recalls.append(sum(p for p, f in zip(teacher.tolist(), slots, strict=True) if f in index[b, r].tolist()))
-    return sum(losses) / max(rows, 1), torch.tensor(recalls, dtype=torch.float64).mean()
+    return sum(losses) / max(rows, 1), torch.tensor(recalls).mean()
 
 
 def naive_mhc(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, hc_eps=1e-6):

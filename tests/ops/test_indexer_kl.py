@@ -1,7 +1,5 @@
 """indexer_kl against the formula, row by row."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from calls import cast, gradients, indexer
@@ -9,7 +7,6 @@ from oracles import naive_kl
 
 from gsm_kernels import indexer_kl, listening
 from gsm_kernels.indexer_kl import reference
-from gsm_kernels.rows import RUNS, sampled_runs
 from gsm_kernels.testing import assert_close
 
 STUDENT = ("index_query_BRJI", "index_weight_BRJ", "index_key_BFI")
@@ -77,64 +74,6 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     assert_close(pieces[0], whole[0])
     for name in STUDENT:
         assert_close(piece_grads[name], whole_grads[name], name=name, gradient=True)
-
-
-def only(call: dict, sample: int) -> dict:
-    """The call with rows beside the sample turned to padding, of which the formula takes no notice."""
-    position = torch.full_like(call["position_BR"], -1)
-    for run in sampled_runs(position.shape[1], sample):
-        position[:, run] = call["position_BR"][:, run]
-    return {**call, "position_BR": position}
-
-
-@pytest.mark.parametrize("dense", [True, False])
-def test_a_sample_is_the_formula_on_its_rows_of_packed_documents(dense):
-    call = unique_selection(indexer(rows=50, entries=53, heads=2, padding=9))
-    (loss, recall), grads = gradients(indexer_kl, {**call, "dense": dense, "sample": RUNS})
-    (expected_loss, expected_recall), expected = gradients(oracle, {**only(call, RUNS), "dense": dense})
-    assert abs(loss - expected_loss) < 1e-12
-    if dense:
-        torch.testing.assert_close(recall, expected_recall, atol=1e-12, rtol=0)
-    for name in STUDENT:
-        assert (grads[name] - expected[name]).abs().max() < 1e-9, f"gradient of {name}"
-
-
-def test_chunks_of_a_sample_change_nothing(monkeypatch):
-    call = {**unique_selection(indexer(rows=70, entries=73, heads=2)), "sample": 3 * RUNS}
-    whole, whole_grads = gradients(indexer_kl, call)
-    seen, add = [], reference._add_chunk
-    monkeypatch.setattr(reference, "scratch_elements", lambda device: 1)
-    monkeypatch.setattr(reference, "_add_chunk", lambda *given: (seen.append(given[2]), add(*given)))
-    pieces, piece_grads = gradients(indexer_kl, call)
-    assert seen == sampled_runs(70, 3 * RUNS), "and no other row is computed"
-    assert_close(pieces[0], whole[0])
-    for name in STUDENT:
-        assert_close(piece_grads[name], whole_grads[name], name=name, gradient=True)
-
-
-def test_a_sample_of_all_rows_is_the_call_without_one_bit_for_bit():
-    call = unique_selection(indexer(rows=40, entries=43, heads=2))
-    (loss, recall), grads = gradients(indexer_kl, call)
-    (again, recall_again), grads_again = gradients(indexer_kl, {**call, "sample": 40})
-    assert torch.equal(loss, again) and torch.equal(recall, recall_again)
-    assert all(torch.equal(grads[name], grads_again[name]) for name in STUDENT)
-
-
-@pytest.mark.parametrize("sample", [1, RUNS, RUNS + 1, 8 * RUNS, 4096])
-@pytest.mark.parametrize("rows", [1, 7, 17, 300, 4097, 65536])
-def test_a_sample_is_spread_over_the_sequence_up_to_its_last_row(rows, sample):
-    runs = sampled_runs(rows, sample)
-    taken = [row for run in runs for row in range(run.start, run.stop)]
-    assert taken == sorted(set(taken)) and taken[-1] == rows - 1
-    assert len(taken) <= rows and (len(taken) == rows) >= (sample >= rows)
-    if 2 * RUNS * -(-sample // RUNS) <= rows:  # room for whole runs
-        assert len(taken) == RUNS * -(-sample // RUNS)
-        assert max(b.stop - a.stop for a, b in pairwise(runs)) <= rows // RUNS + 1
-
-
-def test_an_empty_sample_is_refused():
-    with pytest.raises(ValueError, match="indexer_kl: sample = 0 must be at least 1"):
-        indexer_kl(**indexer(), sample=0)
 
 
 def test_selecting_everything_recalls_everything():

@@ -92,12 +92,6 @@ def test_the_indexer_loss_stays_within_its_scratch_memory():
     assert seen <= 1 << 21 < 2 * rows * (rows // 2) * 4
 
 
-def test_a_sample_of_the_indexer_loss_holds_nothing_of_the_size_of_all_rows_times_slots():
-    rows, sample = 8192, 64
-    seen = largest(lambda **call: gsm_kernels.indexer_kl(**call, sample=sample).loss, kl_call(rows))
-    assert seen <= max(4 * sample * (rows // 2), 4 * 8 * rows) < rows * (rows // 2) // 8
-
-
 def test_the_head_never_holds_all_logits():
     rows, vocabulary = 4096, 8192
     call = {"hidden_ND": torch.randn(rows, 4), "weight_VD": torch.randn(vocabulary, 4)}

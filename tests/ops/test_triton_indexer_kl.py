@@ -9,8 +9,6 @@ from calls import cast, gradients, indexer
 from triton_check import assert_as_good_as_eager, assert_same, each_size, to_device, with_reference, with_triton
 
 from gsm_kernels import indexer_kl
-from gsm_kernels.indexer_kl import triton as kl_triton
-from gsm_kernels.rows import RUNS, sampled_runs
 
 STUDENT = ("index_query_BRJI", "index_weight_BRJ", "index_key_BFI")
 SIZES = {
@@ -77,15 +75,6 @@ def test_a_pool_restricts_teacher_and_indexer():
 def test_chunks_of_rows_change_nothing(monkeypatch, dense):
     monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1)
     assert_agrees({**indexer(rows=4), "dense": dense})
-
-
-@both
-def test_a_sample_is_the_reference_s_and_no_other_row_is_launched(monkeypatch, dense):
-    call = {**indexer(rows=36, entries=43, heads=2, padding=1), "sample": RUNS, "dense": dense}
-    seen, add = [], kl_triton._add_chunk
-    monkeypatch.setattr(kl_triton, "_add_chunk", lambda *given: (seen.append(given[1]), add(*given)))
-    assert_agrees(call)
-    assert [(part.row0, part.rows) for part in seen] == 2 * [(run.start, 1) for run in sampled_runs(36, RUNS)]
 
 
 def test_a_sink_that_takes_all_mass_teaches_nothing():

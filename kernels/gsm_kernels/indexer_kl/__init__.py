@@ -11,9 +11,6 @@ both sides renormalised over them. A row that sees no slot, or is padding, contr
 index_weight and index_key, and to nothing else; they are computed with the loss, chunk by chunk, so that nothing of
 size rows x slots is kept.
 
-With a sample, rows of it alone are compared, the mean is over these, and others get no gradient: work that grows with
-rows x slots then grows with the slots.
-
 Args:
     query_BRHC ... bank_BFC: what the attention reads, as in `gsm_kernels.attend`; the query not rotated.
     first_BR, last_BR: int64, the contiguous range of slots a row sees.
@@ -21,16 +18,14 @@ Args:
     index_query_BRJI, index_weight_BRJ, index_key_BFI: as in `gsm_kernels.index_top_k`; differentiable.
     dense: whether teacher and indexer range over all visible slots or over the selected ones.
     pool_BRN, block: as in `gsm_kernels.index_top_k`; used by the dense form only.
-    sample: compare about so many rows of each sequence, in evenly spaced runs (`gsm_kernels.rows.sampled_runs`); None:
-        all rows.
 
 Returns:
     IndexerLoss(loss, recall), scalars in float32 or wider. recall is the share of the teacher's mass on index_BRK,
-    the mean over the compared rows that see a slot; NaN in the sparse form, which does not know the mass elsewhere,
-    and if no row sees a slot.
+    the mean over rows that see a slot; NaN in the sparse form, which does not know the mass elsewhere, and if no row
+    sees a slot.
 
 Raises:
-    ValueError: if the shapes do not fit, or width, block or sample is below 1.
+    ValueError: if the shapes do not fit or width < 1.
 
 Source: DeepSeek-V3.2's indexer warm-up loss, with the teacher's denominator over window, bank and sink.
 """

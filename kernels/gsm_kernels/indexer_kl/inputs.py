@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..attend.inputs import Inputs as Attention
 from ..attend.inputs import check_window
 from ..indexer import Indexer
-from ..rows import sampled_runs
 from ..shapes import require
 
 TEACHER = ("query_BRHC", "window_BEC", "sink_H", "cos_BRP", "sin_BRP", "bank_BFC")  # gets no gradient
@@ -44,19 +42,6 @@ class Inputs(NamedTuple):
     dense: bool = True
     pool_BRN: Tensor | None = None
     block: int = 8
-    sample: int | None = None
-
-    @property
-    def runs(self) -> list[slice]:
-        """The rows that are compared: all of them, or those of the sample."""
-        return sampled_runs(self.position_BR.shape[1], self.sample)
-
-    @property
-    def live(self) -> Tensor:
-        """How many of these rows are not padding, at least 1; a scalar."""
-        runs = self.runs
-        position = self.position_BR if len(runs) == 1 else torch.cat([self.position_BR[:, run] for run in runs], 1)
-        return (position >= 0).sum().clamp(min=1)
 
     @property
     def indexer(self) -> Indexer:
@@ -80,8 +65,6 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if shapes do not fit, as in `attend`, or block or sample is below 1."""
+    """Raises ValueError, in one sentence, if shapes do not fit, as in `attend`, or block is below 1."""
     check_window("indexer_kl", inputs)
-    for name in ("block", "sample"):
-        number = getattr(inputs, name)
-        require("indexer_kl", number is None or number >= 1, f"{name} = {number} must be at least 1")
+    require("indexer_kl", inputs.block >= 1, f"block = {inputs.block} must be at least 1")

@@ -33,7 +33,7 @@ class _IndexerKL(torch.autograd.Function):
         sums = _Sums(inputs.indexer, wants_grad)
         for rows in _row_chunks(inputs):
             _add_chunk(sums, inputs, rows)
-        count = inputs.live
+        count = (inputs.position_BR >= 0).sum().clamp(min=1)
         ctx.save_for_backward(*(grad.div_(count) for grad in sums.grads))
         ctx.dtypes = [x.dtype for x in inputs.indexer]
         recall = sums.held / sums.seen if inputs.dense else torch.full_like(sums.held, torch.nan)
@@ -62,15 +62,11 @@ class _Sums:
 
 
 def _row_chunks(inputs: Inputs) -> list[slice]:
-    batch, _, heads, channels = inputs.query_BRHC.shape
+    batch, rows, heads, channels = inputs.query_BRHC.shape
     _, _, index_heads, index_width = inputs.index_query_BRJI.shape
+    whole = cut(rows, inputs.window_BEC.shape[1], inputs.width)
     other = batch * inputs.compared * (index_heads if inputs.dense else max(index_heads, channels, index_width))
-    budget, found = scratch_elements(inputs.query_BRHC.device), []
-    for run in inputs.runs:
-        whole = cut(run.stop - run.start, inputs.window_BEC.shape[1], inputs.width)
-        parts = chunks(whole, batch * heads, inputs.compared, other, budget)
-        found += [slice(run.start + part.start, run.start + part.stop) for part in parts]
-    return found
+    return chunks(whole, batch * heads, inputs.compared, other, scratch_elements(inputs.query_BRHC.device))
 
 
 def _add_chunk(sums: _Sums, inputs: Inputs, rows: slice) -> None:

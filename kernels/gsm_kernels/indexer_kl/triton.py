@@ -79,9 +79,9 @@ def _indexer_kl(*arguments):
     position = inputs.position_BR
     grads = [zeros_for(x) if wants_grad else x.new_empty((0,), dtype=torch.float32) for x in inputs.indexer]
     loss, held, sees = torch.zeros((3, *position.shape), dtype=torch.float32, device=position.device).unbind()
-    for part in row_chunks(position.shape, _per_row(inputs), inputs.runs):
+    for part in row_chunks(position.shape, _per_row(inputs)):
         _add_chunk(inputs, part, loss, held, sees, grads if wants_grad else None)
-    count = inputs.live
+    count = (position >= 0).sum().clamp(min=1)
     recall = held.sum() / sees.sum() if inputs.dense else torch.full_like(loss.sum(), torch.nan)
     query_grad, weight_grad, key_grad = (grad.div_(count) for grad in grads)
     return loss.sum() / count, recall, query_grad, weight_grad, key_grad
