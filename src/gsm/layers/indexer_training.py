@@ -79,10 +79,10 @@ class KL(IndexerTraining):
     Up to ``dense_limit`` new tokens, the two are compared over all visible slots, in every row. That grows with the
     square of the length. Above, the work grows with the length alone:
 
-    - ``sampled``: over all visible slots, in a sample of the rows, so that an indexer still finds slots which it does
-      not select yet.
+    - ``sampled``: over all visible slots, in a sample of the rows, so that slots which are not selected yet have a
+      gradient, too.
     - ``selected``: over the selected slots, both renormalised, in every row, as in the sparse phase of DeepSeek-V3.2:
-      what is selected is ranked, and nothing new is found.
+      what is selected is ranked, and no other slot has a gradient.
 
     Recall is measured at every length: in every row up to the limit, above in the sample.
 
