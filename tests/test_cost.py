@@ -96,8 +96,8 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def nothing(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, count, pool=None):
         return first_BR[..., None].expand(-1, -1, count) * 0 - 1
 
-    def kl(*arguments, dense, pool_BRN):
-        return IndexerLoss(torch.stack([x.sum() for x in arguments[-3:]]).sum(), None)
+    def kl(index_query_BRJI, index_weight_BRJ, index_key_BFI, **teacher):
+        return IndexerLoss(index_query_BRJI.sum() + index_weight_BRJ.sum() + index_key_BFI.sum(), None)
 
     def scores(query_BRJI, weight_BRJ, key_BFI, index_BRK):
         return query_BRJI.sum() + weight_BRJ.sum() + key_BFI.sum() + torch.zeros(index_BRK.shape)
@@ -303,11 +303,28 @@ def test_the_teacher_looks_at_every_slot_that_is_searched(monkeypatch: pytest.Mo
         taught = sum(n for k, n in training.items() if k.endswith(teacher)) / (2 * shape.heads * shape.entry_dim)
         assert searched == taught > 0
         monkeypatch.setattr(learning, "dense_limit", 39)
+        monkeypatch.setattr(learning, "sampled_rows", 16)
+        monkeypatch.setattr(learning, "beyond", "selected")
         sparse_training = model.training_flops(40)
-        assert not any(part.endswith(teacher) for part in sparse_training)
         name = f"{'encoder' if case.startswith('gsm') else 'decoder'}/{scores}"
         assert forward[name] < sparse_training[name] < 3 * forward[name] == training[name]
         monkeypatch.undo()
+
+
+def test_beyond_the_limit_the_teacher_looks_at_the_slots_of_sampled_rows(monkeypatch: pytest.MonkeyPatch):
+    shape, case = SHALLOW, "gsm-retriever=separate_indexer"
+    model = cost(model_of(case))
+    monkeypatch.setattr(model.model.indexer_training, "dense_limit", 39)
+    monkeypatch.setattr(model.model.indexer_training, "sampled_rows", 16)
+    visible = sum((row + 1) // shape.encoder_ratio for row in range(0, 32, 2))
+    forward, sampled = model.forward_flops(40), model.training_flops(40)
+    indexers = {"encoder": len(shape.bank_layers), "stages": len(shape.stages)}
+    for place, count in indexers.items():
+        assert sampled[f"{place}/teacher"] == 2 * shape.heads * shape.entry_dim * count * visible
+        scores = 2 * 2 * shape.index_heads * (shape.index_dim + 1) * count * visible
+        assert sampled[f"{place}/index scores"] == forward[f"{place}/index scores"] + scores
+    monkeypatch.setattr(model.model.indexer_training, "beyond", "selected")  # which measures recall on these rows
+    assert model.training_flops(40)["encoder/teacher"] == sampled["encoder/teacher"]
 
 
 def test_the_sums_are_sums():

@@ -16,7 +16,7 @@ from gsm.paths import ROOT
 
 FLOORS = {
     "gsm_kernels": 0,
-    **dict.fromkeys(["__version__", "paths", "files", "errors", "shapes", "signals", "span", "observe"], 1),
+    **dict.fromkeys(["__version__", "paths", "files", "errors", "hashing", "shapes", "signals", "span", "observe"], 1),
     **dict.fromkeys(["cache", "graphs", "costs.primitives"], 1),
     "layers": 2,
     "slots": 3,

@@ -48,6 +48,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "model.indexer_weight": (0, None),
     "model.query_rank": (1, None),
     "model.indexer_training.dense_limit": (0, None),
+    "model.indexer_training.sampled_rows": (1, None),
     "model.residual.sinkhorn_rounds": (1, 1000),
     "model.writer.slots": (1, 1024),
     "model.mixers.gated_delta_net.convolution": (1, 1024),

@@ -124,12 +124,14 @@ class Cost:
         factor, 3 in all.
 
         What indexers project is detached: 2, or 1 where they are frozen. A loss over every slot that they search needs,
-        as a teacher, the main attention's logits with these; where selected slots alone teach, they are known already.
-        Where activations are recomputed, all layers run forward once more (selectively: no product is made again).
-        Stages count in full even where the writer ignores them.
+        as a teacher, the main attention's logits with these, in the rows that are compared; where selected slots alone
+        teach, theirs are known already, and the rows that are compared are those on which recall is measured. Where
+        activations are recomputed, all layers run forward once more (selectively: no product is made again). Stages
+        count in full even where the writer ignores them.
         """
         forward = self.forward_flops(tokens)
         learned = self.model.indexer_training.slots_with_gradient(tokens)
+        taught = self.model.indexer_training.rows_compared(tokens)
         projected = 1 if learned == "none" else 2
         parts = Parts(
             {part: (projected if part.endswith("indexers") else 3) * flops for part, flops in forward.items()}
@@ -138,14 +140,12 @@ class Cost:
             search, bank = layer.work.search, layer.work.bank
             if search is None or bank is None:
                 continue
-            searched = search.seen(0, tokens)
-            if learned == "visible":
-                parts[f"{layer.place}/teacher"] += bank.multiply_adds * searched  # logits: half of the attention
-            else:  # gradients of no other scores
-                chosen = limited(tokens, min(bank.limit or 0, search.limit or sys.maxsize), bank.ratio)
-                scored = chosen if learned == "selected" else 0
-                parts[f"{layer.place}/index scores"] -= 4 * search.multiply_adds * (searched - scored)
-        return _total([parts, self._again(forward)])
+            searched, compared = search.seen(0, tokens), sum(search.seen(rows.start, rows.stop) for rows in taught)
+            chosen = limited(tokens, min(bank.limit or 0, search.limit or sys.maxsize), bank.ratio)
+            scored = {"visible": compared, "selected": chosen, "none": 0}[learned]  # no other score has a gradient
+            parts[f"{layer.place}/teacher"] += bank.multiply_adds * compared  # logits: half of the attention
+            parts[f"{layer.place}/index scores"] -= 4 * search.multiply_adds * (searched - scored)
+        return _present(_total([parts, self._again(forward)]))
 
     def forward_bytes(
         self, tokens: int, rows: int | None = None, before: int = 0, dtype: torch.dtype = torch.bfloat16, batch: int = 1

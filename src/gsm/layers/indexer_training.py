@@ -7,16 +7,20 @@ reaches its parameters; what it reads is detached in all of them (``gsm.layers.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gsm.hashing import mixed
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Indexer
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm_kernels import IndexerLoss, indexer_kl, score_slots
+
+RUNS = 16  # of neighbouring rows in a sample: neighbours share windows, and 1,024 rows are whole tiles
+TILE = 64  # rows of one in the kernels
 
 
 class IndexerTraining:
@@ -33,9 +37,14 @@ class IndexerTraining:
                 part.requires_grad_(False)
 
     def slots_with_gradient(self, tokens: int) -> Literal["none", "selected", "visible"]:
-        """Whose scores get a gradient in training on so many tokens, for the cost; for ``visible`` ones the attention
-        is computed as a teacher, too."""
+        """Whose scores get a gradient in training on so many tokens, for the cost; of ``visible`` ones, in the rows
+        that are compared."""
         return "none"
+
+    def rows_compared(self, tokens: int) -> list[slice]:
+        """The rows for which training on so many tokens computes the attention over all visible slots, as a teacher or
+        to measure recall, for the cost."""
+        return []
 
     def loss(
         self,
@@ -67,19 +76,43 @@ class KL(IndexerTraining):
 
     Teacher is the attention of the rows that searched: the layer's, or for a separate indexer the stage's.
 
+    Up to ``dense_limit`` new tokens, the two are compared over all visible slots, in every row. That grows with the
+    square of the length. Above, the work grows with the length alone:
+
+    - ``sampled``: over all visible slots, in a sample of the rows, so that slots which are not selected yet have a
+      gradient, too.
+    - ``selected``: over the selected slots, both renormalised, in every row, as in the sparse phase of DeepSeek-V3.2:
+      what is selected is ranked, and no other slot has a gradient.
+
+    Recall is measured at every length: in every row up to the limit, above in the sample.
+
     Args:
-        dense_limit: up to so many new tokens the two are compared over all visible slots; above, over the selected
-            ones, both renormalised, and the recall of the selection is not known.
+        dense_limit: tokens up to which nothing is left out.
+        beyond: what is compared above.
+        sampled_rows: rows of a sequence in the sample (``sampled_runs``).
     """
 
     by_loss = True
 
-    def __init__(self, *, dense_limit: int = 4096):
-        self.dense_limit = dense_limit
+    def __init__(
+        self, *, dense_limit: int = 4096, beyond: Literal["sampled", "selected"] = "sampled", sampled_rows: int = 1024
+    ):
+        if beyond not in ("sampled", "selected"):
+            raise ValueError(f"model.indexer_training.beyond is {beyond!r}, but takes 'sampled' or 'selected'")
+        self.dense_limit, self.beyond, self.sampled_rows = dense_limit, beyond, sampled_rows
 
     def slots_with_gradient(self, tokens: int) -> Literal["selected", "visible"]:
-        """All visible slots, up to the limit."""
-        return "visible" if tokens <= self.dense_limit else "selected"
+        """All visible slots, unless the length is beyond the limit and the selected ones are asked for."""
+        return "selected" if tokens > self.dense_limit and self.beyond == "selected" else "visible"
+
+    def rows_compared(self, tokens: int) -> list[slice]:
+        """All rows up to the limit; above, those of a sample, as if each run stood in the middle of its share."""
+        if tokens <= max(self.dense_limit, self.sampled_rows, RUNS):
+            return [slice(0, tokens)]
+        share = tokens // RUNS
+        length = min(-(-self.sampled_rows // RUNS), share)
+        starts = range((share - length) // 2, RUNS * share, share)
+        return [slice(start, start + length) for start in starts]
 
     def loss(
         self,
@@ -91,27 +124,73 @@ class KL(IndexerTraining):
         sink_H: Tensor,
         angles: Angles,
     ) -> IndexerLoss | None:
-        """The divergence, and where the teacher is dense, how much of its mass the selection recalls."""
+        """The divergence, and how much of the teacher's mass over all visible slots the selection recalls."""
         if attended.bank is None or found.index is None:
             return None
-        dense = self.slots_with_gradient(position_BR.shape[1]) == "visible"
-        result = indexer_kl(
-            query_BRHC,
-            attended.window_BEC,
-            position_BR,
-            window,
-            sink_H,
-            *angles,
-            attended.bank.entry_BFC,
-            attended.bank.first_BR,
-            attended.bank.last_BR,
-            found.chosen_BRK,
-            *found.index,
-            found.key_BFI,
-            dense=dense,
-            pool_BRN=attended.pool_BRN,
-        )
-        return result if dense else result._replace(recall=None)
+        call: dict[str, Any] = {
+            "query_BRHC": query_BRHC,
+            "window_BEC": attended.window_BEC,
+            "position_BR": position_BR,
+            "width": window,
+            "sink_H": sink_H,
+            "cos_BRP": angles[0],
+            "sin_BRP": angles[1],
+            "bank_BFC": attended.bank.entry_BFC,
+            "first_BR": attended.bank.first_BR,
+            "last_BR": attended.bank.last_BR,
+            "index_BRK": found.chosen_BRK,
+            "index_query_BRJI": found.index.query_BRJI,
+            "index_weight_BRJ": found.index.weight_BRJ,
+            "index_key_BFI": found.key_BFI,
+            "pool_BRN": attended.pool_BRN,
+        }
+        if position_BR.shape[1] <= self.dense_limit:
+            return indexer_kl(**call)
+        if self.beyond == "sampled":
+            return indexer_kl(**sample(call, self.sampled_rows))
+        with torch.no_grad():
+            recall = indexer_kl(**sample(call, self.sampled_rows)).recall
+        return indexer_kl(**call, dense=False)._replace(recall=recall)
+
+
+def sample(call: dict[str, Any], count: int) -> dict[str, Any]:
+    """The arguments of ``indexer_kl`` for about so many of the rows of a call: ``RUNS`` runs of neighbours.
+
+    In front of a run stand the entries of its first window, in rows that are padding and see no slot.
+    """
+    position_BR, width = call["position_BR"], call["width"]
+    batch, rows = position_BR.shape
+    if rows <= max(count, RUNS):
+        return call
+    start_BN, length = sampled_runs(call["index_BRK"], count)
+    # Kernels leave out a tile that is padding, but not a part of it.
+    before = -(-(width - 1) // TILE) * TILE if length >= TILE else width - 1
+    row_L = torch.arange(-before, length, device=position_BR.device)
+    row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1).clamp(min=0), (row_L >= 0).repeat(RUNS)
+    batch_B1 = torch.arange(batch, device=position_BR.device)[:, None]
+    picked = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
+    stored = call["window_BEC"].shape[1]
+    return {
+        **call,
+        **picked,
+        "window_BEC": call["window_BEC"][batch_B1, stored - rows + row_BS],
+        "position_BR": picked["position_BR"].where(counts_S, -1),
+        "last_BR": picked["last_BR"].where(counts_S, picked["first_BR"]),
+    }
+
+
+def sampled_runs(chosen_BRK: Tensor, count: int) -> tuple[Tensor, int]:
+    """Where the runs of about ``count`` rows begin, int64 [B, RUNS], and how long each of them is: one anywhere in each
+    equal share of the rows.
+
+    The draw is a hash of what the rows have selected, so that sequences, steps and indexers differ, and a step that is
+    repeated draws alike. Rows at fixed places would miss what always stands between them, such as the questions at the
+    end of a synthetic task.
+    """
+    share, run_N = chosen_BRK.shape[1] // RUNS, torch.arange(RUNS, device=chosen_BRK.device)
+    length = min(-(-count // RUNS), share)
+    hash_BN = mixed(mixed(chosen_BRK.sum((1, 2)) & 0xFFFFFFFF)[:, None] ^ mixed(run_N))
+    return run_N * share + hash_BN % (share - length + 1), length
 
 
 class Frozen(IndexerTraining):

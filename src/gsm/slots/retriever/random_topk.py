@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gsm.hashing import mixed
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
@@ -62,14 +63,3 @@ def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:
     key_BRF = torch.where(ordinal_F < count_BR[..., None], hash_BRF << 31 | ordinal_F, NEVER)
     lowest_BRK = key_BRF.topk(min(top_k, slots), largest=False, sorted=False).values & LAST
     return torch.nn.functional.pad(lowest_BRK.sort().values, (0, max(0, top_k - slots)), value=LAST)
-
-
-def mixed(x: Tensor) -> Tensor:
-    """A hash of 32 bits, in int64: shifts and odd factors in the manner of MurmurHash3's finaliser.
-
-    The constants come from C. Wellons' search for such hashes (prospector); both factors are below 2^31, so that int64
-    holds every product.
-    """
-    x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
-    return x ^ x >> 15
