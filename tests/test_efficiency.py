@@ -90,6 +90,12 @@ def test_the_paper_s_numbers_stand_beside_ours_at_its_size_alone(measured, tmp_p
     assert "paper" not in other.with_suffix(".md").read_text().split("\n\n", 2)[2]
 
 
+def test_rows_of_other_models_are_left_out(measured, tmp_path: Path):
+    models = ["gsm", {"name": "baseline", "overrides": ["model.candidate_pool=false"]}]
+    path = efficiency.run(models=models, size="1p5b", lengths=[512], device="cpu", output=str(tmp_path / "a.json"))
+    assert {row["baseline"] for row in read(path)["rows"].values()} == {"not measured"}
+
+
 def test_an_error_of_one_half_leaves_the_other_and_is_raised(measured, monkeypatch, tmp_path: Path):
     def broken(**_: Any) -> None:
         raise RuntimeError("mat1 and mat2")

@@ -71,18 +71,26 @@ def run(
                 measure(**common, **settings, output=str(files[name]), minutes=left)
     finally:
         if any(file.exists() for file in files.values()):
-            write(path, _content(files, size, trained))
+            write(path, _content(files, size, trained, {model.name: model.given for model in known}))
             show(path)
     errors.raise_first()
     return path
 
 
-def _content(files: Mapping[str, Path], size: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file holds: facts of the two files, and of each quantity what was found, and what the paper has."""
+def _content(
+    files: Mapping[str, Path], size: str, trained: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the file holds: facts of the two files, and of each quantity what was found, and what the paper has. Rows of
+    other models, of another size, or measured in another way, are left out."""
     there = {name: read(file) for name, file in files.items() if file.exists()}
     facts = {key: value for content in there.values() for key, value in content.items() if key not in ("rows", "tried")}
     current = {
-        name: [row for row in content["rows"].values() if mark(row) == mark(content)] for name, content in there.items()
+        name: [
+            row
+            for row in content["rows"].values()
+            if mark(row) == mark(content) and row.get("given", {}) == given.get(row["model"])
+        ]
+        for name, content in there.items()
     }
     steps = [
         row

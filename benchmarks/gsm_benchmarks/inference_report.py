@@ -173,11 +173,16 @@ def _ms(found: Mapping[str, float]) -> str:
 
 
 def groups(rows: Rows) -> list[list[Row]]:
-    """Rows that may be held against each other: of one protocol (and so one size), device, versions and sources."""
+    """Rows that may be held against each other: of one protocol (and so one size), device, versions and sources, in
+    which a name stands for one model alone."""
     found: dict[str, list[Row]] = {}
+    given: dict[str, list[Any]] = {}  # what the name of a model has stood for so far
     for row in rows:
         key = json.dumps([row["protocol"], *mark(row)], sort_keys=True)
-        found.setdefault(key, []).append(row)
+        known = given.setdefault(f"{key} {row['model']}", [])
+        if row.get("given") not in known:
+            known.append(row.get("given"))
+        found.setdefault(f"{key} {known.index(row.get('given'))}", []).append(row)
     return list(found.values())
 
 
@@ -402,11 +407,10 @@ def _draw(rows: Rows, axes: Axes, what: str, model: str, style: Style) -> None:
 
 
 def computed(rows: Rows, path: Path) -> None:
-    """Write what the cost model says with the measured points upon it, of single requests of models that a row tells
-    whole: of a checkpoint it has but the digest."""
+    """Write what the cost model says with the measured points upon it, of single requests alone."""
     protocol, points = rows[0]["protocol"], []
     for row in rows:
-        if "decode" in row and entries.of_row(row):
+        if "decode" in row:
             seconds = {
                 f"{what}_seconds": row[what]["ms"]["median"] / 1e3 for what in ("prefill", "decode") if what in row
             }

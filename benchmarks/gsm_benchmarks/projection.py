@@ -144,7 +144,8 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
 
     Args:
         rows: with ``model``, what it was ``given``, ``size``, ``tokens``, and of ``prefill_seconds``,
-            ``decode_seconds`` (of one token) and ``cache_bytes`` those that were measured.
+            ``decode_seconds`` (of one token) and ``cache_bytes`` those that were measured. Those of a checkpoint, which
+            do not tell what it is, are left out.
         dtype: of the models and their memories.
         chunk: tokens that a prefill read at a time.
         steps: tokens that were decoded before the cache was weighed.
@@ -153,7 +154,8 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
         ValueError: there is no time in any row, or the cost of a model is not known. ImportError: matplotlib is
             missing.
     """
-    models = {name_of(row): known_cost(known, row["size"]) for row in rows if (known := entries.of_row(row))}
+    told = [(row, model) for row in rows if (model := entries.of_row(row))]
+    rows, models = [row for row, _ in told], {name_of(row): known_cost(model, row["size"]) for row, model in told}
     rates: dict[str, Ceilings] = {}
 
     def work(what: str, model: Cost, tokens: int) -> tuple[int, int]:
