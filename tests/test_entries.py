@@ -154,6 +154,7 @@ def test_a_changed_override_or_checkpoint_is_measured_again(tmp_path: Path, monk
     assert rows["a pico, 40, read"]["given"] == {"variant": "gsm", "overrides": ["model.state_size=30"]}
 
 
+@pytest.mark.slow
 def test_changed_and_trained_models_stand_in_one_table(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(inference.inference_report, "picture", lambda rows: int("no picture"))
     run, output = trained(tmp_path / "run"), tmp_path / "a.json"
@@ -164,6 +165,7 @@ def test_changed_and_trained_models_stand_in_one_table(tmp_path: Path, monkeypat
     assert "trained: `model=gsm checkpoint " in text
 
 
+@pytest.mark.slow
 def test_every_benchmark_of_models_takes_a_changed_and_a_trained_one(tmp_path: Path, monkeypatch):
     run = trained(tmp_path / "run")
     models = ["gsm", POOL, {"name": "trained", "checkpoint": str(run)}]
