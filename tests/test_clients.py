@@ -137,11 +137,11 @@ def test_what_was_measured_in_another_way_is_measured_again_and_an_interruption_
 ):
     seen = []
 
-    def fake(name, size, batch, context, task, rounds, *_):
+    def fake(of, size, batch, context, task, rounds, *_):
         if context == 25:
             raise KeyboardInterrupt
         seen.append(rounds)
-        return {"model": name, "size": size, "work": task, "failed": None if rounds < 3 else "out of memory"}
+        return {"model": of.name, "size": size, "work": task, "failed": None if rounds < 3 else "out of memory"}
 
     monkeypatch.setattr(clients, "measure", fake)
     output = tmp_path / "a.json"

@@ -16,7 +16,7 @@ from gsm.cache.memory import Memory
 from gsm.config.load import build_model
 from gsm.costs.model import cost
 from gsm.models.base import LanguageModel
-from gsm_benchmarks import inference, inference_report, timing
+from gsm_benchmarks import entries, inference, inference_report, timing
 from gsm_benchmarks.inference import Case, Decode, Protocol, Read, Served, Text, Unpruned, prompts, take_turns
 from gsm_benchmarks.results import read
 
@@ -196,9 +196,13 @@ def test_weights_that_find_no_room_leave_a_row_and_the_others():
 
 def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
     asked = []
-    build = lambda name, size, seed: asked.append(torch.get_default_dtype()) or build_model(name, size, seed=seed)  # noqa: E731
-    monkeypatch.setattr(inference, "build_model", build)
-    model = inference._served(replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
+
+    def build(name, size, overrides, seed):
+        asked.append(torch.get_default_dtype())
+        return build_model(name, size, overrides, seed)
+
+    monkeypatch.setattr(entries, "build_model", build)
+    model = inference._served([entries.Model("gsm")], replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
     assert asked == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 

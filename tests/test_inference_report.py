@@ -129,6 +129,17 @@ def test_rows_measured_in_another_way_are_not_mixed(other):
     assert len(inference_report.groups([row(), {**row("baseline"), **other}])) == 2
 
 
+def test_a_name_that_has_come_to_stand_for_another_model_is_not_mixed():
+    changed = {**row(tokens=8 * K), "given": {"overrides": ["model.state_size=20"]}}
+    whole, other = inference_report.groups([row(), row("baseline"), changed, row("baseline", 8 * K)])
+    assert [(one["model"], one["tokens"]) for one in whole] == [
+        ("gsm", 4 * K),
+        ("baseline", 4 * K),
+        ("baseline", 8 * K),
+    ]
+    assert other == [changed]
+
+
 def test_a_file_of_another_benchmark_is_one_sentence(tmp_path):
     path = str(file_of(tmp_path, row()))
     for start in (training.run, clients.run, projection.run):

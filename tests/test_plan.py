@@ -11,15 +11,16 @@ import pytest
 
 from gsm.config.compose import compose
 from gsm_benchmarks import plan
-from gsm_benchmarks.plan import GIB, Assumed, Setting, _model, kept, memory, paper_mfu, saved_bytes, timing
-from gsm_benchmarks.projection import known_cost
+from gsm_benchmarks.entries import Model, known_cost
+from gsm_benchmarks.plan import GIB, Assumed, Setting, _built, kept, memory, paper_mfu, saved_bytes, timing
 from gsm_kernels.device import triton_version
 
 ASSUMED = Assumed(
     peak=1e15, mfu=0.4, hbm=80, reserve=5, nvlink=200e9, network=50e9, reached=0.5, hidden=0.75, backward=0.5,
     sequences=128, context=4096, micro_batch=4, per_node=8,
 )  # fmt: skip
-SMALL = Setting("gsm", "pico", gpus=8, sharding="ddp", recompute=False, micro_batch=4, context=64)
+GSM = Model("gsm")
+SMALL = Setting(GSM, "pico", gpus=8, sharding="ddp", recompute=False, micro_batch=4, context=64)
 
 counted = pytest.mark.skipif(triton_version() is None, reason="what is kept is counted on Triton's operations")
 
@@ -33,22 +34,22 @@ def test_what_is_kept_is_what_the_kernels_say_by_hand():
     stages = (dim + dim + 2 * rank + 2 * query + output) + (2 * dim + 2 * dim + 2 * rank + 2 * query + output)
     half = 8 * layer + stages + 4 * 2 * entry + 2 * 2 * entry - 2 * (streams - 1) * dim  # entries, banks; first copies
     full = 16 * (2 * (2 * streams + streams**2) + 1) + 10 * heads  # coefficients and norms of sites; softmaxes
-    small = saved_bytes(_model("gsm", "pico", False), 64) - 4 * 512 * dim
+    small = saved_bytes(_built(GSM, "pico", False), 64) - 4 * 512 * dim
     assert small / 64 == pytest.approx(2 * half + 4 * full, rel=0.05)
 
 
 @counted
 def test_what_is_kept_is_a_fixed_part_and_one_for_each_token():
-    model = _model("gsm", "pico", False)
+    model = _built(GSM, "pico", False)
     few, some, many = (saved_bytes(model, tokens) for tokens in (32, 64, 96))
     assert many - some == pytest.approx(some - few, rel=1e-3)
-    found = kept("gsm", "pico", False, 64)
+    found = kept(GSM, "pico", False, 64)
     assert found.fixed == 4 * 512 * 64 and found.total(64) == pytest.approx(some, rel=1e-9)
 
 
 @counted
 def test_recomputed_layers_keep_what_enters_them():
-    whole, bare = kept("gsm", "pico", False, 64), kept("gsm", "pico", True, 64)
+    whole, bare = kept(GSM, "pico", False, 64), kept(GSM, "pico", True, 64)
     entering = 2 * 64 * (2 * (5 * 4 - 4))
     assert entering < bare.each < whole.each - 8 * bare.block + entering + 1
     assert whole.block == bare.block
@@ -58,10 +59,10 @@ def test_recomputed_layers_keep_what_enters_them():
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_memory_by_hand(sharding: str):
     parts = memory(replace(SMALL, sharding=sharding), ASSUMED)
-    model = known_cost("gsm", "pico").model
+    model = known_cost(GSM, "pico").model
     total, embedding = sum(p.numel() for p in model.parameters()), 512 * 64
     layer = max(sum(p.numel() for p in block.parameters()) for block in [*model.encoder, *model.decoder])
-    shards, found = (1 if sharding == "ddp" else 8), kept("gsm", "pico", False, 64)
+    shards, found = (1 if sharding == "ddp" else 8), kept(GSM, "pico", False, 64)
     assert parts["weights"] == parts["gradients"] == parts["optimizer"] / 2 == 4 * total / shards
     assert parts["buckets"] == (4 * total if sharding == "ddp" else 0)
     assert parts["weights at work"] == 2 * total + (0 if sharding == "ddp" else 4 * embedding + 16 * layer)
@@ -72,7 +73,7 @@ def test_memory_by_hand(sharding: str):
 
 @counted
 def test_weights_that_are_gathered_in_bfloat16_leave_autocast_nothing_to_copy():
-    model, setting = known_cost("gsm", "pico").model, replace(SMALL, sharding="fsdp2", gathered=2, reduced=4)
+    model, setting = known_cost(GSM, "pico").model, replace(SMALL, sharding="fsdp2", gathered=2, reduced=4)
     layer = max(sum(p.numel() for p in block.parameters()) for block in [*model.encoder, *model.decoder])
     assert memory(setting, ASSUMED)["weights at work"] == 2 * 512 * 64 + 10 * layer
     slow, fast = (timing(one, ASSUMED)["communication"] for one in (replace(setting, gathered=4), setting))
@@ -93,11 +94,11 @@ def test_links_by_hand():
 
 @pytest.mark.parametrize(("gpus", "recompute"), [(8, True), (64, False)])
 def test_time_is_the_cost_models_flops_over_the_rate_and_near_six_n_d(gpus: int, recompute: bool):
-    setting = Setting("gsm", "1p5b", gpus, "ddp", recompute, 2, 4096)
+    setting = Setting(GSM, "1p5b", gpus, "ddp", recompute, 2, 4096)
     found = timing(setting, ASSUMED)
     flops = 128 * setting.cost.training_flops(4096).total()
     assert found["arithmetic"] == flops / gpus / 4e14 and found["tokens"] == 128 * 4096
-    parameters = known_cost("gsm", "1p5b").model.parameter_report().active
+    parameters = known_cost(GSM, "1p5b").model.parameter_report().active
     share = flops / (6 * parameters * found["tokens"])
     assert (1.3 < share < 1.6) if recompute else (1.0 < share < 1.2)
     assert found["communication"] == pytest.approx(2 * ASSUMED.one_pass(4 * parameters, gpus))
@@ -131,7 +132,7 @@ def test_memory_grows_with_tokens_and_shrinks_with_shards_and_recomputation():
 
 
 def test_the_papers_speed_is_a_small_share_of_the_peak():
-    flops = known_cost("gsm", "1p5b", ("model.recompute=true",)).training_flops(4096).total() / 4096
+    flops = known_cost(GSM, "1p5b", ("model.recompute=true",)).training_flops(4096).total() / 4096
     assert paper_mfu("gsm", ASSUMED) == pytest.approx(53231 / 8 * flops / 1e15)
 
 
@@ -165,7 +166,7 @@ def test_what_does_not_fit_says_over_how_many_gpus_it_would():
 
 
 def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(ValueError, match=r"gpus \[12\].*give gsm or baseline, multiples of 8"):
+    with pytest.raises(ValueError, match=r"gpus \[12\].*give multiples of 8 GPUs"):
         plan.run(ASSUMED, {"pico": 1e6}, gpus=[12])
     with pytest.raises(ValueError, match="assumed.mfu is 1.4; give a share, up to 1"):
         replace(ASSUMED, mfu=1.4)

@@ -16,6 +16,7 @@ from gsm.config.load import build_model
 from gsm.costs.model import cost
 from gsm.paths import ROOT
 from gsm_benchmarks import timing, training
+from gsm_benchmarks.entries import Model
 from gsm_benchmarks.results import read
 
 QUICK = {"device": "cpu", "size": "pico", "batch_size": 1, "context": 24, "warm_up": 0, "steps": 1}
@@ -43,7 +44,7 @@ def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
 
 def test_recomputation_reaches_every_model():
     for name in ("gsm", "transformer", "gated_delta_net"):
-        job = training.Job(name, "pico", True, 1, 24, 0, 1, "cpu", 1)
+        job = training.Job(Model(name), "pico", True, 1, 24, 0, 1, "cpu", 1)
         with torch.device("meta"):
             model = job.build()
         stacks = [getattr(model, part, None) for part in ("encoder", "decoder")]
@@ -101,9 +102,9 @@ def test_what_was_timed_in_another_way_or_failed_is_measured_again(tmp_path, mon
 
 def test_an_interruption_leaves_the_table_of_what_there_is(tmp_path, monkeypatch):
     def broken(job, *_):
-        if job.name == "baseline":
+        if job.of.name == "baseline":
             raise KeyboardInterrupt
-        return {"model": job.name, "compiled": False, "failed": "out of memory"}
+        return {"model": job.of.name, "compiled": False, "failed": "out of memory"}
 
     monkeypatch.setattr(training, "measure", broken)
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +121,7 @@ def test_a_peak_that_is_not_known_is_in_no_ratio():
 def test_one_device_takes_the_step_that_the_trainer_takes(monkeypatch):
     """Indexers clipped on their own, documents given, experts rebalanced."""
     model = build_model("gsm", "pico", ["model/feed_forward=moe"], seed=0)
-    job = training.Job("gsm", "pico", False, 1, 24, 0, 1, "cpu", 1)
+    job = training.Job(Model("gsm"), "pico", False, 1, 24, 0, 1, "cpu", 1)
     given, clipped, forward, clip = [], [], model.forward, torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(model, "forward", lambda *args, **named: given.append(named) or forward(*args, **named))
     monkeypatch.setattr(

@@ -31,15 +31,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gsm.config.compose import compose
-from gsm.config.load import instantiate, instantiate_model
+from gsm.config.load import instantiate
 from gsm.costs.room import available_bytes
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.training.optimizer import AdamW
 from gsm_kernels import explain
 
-from . import machine, results
+from . import entries, machine, results
+from .entries import Entry, Model
 from .results import Results, Row, quartiles, read, table, usual_path
 from .timing import WARM_UP, Run, spread, take_turns
 
@@ -207,7 +207,7 @@ def run(
     results: str = "",
     force: bool = False,
     minutes: float = 7.5,
-    models: Sequence[str] = ("baseline",),
+    models: Sequence[Entry] = ("baseline",),
     sizes: Sequence[str] = ("nano", "tiny"),
     contexts: Sequence[int] = (1024, 4096),
     work: Sequence[str] = WORK,
@@ -219,7 +219,7 @@ def run(
 
     Args:
         device, output, results, force, minutes: as in configs/benchmark.yaml.
-        models: variants of the group ``model``, each measured against the client.
+        models: entries (``entries.read``), each measured against the client.
         sizes: variants of the group ``size``.
         contexts: tokens of a sequence.
         work: of ``step``, ``prefill``, ``decode``.
@@ -243,23 +243,23 @@ def run(
     facts = machine.facts(where, models=True)
     facts["versions"] |= {"transformers": library().__version__}
     file = Results(Path(output) if output else usual_path(facts, "clients"), facts, minutes)
-    rows = {
-        f"{name} {size}, {batch_size} x {context}, {task}": partial(
-            measure, name, size, batch_size, context, task, rounds, seconds, where
-        )
-        for size, context, name, task in itertools.product(sizes, contexts, models, work)
-    }
+    rows = {}
+    pairs = entries.at_sizes(entries.read(models), sizes, "sizes")
+    for (size, model), context, task in itertools.product(pairs, contexts, work):
+        row = f"{model.name} {size}, {batch_size} x {context}, {task}"
+        rows[row] = partial(measure, model, size, batch_size, context, task, rounds, seconds, where)
+        file.given[row] = model.given
     return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=force, show=_show)
 
 
 def measure(
-    name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+    of: Model, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
     """The row of one pair and one kind of work, as plain containers."""
-    row = {"model": name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
+    row = {"model": of.name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
     row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
     gc.collect()  # what the row before has left
-    found = machine.in_memory(lambda: _found(name, size, batch, context, task, rounds, seconds, device))
+    found = machine.in_memory(lambda: _found(of, size, batch, context, task, rounds, seconds, device))
     if found is not None:
         return {**row, **found}
     ways = f"batch_size={batch // 2}" if batch > 1 else f"contexts=[{max(1, context // 2)}]"
@@ -267,13 +267,14 @@ def measure(
 
 
 def _found(
-    name: str, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+    of: Model, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
     """What there is to say of a pair, and its times; or why a step was not begun."""
-    config = compose([f"model={name}", f"size={size}"])
+    config = of.config(size)
     geometry: Geometry = instantiate(config["size"], "size")
+    ours = Ours(of.build(size, device=device))
     with torch.device(device):
-        pair: dict[str, Contender] = {"ours": Ours(instantiate_model(config, seed=0)), "theirs": DeepseekV4(geometry)}
+        pair: dict[str, Contender] = {"ours": ours, "theirs": DeepseekV4(geometry)}
     parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
     row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
     tokens_BT = torch.randint(geometry.vocabulary, (batch, context + 1), device=device)
@@ -361,7 +362,9 @@ def _show(path: Path) -> Path:
     counts = "; ".join(f"{name} {both['ours']:,}, theirs {both['theirs']:,}" for name, both in sizes.items())
     threads = f"{content['threads']} threads, float32." if "threads" in content else "float32."
     opening = f"{results.measured_on(content)} {threads}"
-    return results.publish(path, opening, f"Parameters: {counts}.", table(HEAD, [_cells(*row) for row in rows.items()]))
+    about = entries.described(rows.values())
+    cells = [_cells(*row) for row in rows.items()]
+    return results.publish(path, opening, f"Parameters: {counts}.", about, table(HEAD, cells))
 
 
 def _cells(name: str, row: Row) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from gsm.cache.synthetic import synthetic_memory
-from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost
 from gsm.costs.room import GUESS, Room, available_bytes
 from gsm.data.module import TextData
@@ -35,8 +34,9 @@ from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm_kernels import explain
 
-from . import inference_report, machine, timing
+from . import entries, inference_report, machine, timing
 from .counters import Operations, counting, kernels
+from .entries import Entry, Model
 from .inference_report import short
 from .machine import watching
 from .results import Asked, Errors, sentence
@@ -83,7 +83,7 @@ class Case:
 
 
 def run(
-    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
+    models: Sequence[Entry] = entries.ALL,
     size: str | None = None,
     lengths: Sequence[int] | None = None,
     synthetic_lengths: Sequence[int] | None = None,
@@ -112,25 +112,28 @@ def run(
     how = Asked(**asked)
     if how.results:
         return inference_report.show(Path(how.results))
-    given = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs}
-    wrong = [f"{name} {value}" for name, value in given.items() if value < 1] + ["warm_up"] * (warm_up < 0)
+    counts = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs}
+    wrong = [f"{name} {value}" for name, value in counts.items() if value < 1] + ["warm_up"] * (warm_up < 0)
     if wrong or min([*(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
         raise ValueError(f"{', '.join(wrong) or 'a length'}: give 1 or more")
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype is '{dtype}'; say {', '.join(WIDTHS)}, or null for what suits the device")
     where = machine.chosen(how.device)
     kind = where.type
-    size, dtype = size or SIZES[kind], dtype or DTYPES[kind]
+    known = entries.read(models)
+    known += entries.read([name for name in unpruned if name not in {model.name for model in known}])
+    size, dtype = entries.one_size(known, size, SIZES[kind]), dtype or DTYPES[kind]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
     cases = plan(
-        models,
+        [model.name for model in known[: len(models)]],
         LENGTHS[kind] if lengths is None else lengths,
         SYNTHETIC[kind] if synthetic_lengths is None else synthetic_lengths,
         unpruned,
         first=size == inference_report.SIZE,
     )
     file = how.open("inference", where, models=True)
-    served, errors = _served(protocol, where), Errors()
+    served, errors = _served(known, protocol, where), Errors()
+    file.given = {case.name(protocol): model.given for case in cases for model in known if model.name == case.model}
     left = [case for case in cases if how.force or not file.measured(case.name(protocol), asdict(protocol))]
     groups = _groups(left, lambda case: file.times(case.name(protocol)))
     try:
@@ -158,7 +161,8 @@ def plan(
     """All cases, length by length; of a length those that take seconds first.
 
     Args:
-        models, lengths, synthetic_lengths, unpruned: as in ``run``.
+        models: by name.
+        lengths, synthetic_lengths, unpruned: as in ``run``.
         first: whether cases with goals come before all others, and of these decoding alone.
     """
     cases = []
@@ -184,7 +188,7 @@ def _groups(cases: Sequence[Case], times: Callable[[Case], int]) -> list[list[Ca
     return [*(list(group) for _, group in groups), *([case] for case in cases if times(case))]
 
 
-def _served(protocol: Protocol, device: torch.device) -> Callable[[str], Served]:
+def _served(models: Sequence[Model], protocol: Protocol, device: torch.device) -> Callable[[str], Served]:
     """The models by name, each built when it is asked for, and kept: at every length all of them run."""
 
     @cache
@@ -193,8 +197,8 @@ def _served(protocol: Protocol, device: torch.device) -> Callable[[str], Served]
 
     @cache
     def made(name: str) -> Served:
-        with torch.device(device), _default(getattr(torch, protocol.dtype)):
-            model = build_model(name, protocol.size, seed=0)
+        with _default(getattr(torch, protocol.dtype)):
+            model = next(one for one in models if one.name == name).build(protocol.size, device=device)
         return Served(model, protocol, prompts(protocol.text, model.vocabulary), roof())
 
     return made

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from . import paper, projection, results
+from . import entries, paper, projection, results
 from .pictures import panels, short
 from .results import Row, mark, rate, read, table
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from gsm.evaluation.plots import Style
 
 OURS = paper.OURS
+NAMES = {OURS: "GSM"}  # in tables, of a model that has another one than in rows
 HEAD = (
     "request", "prefill, tokens/s", "ms (quartiles)", "of a product's rate", "of the floor", "decode, tokens/s",
     "ms a token (quartiles)", "of the floor", "kernels (operations) a token", "decoder's operations, KiB",
     "cache, MiB", "peak GiB",
 )  # fmt: skip
 AGAINST = (
-    "GSM against", "tokens", "prefill, x as fast", "by processor time", "by FLOPs", "decode, x as fast",
+    "tokens", "prefill, x as fast", "by processor time", "by FLOPs", "decode, x as fast",
     "by processor time", "by bytes", "cache, x", "by formula",
 )  # fmt: skip
 PRUNING = ("model", "tokens", "prefill, x its unpruned forward", "by processor time", "by FLOPs")
@@ -113,6 +114,7 @@ def _sections(rows: Rows) -> Iterator[str]:
     yield f"## {about(rows)}, commit {rows[0]['commit']}"
     yield _how(rows)
     yield table(HEAD, map(_cells, rows))
+    yield entries.described(rows)
     lines = filter(None, [by_flops(rows), *verdicts(rows)])
     yield from (against(rows), pruning(rows), growth(rows), _crossings(rows))
     yield "\n".join(f"* {line}" for line in lines)
@@ -171,11 +173,16 @@ def _ms(found: Mapping[str, float]) -> str:
 
 
 def groups(rows: Rows) -> list[list[Row]]:
-    """Rows that may be held against each other: of one protocol (and so one size), device, versions and sources."""
+    """Rows that may be held against each other: of one protocol (and so one size), device, versions and sources, in
+    which a name stands for one model alone."""
     found: dict[str, list[Row]] = {}
+    given: dict[str, list[Any]] = {}  # what the name of a model has stood for so far
     for row in rows:
         key = json.dumps([row["protocol"], *mark(row)], sort_keys=True)
-        found.setdefault(key, []).append(row)
+        known = given.setdefault(f"{key} {row['model']}", [])
+        if row.get("given") not in known:
+            known.append(row.get("given"))
+        found.setdefault(f"{key} {known.index(row.get('given'))}", []).append(row)
     return list(found.values())
 
 
@@ -222,17 +229,19 @@ def _faster(ours: Row, other: Row, what: str, by: str) -> tuple[str, str, str]:
 
 
 def against(rows: Rows) -> str:
-    """GSM's speed and cache over those of every other model, at every length, beside what was to be expected."""
-    cells = []
+    """The speed and cache of GSM, or where there is none of the first model, over those of every other one, at every
+    length, beside what was to be expected."""
+    names, cells = [row["model"] for row in rows], []
+    leader = OURS if OURS in names else names[0]
     for row in rows:
-        ours = find(rows, OURS, row["tokens"], row["kind"])
-        if row["model"] == OURS or ours is None or row.get("failed") or row["kind"] == "unpruned":
+        ours = find(rows, leader, row["tokens"], row["kind"])
+        if row["model"] == leader or ours is None or row.get("failed") or row["kind"] == "unpruned":
             continue
         name = f"{row['model']}, {row['kind']}{_apart(ours, row)}"
         kept = [f"{ours['cache'][name] / row['cache'][name]:.3f}" for name in ("bytes", "formula")]
         speed = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
         cells.append((name, short(row["tokens"]), *speed, *kept))
-    return table(AGAINST, cells) if cells else ""
+    return table((f"{NAMES.get(leader, leader)} against", *AGAINST), cells) if cells else ""
 
 
 def pruning(rows: Rows) -> str:
@@ -405,8 +414,8 @@ def computed(rows: Rows, path: Path) -> None:
             seconds = {
                 f"{what}_seconds": row[what]["ms"]["median"] / 1e3 for what in ("prefill", "decode") if what in row
             }
-            about = {"model": row["model"], "size": protocol["size"], "tokens": row["tokens"]}
-            points.append({**about, **seconds, "cache_bytes": row["cache"]["bytes"]})
+            about = {"model": row["model"], "given": row.get("given"), "size": protocol["size"]}
+            points.append({**about, "tokens": row["tokens"], **seconds, "cache_bytes": row["cache"]["bytes"]})
     if points and protocol["batch"] == 1:
         how = {"chunk": protocol["chunk"], "steps": protocol["steps"], "dtype": getattr(torch, protocol["dtype"])}
         path.write_bytes(projection.against(points, **how))

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from gsm.config.compose import compose
-from gsm.config.load import build_model, instantiate
+from gsm.config.load import instantiate
 from gsm.costs.model import Cost
 from gsm.models.base import LanguageModel
 from gsm.models.stack import Stack
@@ -37,17 +37,21 @@ from gsm_kernels.device import triton_version
 from gsm_kernels.launch import launching
 from gsm_kernels.linear_cross_entropy.triton import chunk_rows
 
-from . import machine, paper, results
+from . import entries, machine, paper, results
+from .entries import Entry, Model, known_cost
 from .pictures import short
-from .projection import known_cost
+from .recipes import Recipe, composed
 from .results import FOLDER, Row, read, table, write
 
 GIB = 2**30
 SHARDINGS = ("ddp", "fsdp2")
+ENOUGH = tuple(8 << n for n in range(8))  # GPUs that are tried
 PARTS = ("weights", "gradients", "optimizer", "buckets", "weights at work", "activations", "layer or logits at work")
 MEMORY = ("size", "model", "GPUs", "sharding", "recomputed", "b", *PARTS, "GiB in all", "fits")
 TIME = ("size", "model", "GPUs", "sharding", "sequences a step", "step, s", "communication, s", "of the arithmetic",
         "steps", "hours", "hours at the paper's MFU")  # fmt: skip
+RECIPES = ("experiment", "size", "run", "GPUs", "b", "batches", "sequences a step", "tokens a step", "steps",
+           "tokens, 10^9", "GiB, DDP", "GiB, FSDP2", "needs")  # fmt: skip
 LENGTHS = ("size", "model", "GPUs", "tokens", "activations, GiB", "GiB in all", "fits", "else divided over",
            "indexers, of FLOPs", "seconds on one GPU", "cache, GiB")  # fmt: skip
 
@@ -102,7 +106,7 @@ class Setting:
     """One way to train: which model, on how many GPUs, and how; FSDP2 with so many bytes of a weight that is gathered
     and of a gradient that is reduced."""
 
-    model: str
+    model: Model
     size: str
     gpus: int
     sharding: str
@@ -120,7 +124,12 @@ class Setting:
     @property
     def cost(self) -> Cost:
         """Of the model."""
-        return known_cost(self.model, self.size, (f"model.recompute={str(self.recompute).lower()}",))
+        return known_cost(self.model, self.size, (_recompute(self.recompute),))
+
+    def cells(self) -> dict[str, Any]:
+        """As its row has it."""
+        given = {"given": self.model.given} if self.model.given else {}
+        return {**asdict(self), "model": self.model.name, **given}
 
 
 @dataclass(frozen=True)
@@ -142,24 +151,24 @@ class Kept:
         return self.fixed + self.each * tokens
 
 
-def kept(name: str, size: str, recompute: bool, context: int) -> Kept:
-    """Of a variant of ``model`` of a size, for sequences of this length.
+def kept(model: Model, size: str, recompute: bool, context: int) -> Kept:
+    """Of a model of a size, for sequences of this length.
 
     Raises:
         ValueError: there is no Triton on this machine, whose operations say what they keep.
     """
-    return _counted(name, size, min(context, 1024) if context <= 4096 else 8192)[recompute]
+    return _counted(model, size, min(context, 1024) if context <= 4096 else 8192)[recompute]
 
 
 @lru_cache(maxsize=64)
-def _counted(name: str, size: str, tokens: int) -> tuple[Kept, Kept]:
+def _counted(model: Model, size: str, tokens: int) -> tuple[Kept, Kept]:
     """Without and with recomputation, by so many tokens: what is kept is linear in them, but that indexers learn from
     fewer slots beyond 4,096."""
     if triton_version() is None:
         raise ValueError("Triton is not installed: what its operations keep cannot be counted; pip install triton")
-    plain, bare = _model(name, size, False), _model(name, size, True)
+    plain, bare = _built(model, size, False), _built(model, size, True)
     fixed, parts = 4 * plain.embedding.weight.numel(), [part for part in plain.children() if isinstance(part, Stack)]
-    whole, rest = ((saved_bytes(model, tokens) - fixed) / tokens for model in (plain, bare))
+    whole, rest = ((saved_bytes(built, tokens) - fixed) / tokens for built in (plain, bare))
     block = (whole - rest) / sum(len(part.blocks) for part in parts)
     # What enters the layers is held by a checkpoint, outside of what autograd saves.
     return Kept(fixed, whole, block), Kept(fixed, rest + sum(map(_entering, parts)), block)
@@ -186,10 +195,12 @@ def _entering(part: Stack) -> int:
     return 2 * dim * ((part.streams + 1) * len(part.blocks) - part.streams)
 
 
-def _model(name: str, size: str, recompute: bool) -> LanguageModel:
-    with torch.device("meta"):
-        model = build_model(name, size, [f"model.recompute={str(recompute).lower()}"])
-    return model.to(torch.bfloat16).train()
+def _built(model: Model, size: str, recompute: bool) -> LanguageModel:
+    return model.bare(size, [_recompute(recompute)]).to(torch.bfloat16).train()
+
+
+def _recompute(wanted: bool) -> str:
+    return f"model.recompute={str(wanted).lower()}"
 
 
 def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
@@ -235,11 +246,14 @@ def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict
     }
 
 
-def paper_mfu(model: str, assumed: Assumed) -> float:
-    """The share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation."""
-    setting = Setting(model, "1p5b", 8, "ddp", True, assumed.micro_batch, 4096)
+def paper_mfu(variant: str, assumed: Assumed) -> float | None:
+    """The share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation; None for a
+    variant of ``model`` that it has not measured."""
+    if variant not in paper.TRAINING:
+        return None
+    setting = Setting(Model(variant), "1p5b", 8, "ddp", True, assumed.micro_batch, 4096)
     flops = setting.cost.training_flops(4096).total() / 4096
-    return paper.TRAINING[model]["tokens_per_second"] / 8 * flops / assumed.peak
+    return paper.TRAINING[variant]["tokens_per_second"] / 8 * flops / assumed.peak
 
 
 def travelling(overrides: Sequence[str] = ()) -> dict[str, int]:
@@ -258,9 +272,11 @@ def run(
     fsdp: Sequence[str] = (),
     output: str = "",
     results: str = "",
-    models: Sequence[str] = ("gsm", "baseline"),
+    models: Sequence[Entry] = entries.PAIR,
     gpus: Sequence[int] = (8, 64, 800),
     contexts: Sequence[int] = (4096, 16384, 65536, 262144, 1048576),
+    recipes: Sequence[str] = (),
+    layouts: Sequence[str] = ("1", "8", "64", "2x8"),
 ) -> Path:
     """Compute, print the tables and write them beside the JSON file; return that file.
 
@@ -270,22 +286,24 @@ def run(
         fsdp: overrides of ``trainer=fsdp``; without any, FSDP2 is what its yaml makes it.
         output: the file; left out: benchmarks/results/plan.json.
         results: a file of results; nothing is computed, and its tables are made again.
-        models: variants of ``model``, of those that the paper has measured: gsm, baseline.
+        models: entries (``entries.read``); checkpoints count at their own size alone.
         gpus: numbers of GPUs, in whole nodes.
         contexts: tokens of the one sequence that a GPU takes, with recomputation and FSDP2.
+        recipes, layouts: experiments, and GPUs that they are composed for, as in ``recipes.composed``.
 
     Raises:
-        ValueError: a model that the paper has not measured, GPUs that fill no whole nodes, or no length.
+        ValueError: an entry that is none, GPUs that fill no whole nodes, or no length.
     """
     if results:
         return show(Path(results))
-    unknown, broken = set(models) - {"gsm", "baseline"}, [n for n in gpus if n < 1 or n % assumed.per_node]
-    if unknown or broken or not contexts or min(contexts) < 1:
+    broken = [n for n in gpus if n < 1 or n % assumed.per_node]
+    if broken or not contexts or min(contexts) < 1:
         raise ValueError(
-            f"models {list(models)}, gpus {list(gpus)}, contexts {list(contexts)}: give gsm or baseline, multiples of "
-            f"{assumed.per_node} GPUs, and lengths of 1 or more"
+            f"gpus {list(gpus)}, contexts {list(contexts)}: give multiples of {assumed.per_node} GPUs, and lengths of "
+            "1 or more"
         )
-    pairs = [(size, model) for size in budgets for model in models]
+    known = entries.read(models)
+    pairs = entries.at_sizes(known, [*budgets], "budgets")
     types = travelling(fsdp)
     runs = [
         _run(
@@ -297,16 +315,17 @@ def run(
         _length(Setting(model, size, n, "fsdp2", True, 1, context, **types), assumed)
         for (size, model), n, context in product(pairs, gpus[:2], contexts)
     ]
+    made = [_recipe(one, assumed, types) for one in composed(recipes, layouts)]
     facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
-    shares = {model: paper_mfu(model, assumed) for model in models}
+    shares = {name: share for name in entries.PAIR if (share := paper_mfu(name, assumed))}
     content = {
         **facts,
         "assumed": asdict(assumed),
         "fsdp2": types,
         "paper_mfu": shares,
-        "paper_gib": _paper_memory(models),
+        "paper_gib": {name: paper.TRAINING[name]["peak_gib"] for name in entries.PAIR},
     }
-    rows = {f"{row['kind']} {number}": row for number, row in enumerate([*runs, *lengths])}
+    rows = {f"{row['kind']} {number}": row for number, row in enumerate([*runs, *lengths, *made])}
     path = Path(output) if output else FOLDER / "plan.json"
     write(path, {**content, "rows": rows})
     return show(path)
@@ -315,12 +334,11 @@ def run(
 def _run(setting: Setting, budgets: Mapping[str, float], assumed: Assumed) -> dict[str, Any]:
     """The row of a run: memory, a step, and hours for its tokens at the assumed and at the paper's speed."""
     parts, fast = memory(setting, assumed), timing(setting, assumed)
-    slow = timing(setting, assumed, paper_mfu(setting.model, assumed))
-    tokens = float(budgets[setting.size])
-    speeds = {"hours": fast, "hours_at_papers_mfu": slow}
+    share, tokens = paper_mfu(setting.model.variant or setting.model.name, assumed), float(budgets[setting.size])
+    speeds = {"hours": fast, **({"hours_at_papers_mfu": timing(setting, assumed, share)} if share else {})}
     hours = {name: tokens / one["tokens"] * one["step"] / 3600 for name, one in speeds.items()}
     return {
-        "kind": "run", **asdict(setting), "memory": parts, "fits": fits(parts, assumed), "budget": tokens,
+        "kind": "run", **setting.cells(), "memory": parts, "fits": fits(parts, assumed), "budget": tokens,
         "steps": tokens / fast["tokens"], "seconds": fast, **hours,
     }  # fmt: skip
 
@@ -333,15 +351,25 @@ def _length(setting: Setting, assumed: Assumed) -> dict[str, Any]:
     room = (assumed.hbm - assumed.reserve) * GIB - (parts["total"] - divided)
     searching = sum(n for part, n in flops.items() if part.endswith(("index scores", "teacher")))
     return {
-        "kind": "length", **asdict(setting), "memory": parts, "fits": fits(parts, assumed),
+        "kind": "length", **setting.cells(), "memory": parts, "fits": fits(parts, assumed),
         "divided_over": math.ceil(divided / room) if room > 0 else None, "searching": searching / flops.total(),
         "cache_bytes": setting.cost.cache_bytes(setting.context).total(),
         "seconds": flops.total() / (assumed.peak * assumed.mfu),
     }  # fmt: skip
 
 
-def _paper_memory(models: Sequence[str]) -> dict[str, float]:
-    return {model: paper.TRAINING[model]["peak_gib"] for model in models}
+def _recipe(recipe: Recipe, assumed: Assumed, types: Mapping[str, int]) -> dict[str, Any]:
+    """The row of a recipe: memory of every model by the way of sharding, and how many GPUs are enough with FSDP2."""
+
+    def held(sharding: str, gpus: int) -> dict[str, float]:
+        each = recipe.size, gpus, sharding, recipe.recompute, recipe.batch_size, recipe.context
+        return {name: memory(Setting(Model(name), *each, **types), assumed)["total"] for name in recipe.models}
+
+    enough = (n for n in ENOUGH if fits({"total": max(held("fsdp2", n).values())}, assumed))
+    memories = {sharding: held(sharding, recipe.gpus) for sharding in SHARDINGS}
+    shard = {way: fits({"total": max(of.values())}, assumed) for way, of in memories.items()}
+    row = {**asdict(recipe), "sequences": recipe.sequences}
+    return {"kind": "recipe", **row, "memory": memories, "fits": shard, "enough": next(enough, None)}
 
 
 def fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
@@ -362,7 +390,8 @@ def _layer_parameters(model: torch.nn.Module) -> list[int]:
 def show(path: Path) -> Path:
     """Publish the tables of a file of results. Raises ValueError for a file that is none of a plan."""
     content = read(path, "kind")
-    runs, lengths = ([row for row in content["rows"].values() if row["kind"] == kind] for kind in ("run", "length"))
+    kinds = ("run", "length", "recipe")
+    runs, lengths, made = ([row for row in content["rows"].values() if row["kind"] == kind] for kind in kinds)
     assumed, shown = content["assumed"], {row["gpus"] for row in lengths}
     given = ", ".join(f"{name} {value:g}" for name, value in assumed.items())
     opening = (
@@ -376,6 +405,7 @@ def show(path: Path) -> Path:
         path,
         opening,
         _checked(content, runs),
+        entries.described(runs),
         "Memory of a GPU in GiB; b sequences at a time:",
         table(MEMORY, [_memory_cells(row) for row in runs if row["gpus"] in shown]),
         "Time of the whole run, recomputed where it does not fit otherwise; what does not fit at all is left out. "
@@ -384,13 +414,16 @@ def show(path: Path) -> Path:
         "One sequence on a GPU, with FSDP2 and recomputation; where it does not fit, over how many GPUs its "
         "activations would have to be divided (context parallelism, which this plan does not include):",
         table(LENGTHS, map(_length_cells, lengths)),
+        "The experiments as they are composed for so many GPUs (2x8: two nodes of eight), b sequences at a time:",
+        table(RECIPES, map(_recipe_cells, made)),
     )
 
 
 def _checked(content: Mapping[str, Any], runs: Sequence[Row]) -> str:
     """The paper's measured memory beside what is computed for the same setting."""
     wanted = {"size": "1p5b", "gpus": 8, "sharding": "ddp", "recompute": True, "micro_batch": 4, "context": 4096}
-    alike = [row for row in runs if all(row[name] == value for name, value in wanted.items())]
+    mine = [row for row in runs if row["model"] in content["paper_gib"]]
+    alike = [row for row in mine if all(row[name] == value for name, value in wanted.items())]
     words = [
         f"{name} {row['memory']['total'] / GIB:.1f} GiB (the paper measured {content['paper_gib'][name]})"
         for row in alike
@@ -406,6 +439,20 @@ def _memory_cells(row: Row) -> tuple[str, ...]:
     return *_which(row), row["sharding"], _yes(row["recompute"]), str(row["micro_batch"]), *numbers, _yes(row["fits"])
 
 
+def _recipe_cells(row: Row) -> tuple[str, ...]:
+    which = row["experiment"], row["size"], row["run"], row["layout"], f"{row['batch_size']} x {short(row['context'])}"
+    if row["refused"]:
+        return *which, "", "", "", f"{row['steps']:,}", "", "", "", row["refused"]
+    tokens = row["sequences"] * row["context"]
+    counts = str(row["batches"]), str(row["sequences"]), f"{tokens:,}", f"{row['steps']:,}"
+    gib = (", ".join(f"{name} {x / GIB:.1f}" for name, x in row["memory"][way].items()) for way in SHARDINGS)
+    needs = "larger GPUs: one sequence does not fit"
+    if row["enough"]:
+        needs = f"trainer=fsdp and {row['enough']} GPUs"
+    needs = "" if row["fits"]["ddp"] else "trainer=fsdp" if row["fits"]["fsdp2"] else needs
+    return *which, *counts, f"{tokens * row['steps'] / 1e9:.3g}", *gib, needs
+
+
 def _best(runs: Sequence[Row]) -> list[Row]:
     """Of each way to shard, the one without recomputation if it fits, else the one with, if that does."""
     best: dict[tuple, Row] = {}
@@ -419,7 +466,8 @@ def _time_cells(row: Row) -> tuple[str, ...]:
     seconds, sharding = row["seconds"], row["sharding"] + (", recomputed" if row["recompute"] else "")
     part = seconds["communication"] / seconds["arithmetic"]
     step = f"{seconds['step']:.3g}", f"{seconds['communication']:.3g}", f"{part:.1%}"
-    hours = f"{row['hours']:,.3g}", f"{row['hours_at_papers_mfu']:,.3g}"
+    slow = row.get("hours_at_papers_mfu")  # of what the paper has measured
+    hours = f"{row['hours']:,.3g}", f"{slow:,.3g}" if slow else ""
     sequences = f"{seconds['tokens'] // row['context']:,}"
     return *_which(row), sharding, sequences, *step, f"{row['steps']:,.0f}", *hours
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gsm.config.load import build_model
-from gsm.costs.model import Cost, cost, paper_cache, paper_decode
+from gsm.costs.model import Cost, paper_cache, paper_decode
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 
-from . import machine, results
+from . import entries, machine, results
+from .entries import Entry, known_cost
 from .pictures import panels
 from .results import FOLDER, Row, rate, read, table, write
 from .timing import Ceilings
@@ -46,6 +46,7 @@ NEEDS = {
     "decode_seconds": ("decode_flops", "decode_bytes"),
 }
 SCALES = {"prefill_seconds": 1.0, "decode_seconds": 1e3, "cache_bytes": 2.0**-20}
+SIZE = "1p5b"  # where neither the command nor a checkpoint names one
 PAPER_SAYS = (
     "Attention and search in the decoder, and what it keeps, beside the terms of the paper's section 2.1. These count "
     "d for an entry that is attended to, which takes two products (logit and mixture), and let Reindex layers search a "
@@ -56,8 +57,8 @@ PAPER_SAYS = (
 def run(
     output: str = "",
     results: str = "",
-    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
-    size: str = "1p5b",
+    models: Sequence[Entry] = entries.ALL,
+    size: str | None = None,
     overrides: Sequence[str] = (),
     lengths: Sequence[int] = (256, 1024, 4096, 16384, 65536, 262144, 1048576),
     chunk: int = 4096,
@@ -75,13 +76,16 @@ def run(
         raise ValueError(
             f"models {list(models)}, lengths {list(lengths)}, chunk {chunk}: give one or more, of 1 or more"
         )
-    costs = {name: known_cost(name, size, tuple(overrides)) for name in models}
+    known = {model.name: model for model in entries.read(models)}
+    size = entries.one_size([*known.values()], size, SIZE)
+    costs = {name: known_cost(model, size, tuple(overrides)) for name, model in known.items()}
+    given = {name: {"given": model.given} if model.given else {} for name, model in known.items()}
     rows = {
-        f"{name} {size}, {tokens}": {"model": name, "size": size, **projected(model, tokens, chunk)}
+        f"{name} {size}, {tokens}": {"model": name, "size": size, **given[name], **projected(model, tokens, chunk)}
         for name, model in costs.items()
         for tokens in lengths
     }
-    leader, *others = models
+    leader, *others = known
     curves = {
         name: {what: cache(partial(NUMBERS[key], model, chunk, torch.bfloat16)) for what, key in COMPARED.items()}
         for name, model in costs.items()
@@ -95,13 +99,6 @@ def run(
     path = Path(output) if output else FOLDER / f"projection-{machine.in_file_names(size)}.json"
     write(path, content)
     return _show(path)
-
-
-@lru_cache(maxsize=64)
-def known_cost(name: str, size: str, overrides: tuple[str, ...] = ()) -> Cost:
-    """The cost of a model of a size, which is built without memory for its weights. Raises ValueError as ``cost``."""
-    with torch.device("meta"):
-        return cost(build_model(name, size, overrides))
 
 
 def projected(model: Cost, tokens: int, chunk: int) -> dict[str, Any]:
@@ -146,8 +143,9 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
     prefill and for decoding each by itself, that fit the points best (``fitted``): they show the shape alone.
 
     Args:
-        rows: with ``model``, ``size``, ``tokens``, and of ``prefill_seconds``, ``decode_seconds`` (of one token) and
-            ``cache_bytes`` those that were measured.
+        rows: with ``model``, what it was ``given``, ``size``, ``tokens``, and of ``prefill_seconds``,
+            ``decode_seconds`` (of one token) and ``cache_bytes`` those that were measured. Those of a checkpoint, which
+            do not tell what it is, are left out.
         dtype: of the models and their memories.
         chunk: tokens that a prefill read at a time.
         steps: tokens that were decoded before the cache was weighed.
@@ -156,7 +154,8 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
         ValueError: there is no time in any row, or the cost of a model is not known. ImportError: matplotlib is
             missing.
     """
-    models = {name_of(row): known_cost(row["model"], row["size"]) for row in rows}
+    told = [(row, model) for row in rows if (model := entries.of_row(row))]
+    rows, models = [row for row, _ in told], {name_of(row): known_cost(model, row["size"]) for row, model in told}
     rates: dict[str, Ceilings] = {}
 
     def work(what: str, model: Cost, tokens: int) -> tuple[int, int]:
@@ -257,6 +256,7 @@ def _show(path: Path) -> Path:
         path,
         opening,
         table(HEAD, map(_cells, rows)),
+        entries.described(rows),
         f"At which lengths, in tokens, up to {longest:,} (computed):",
         table((f"{content['leader']} needs less than", *COMPARED), found),
         *([PAPER_SAYS, table(PAPER, decoders)] if decoders else []),

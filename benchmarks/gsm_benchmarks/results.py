@@ -49,6 +49,7 @@ class Results:
     Attributes:
         rows: by name.
         sources: a fingerprint of what a row depends on, by its name, where that is less than the facts say.
+        given: what makes the model of a row more than its name (`entries.Model.given`), by the row's name.
         tried: how often rows that were begun have failed or not ended, by name.
     """
 
@@ -59,13 +60,15 @@ class Results:
         self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
         self.tried: dict[str, int] = content.get("tried", {}) if mark(content) == mark(self.facts) else {}
         self.sources: dict[str, str] = {}
+        self.given: dict[str, dict[str, Any]] = {}
         self._first = True
 
     def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
         """Whether there is a row of this name, measured on the same device with the same threads and versions, of the
-        same sources, and by this protocol, if it has one."""
-        row = self.rows.get(name, {"failed": "not measured"})
-        return mark(row) == mark(self._carried(name)) and not row.get("failed") and row.get("protocol") == protocol
+        same sources and model, and by this protocol, if it has one."""
+        row, own = self.rows.get(name, {"failed": "not measured"}), self._carried(name)
+        alike = mark(row) == mark(own) and row.get("given") == own.get("given")
+        return alike and not row.get("failed") and row.get("protocol") == protocol
 
     def times(self, name: str) -> int:
         """How often a row was begun and has failed, or not ended."""
@@ -148,9 +151,10 @@ class Results:
         self._write()
 
     def _carried(self, name: str) -> dict[str, Any]:
-        """What of the facts a row has, with its own sources."""
-        own = {"sources": self.sources[name]} if name in self.sources else {}
-        return {key: self.facts[key] for key in CARRIED if key in self.facts} | own
+        """What of the facts a row has, with its own sources, and what its model was given."""
+        own: dict[str, Any] = {"sources": self.sources[name]} if name in self.sources else {}
+        own |= {"given": self.given[name]} if self.given.get(name) else {}
+        return {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **own}
 
     def _write(self) -> None:
         tried = {name: times for name, times in self.tried.items() if times}

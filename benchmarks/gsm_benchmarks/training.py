@@ -15,7 +15,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,15 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gsm.config.compose import compose
-from gsm.config.load import build_model, instantiate
-from gsm.costs.model import cost
+from gsm.config.load import instantiate
 from gsm.models.base import LanguageModel
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
 from gsm_kernels import explain
 
-from . import machine, paper, results, timing
+from . import entries, machine, paper, results, timing
+from .entries import Entry, Model, known_cost
 from .paper import OURS
 from .results import Asked, Row, mark, quartiles, read, table
 from .timing import Moment, now
@@ -50,11 +49,10 @@ UNITS = {"tokens_per_second": "tokens/s", "peak_gib": "peak GiB a GPU", "seconds
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for how long: a variant of ``model`` and of ``size``, whether activations are recomputed,
-    sequences on each device, tokens of a sequence, steps that are not timed and that are, and how many devices of which
-    kind."""
+    """What is trained, and for how long: which model of which size, whether activations are recomputed, sequences on
+    each device, tokens of a sequence, steps that are not timed and that are, and how many devices of which kind."""
 
-    name: str
+    of: Model
     size: str
     recompute: bool | str
     batch: int
@@ -64,13 +62,13 @@ class Job:
     kind: str
     devices: int
 
-    def build(self) -> LanguageModel:
+    def build(self, device: str | torch.device = "cpu") -> LanguageModel:
         """The model, the same in every process."""
-        return build_model(self.name, self.size, [f"model.recompute={str(self.recompute).lower()}"], seed=0)
+        return self.of.build(self.size, [f"model.recompute={str(self.recompute).lower()}"], device)
 
     def optimizer(self) -> AdamW:
         """The settings of the optimiser."""
-        return instantiate(compose([f"model={self.name}", f"size={self.size}"])["optimizer"], "optimizer")
+        return instantiate(self.of.config(self.size)["optimizer"], "optimizer")
 
 
 class Steps(NamedTuple):
@@ -82,7 +80,7 @@ class Steps(NamedTuple):
 
 
 def run(
-    models: Sequence[str] = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net"),
+    models: Sequence[Entry] = entries.ALL,
     size: str | None = None,
     batch_size: int = 4,
     context: int | None = None,
@@ -112,28 +110,28 @@ def run(
     if devices > 1 and compile:
         raise ValueError(f"devices is {devices} and compile is true: compile is measured on one device; leave it out")
     where = machine.chosen(how.device)
-    size = size or ("0p5b" if where.type == "cuda" else "nano")
+    known = entries.read(models)
+    size = entries.one_size(known, size, "0p5b" if where.type == "cuda" else "nano")
     file = how.open("training", where, models=True)
     marks = {f"{devices} devices": devices > 1, "compiled": compile, "recomputed": recompute is True}
     marks["recomputed in part"] = recompute == "selective"
     rows = {}
-    for name in models:
-        tokens = context or compose([f"model={name}", f"size={size}"])["data"]["context"]
-        row = ", ".join([f"{name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
-        job = Job(name, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
-        rows[row] = partial(measure, job, where, compile)
+    for model in known:
+        tokens = context or model.config(size)["data"]["context"]
+        row = ", ".join([f"{model.name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
+        job = Job(model, size, recompute, batch_size, tokens, warm_up, steps, where.type, devices)
+        rows[row], file.given[row] = partial(measure, job, where, compile), model.given
     return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=how.force, show=_show)
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
     """The row of one model, as plain containers. Raises ValueError for a model whose cost is not known."""
     roof = timing.ceilings(device)
-    with torch.device("meta"):
-        plain = build_model(job.name, job.size)  # what is only recomputed does not count as work
-    flops = job.batch * cost(plain).training_flops(job.context).total()
-    row = {"model": job.name, "size": job.size, "batch_size": job.batch, "context": job.context, "compiled": compile}
+    plain = known_cost(job.of, job.size, ("model.recompute=false",))  # what is only recomputed does not count as work
+    flops = job.batch * plain.training_flops(job.context).total()
+    row = {"model": job.of.name, "size": job.size, "batch_size": job.batch, "context": job.context, "compiled": compile}
     row |= {"recompute": job.recompute, "devices": job.devices, "flops": flops, "kernels": explain()}
-    row |= {"parameters": sum(p.numel() for p in plain.parameters()), "ceilings": roof._asdict()}
+    row |= {"parameters": sum(p.numel() for p in plain.model.parameters()), "ceilings": roof._asdict()}
     found = machine.in_memory(lambda: _together(job) if job.devices > 1 else _alone(job, device, compile))
     machine.free()
     if found is None:
@@ -157,8 +155,7 @@ def _alone(job: Job, device: torch.device, compile: bool) -> Steps:
     """The steps of a model on one device. On a CPU no peak is known: a later model finds room in what an earlier one
     has left to this process, and would come out as the smaller one."""
     with machine.watching(device) as peak:
-        with torch.device(device):
-            model = job.build()
+        model = job.build(device)
         if compile:
             model.compile()
         step, times = _step(model, job, device), []
@@ -216,13 +213,12 @@ def _together(job: Job) -> Steps:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torch.multiprocessing.spawn(_train, (asdict(job), port, str(path)), nprocs=job.devices)
+        torch.multiprocessing.spawn(_train, (job, port, str(path)), nprocs=job.devices)
         return Steps(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def _train(rank: int, given: dict[str, Any], port: int, path: str) -> None:
+def _train(rank: int, job: Job, port: int, path: str) -> None:
     """One of the processes; the first one writes what was found."""
-    job = Job(**given)
     for name in ("lightning.pytorch", "lightning.fabric"):  # what Lightning tells everybody
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
@@ -283,7 +279,8 @@ def _show(path: Path) -> Path:
     """Publish the table of a file of results."""
     content = read(path, "compiled")
     cells = [_cells(name, row, alike(content["rows"].values(), row)) for name, row in content["rows"].items()]
-    return results.publish(path, results.measured_on(content), table(HEAD, cells), paper_table(content))
+    about = entries.described(content["rows"].values())
+    return results.publish(path, results.measured_on(content), table(HEAD, cells), about, paper_table(content))
 
 
 def _cells(name: str, row: Row, baseline: Row | None) -> tuple[str, ...]:
@@ -310,7 +307,7 @@ def paper_table(content: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         baseline = alike(rows.values(), row)
         if row["model"] == OURS and not row.get("failed") and baseline:
-            pairs = {key: (_value(baseline, key), _value(row, key)) for key in UNITS}
+            pairs = {key: (value(baseline, key), value(row, key)) for key in UNITS}
             cells += [_paper_cells(f"{name}: {UNITS[key]}", *pair) for key, pair in pairs.items() if None not in pair]
     if len(cells) == len(UNITS):
         return ""
@@ -318,7 +315,8 @@ def paper_table(content: Mapping[str, Any]) -> str:
     return f"The paper's: {theirs['device']}, {theirs['what']}. Ours: {content['device']}.\n\n{table(head, cells)}"
 
 
-def _value(row: Row, name: str) -> Any:
+def value(row: Row, name: str) -> Any:
+    """Seconds of a step, or what else a row holds under this name."""
     return row["ms"]["median"] / 1e3 if name == "seconds" else row[name]
 
 

@@ -39,13 +39,20 @@ REMEDIES = {
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
+# An override that begins inside a list or a mapping, in group 1 what stands before it; or something in quotes.
+INSIDE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|([\[{,]\s*|:\s+)[~+]*[\w./@]+=""")
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
-def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> None:
+def prepare(arguments: Sequence[str] | None = None, script: str = "train", part: str | None = None) -> None:
     """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt.
 
     Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
+
+    Args:
+        arguments: what to check; None: the command line, which is put into Hydra's words (``in_hydras_words``).
+        script: whose yaml is composed.
+        part: a key of that yaml whose values may be given without its name.
     """
     register_resolvers()
     if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
@@ -57,13 +64,57 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train") -> No
         return
     _own_configs(parsed.config_dir)
     with errors_as_sentences():
+        words = in_hydras_words(parsed.overrides, script, part)
+        if arguments is None:
+            changed = dict(zip(parsed.overrides, words, strict=True))
+            sys.argv[1:] = [changed.get(word, word) for word in sys.argv[1:]]
         directories = paths.config_folders()[1:]
         if arguments is None and directories and not any(word.startswith(SEARCH) for word in sys.argv):
-            first = sys.argv.index(parsed.overrides[0]) if parsed.overrides else len(sys.argv)  # they stand together
+            first = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
             sys.argv.insert(first, search(directories))
-        check_available(parsed.overrides)
+        check_available(words)
         if not (parsed.config_name or parsed.config_path):  # another one is checked inside of its job
-            check_overrides(parsed.overrides, script)
+            check_overrides(words, script)
+
+
+def in_hydras_words(words: Sequence[str], script: str = "train", part: str | None = None) -> list[str]:
+    """Overrides as Hydra reads them.
+
+    ``models=[{name: a, overrides: [model.state_size=64]}]`` gets quotes around the override inside, where Hydra takes
+    no equals sign. A key that the yaml of the script does not have is one of its ``part``, if one is named.
+    """
+    known = {part, *OmegaConf.load(paths.configs() / f"{script}.yaml")} if part else ()
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        own = part and equals and key.isidentifier() and key not in known
+        found.append(f"{part}.{key}={quoted(value)}" if own else f"{key}{equals}{quoted(value)}")
+    return found
+
+
+def quoted(value: str) -> str:
+    """A value with quotes around every ``key=value`` in its lists and mappings that has none yet."""
+    parts, rest = [], value if value[:1] in ("[", "{") else ""
+    while found := INSIDE.search(rest):
+        if found[1] is None:
+            parts, rest = [*parts, rest[: found.end()]], rest[found.end() :]
+            continue
+        end = _end(rest, found.end())
+        inside = rest[found.end(1) : end].rstrip()
+        mark = '"' if "'" in inside else "'"
+        parts += [rest[: found.end(1)], mark, inside, mark]
+        rest = rest[end:]
+    return "".join([*parts, rest]) if parts else value
+
+
+def _end(text: str, start: int) -> int:
+    """Where an element ends whose brackets are open from here on: before a comma or the bracket around it."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "[{(") - (text[place] in "]})")
+        if depth < 0 or (depth == 0 and text[place] == ","):
+            return place
+    return len(text)
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:

@@ -59,7 +59,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     plain = _resolve(config)
     _fill_in(plain)
     groups = _groups(folders)
-    if not chosen.get("experiment") and all(one.key_or_group in groups for one in _parse(job.overrides.task)):
+    if not chosen.get("experiment") and all(one.key_or_group in groups for one in parse(job.overrides.task)):
         reference = config
     else:
         given = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
@@ -120,7 +120,7 @@ def search(directories: Sequence[Path]) -> str:
 
 def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> list[Override]:
     """The overrides, read, without those of Hydra itself; every group has the chosen variant."""
-    parsed = _parse(overrides)
+    parsed = parse(overrides)
     for override in parsed:
         _check_choice(override, groups)
     return parsed
@@ -242,7 +242,8 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Iterable[str]) -> list[Override]:
+    """Overrides, read one by one, without those of Hydra itself. Raises ConfigError for what is none."""
     parser = OverridesParser.create()
     parsed = []
     for line in overrides:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gsm.config.check import ConfigError, check, few
-from gsm.config.compose import compose
+from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
 from gsm.files import Damaged, verify_archive
@@ -89,7 +90,10 @@ def build_model(
 
 
 def load_model(
-    path: str | os.PathLike[str], device: str | torch.device = "cpu", directories: Sequence[Path] = ()
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    directories: Sequence[Path] = (),
+    overrides: Iterable[str] = (),
 ) -> LanguageModel:
     """The trained model of a checkpoint, in evaluation mode. A stranger's file runs no code (``gsm.config.trust``).
 
@@ -97,22 +101,16 @@ def load_model(
         path: a ``.ckpt`` file, or the folder of a run, which stands for its ``checkpoints/last.ckpt``.
         device: where the weights go.
         directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
+        overrides: values of the model that are to differ from the checkpoint's: ``["model.candidate_pool=false"]``.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is truncated or damaged, no checkpoint of this project, names parts that no yaml names, or
             its configuration no longer fits the code.
+        ConfigError: an override that changes no value of the model.
     """
     checkpoint = read_checkpoint(path)
-    node = vetted_node(checkpoint, "model", path, directories)
-    try:
-        check({"model": node}, {"model": node}, [])
-        with as_in_file():
-            model = instantiate_model({"model": node})
-    except ConfigError as error:
-        raise CheckpointError(
-            f"the configuration in {path} no longer fits this version of the code: {error}"
-        ) from error
+    model = model_of(checkpoint, path, directories, overrides)
     wrong = misfits(model, checkpoint)
     if wrong:
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
@@ -120,6 +118,41 @@ def load_model(
         raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
     load_weights(model, checkpoint)
     return model.to(device).eval()
+
+
+def model_of(
+    checkpoint: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    directories: Sequence[Path] = (),
+    overrides: Iterable[str] = (),
+) -> LanguageModel:
+    """The model of a checkpoint that was read, with fresh weights. Arguments and errors as of ``load_model``."""
+    node = _changed(vetted_node(checkpoint, "model", path, directories), list(overrides))
+    try:
+        check({"model": node}, {"model": node}, [])
+        with as_in_file():
+            return instantiate_model({"model": node})
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the configuration in {path} no longer fits this version of the code: {error}"
+        ) from error
+
+
+def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The node of a checkpoint's model with other values, each a place below ``model``. Raises ConfigError."""
+    node = copy.deepcopy(node)
+    for one in parse(overrides):
+        *above, last = one.key_or_group.split(".")
+        place: Any = node if above[:1] == ["model"] else None
+        for key in above[1:]:
+            place = place.get(key) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last.startswith("_") or one.is_delete() or one.is_sweep_override():
+            raise ConfigError(
+                f"a checkpoint cannot be changed by '{one.input_line}': give a value of its model, such as "
+                "model.candidate_pool=false"
+            )
+        place[last] = one.value()
+    return node
 
 
 @contextlib.contextmanager
