@@ -333,7 +333,7 @@ def read_csv(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+def until(holds: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "waited in vain"
