@@ -13,6 +13,7 @@ from gsm.config.compose import compose
 from gsm_benchmarks import plan
 from gsm_benchmarks.entries import Model, known_cost
 from gsm_benchmarks.plan import GIB, Assumed, Setting, _built, kept, memory, paper_mfu, saved_bytes, timing
+from gsm_benchmarks.recipes import composed
 from gsm_kernels.device import triton_version
 
 ASSUMED = Assumed(
@@ -176,3 +177,32 @@ def test_the_yaml_states_every_assumption():
     node = compose(["benchmark=plan"], script="benchmark")["benchmark"]["assumed"]
     assert {*node} - {"_target_"} == {*Assumed.__dataclass_fields__}
     assert float(node["peak"]) == 989e12
+
+
+def test_a_recipe_is_the_papers_on_any_number_of_gpus_or_says_why_not():
+    """128 sequences a step, 10 B tokens in all; 64 GPUs with four sequences each would take 256 at a time."""
+    found = {one.layout: one for one in composed(["experiment=paper_main size=0p5b"], ["1", "8", "64", "2x8"])}
+    whole = {layout: (one.gpus, one.batches, one.sequences) for layout, one in found.items() if not one.refused}
+    assert whole == {"1": (1, 32, 128), "8": (8, 4, 128), "2x8": (16, 2, 128)}
+    assert {one.steps * 128 * one.context for one in found.values()} == {19_074 * 524_288}
+    assert found["64"].batches is None and "say data.batch_size=2 or global_batch=256" in found["64"].refused
+    with pytest.raises(ValueError, match="layouts has '2 x 8', but takes GPUs such as 8"):
+        list(composed(["experiment=paper_main"], ["2 x 8"]))
+
+
+@counted
+def test_a_recipe_needs_the_simplest_way_that_fits_or_more_gpus():
+    recipe = next(composed(["experiment=paper_long_context size=nano"], ["8"]))
+    total = memory(Setting(GSM, "nano", 8, "ddp", False, 4, 256), ASSUMED)["total"]
+    row = plan._recipe(recipe, ASSUMED)
+    assert row["memory"]["trainer=ddp"]["gsm"] == total and row["needs"] == "trainer=ddp"
+    sharded = max(row["memory"]["trainer=fsdp"].values())
+    assert sharded < total
+    tight = replace(ASSUMED, hbm=5 + (sharded + 1) / GIB)
+    assert plan._recipe(recipe, tight)["needs"] == "trainer=fsdp"
+    half = max(row["memory"][[*plan.WAYS][-1]].values())
+    assert half < sharded
+    assert (
+        "GPUs, trainer=fsdp trainer.strategy.gathered=bfloat16"
+        in plan._recipe(recipe, replace(ASSUMED, hbm=5 + (half - 1) / GIB))["needs"]
+    )

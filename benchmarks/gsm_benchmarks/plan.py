@@ -46,12 +46,18 @@ from .results import FOLDER, Row, read, table, write
 GIB = 2**30
 SHARDINGS = ("ddp", "fsdp2")
 ENOUGH = tuple(8 << n for n in range(8))  # GPUs that are tried
+# How a recipe may be sharded, what comes first being simpler: by how many bytes FSDP2 gathers and reduces, too.
+WAYS = {
+    "trainer=ddp": ("ddp", 4, 4),
+    "trainer=fsdp": ("fsdp2", 4, 4),
+    "trainer=fsdp trainer.strategy.gathered=bfloat16 trainer.strategy.reduced=float32": ("fsdp2", 2, 4),
+}
 PARTS = ("weights", "gradients", "optimizer", "buckets", "weights at work", "activations", "layer or logits at work")
 MEMORY = ("size", "model", "GPUs", "sharding", "recomputed", "b", *PARTS, "GiB in all", "fits")
 TIME = ("size", "model", "GPUs", "sharding", "sequences a step", "step, s", "communication, s", "of the arithmetic",
         "steps", "hours", "hours at the paper's MFU")  # fmt: skip
 RECIPES = ("experiment", "size", "run", "GPUs", "b", "batches", "sequences a step", "tokens a step", "steps",
-           "tokens, 10^9", "GiB, DDP", "GiB, FSDP2", "needs")  # fmt: skip
+           "tokens, 10^9", "GiB, DDP", "GiB, FSDP2", "GiB, bfloat16 gathered", "needs")  # fmt: skip
 LENGTHS = ("size", "model", "GPUs", "tokens", "activations, GiB", "GiB in all", "fits", "else divided over",
            "indexers, of FLOPs", "seconds on one GPU", "cache, GiB")  # fmt: skip
 
@@ -315,7 +321,7 @@ def run(
         _length(Setting(model, size, n, "fsdp2", True, 1, context, **types), assumed)
         for (size, model), n, context in product(pairs, gpus[:2], contexts)
     ]
-    made = [_recipe(one, assumed, types) for one in composed(recipes, layouts)]
+    made = [_recipe(one, assumed) for one in composed(recipes, layouts)]
     facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
     shares = {name: share for name in entries.PAIR if (share := paper_mfu(name, assumed))}
     content = {
@@ -358,18 +364,22 @@ def _length(setting: Setting, assumed: Assumed) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _recipe(recipe: Recipe, assumed: Assumed, types: Mapping[str, int]) -> dict[str, Any]:
-    """The row of a recipe: memory of every model by the way of sharding, and how many GPUs are enough with FSDP2."""
+def _recipe(recipe: Recipe, assumed: Assumed) -> dict[str, Any]:
+    """The row of a recipe: memory of every model by the way of sharding, and which way fits, on how many GPUs."""
 
-    def held(sharding: str, gpus: int) -> dict[str, float]:
+    def held(way: str, gpus: int) -> dict[str, float]:
+        sharding, *types = WAYS[way]
         each = recipe.size, gpus, sharding, recipe.recompute, recipe.batch_size, recipe.context
-        return {name: memory(Setting(Model(name), *each, **types), assumed)["total"] for name in recipe.models}
+        return {name: memory(Setting(Model(name), *each, *types), assumed)["total"] for name in recipe.models}
 
-    enough = (n for n in ENOUGH if fits({"total": max(held("fsdp2", n).values())}, assumed))
-    memories = {sharding: held(sharding, recipe.gpus) for sharding in SHARDINGS}
-    shard = {way: fits({"total": max(of.values())}, assumed) for way, of in memories.items()}
-    row = {**asdict(recipe), "sequences": recipe.sequences}
-    return {"kind": "recipe", **row, "memory": memories, "fits": shard, "enough": next(enough, None)}
+    def enough(way: str, gpus: int) -> bool:
+        return all(fits({"total": total}, assumed) for total in held(way, gpus).values())
+
+    needs = next((way for way in WAYS if enough(way, recipe.gpus)), None)
+    last = [*WAYS][-1]
+    more = next((f"{n} GPUs, {last}" for n in ENOUGH if n > recipe.gpus and enough(last, n)), "larger GPUs")
+    row = {**asdict(recipe), "sequences": recipe.sequences, "memory": {way: held(way, recipe.gpus) for way in WAYS}}
+    return {"kind": "recipe", **row, "needs": needs or more}
 
 
 def fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
@@ -400,6 +410,9 @@ def show(path: Path) -> Path:
         "Bytes in which FSDP2 gathers a weight and averages a gradient, by `trainer=fsdp`: "
         f"{content['fsdp2']['gathered']} and {content['fsdp2']['reduced']}."
     )
+    composition = (
+        "The experiments as they are composed for so many GPUs (2x8: two nodes of eight), b sequences at a time:"
+    )
     shares = "; ".join(f"{model}: {share:.1%}" for model, share in content["paper_mfu"].items())
     return results.publish(
         path,
@@ -414,8 +427,7 @@ def show(path: Path) -> Path:
         "One sequence on a GPU, with FSDP2 and recomputation; where it does not fit, over how many GPUs its "
         "activations would have to be divided (context parallelism, which this plan does not include):",
         table(LENGTHS, map(_length_cells, lengths)),
-        "The experiments as they are composed for so many GPUs (2x8: two nodes of eight), b sequences at a time:",
-        table(RECIPES, map(_recipe_cells, made)),
+        *([composition, table(RECIPES, map(_recipe_cells, made))] if made else []),
     )
 
 
@@ -442,15 +454,11 @@ def _memory_cells(row: Row) -> tuple[str, ...]:
 def _recipe_cells(row: Row) -> tuple[str, ...]:
     which = row["experiment"], row["size"], row["run"], row["layout"], f"{row['batch_size']} x {short(row['context'])}"
     if row["refused"]:
-        return *which, "", "", "", f"{row['steps']:,}", "", "", "", row["refused"]
+        return *which, "", "", "", f"{row['steps']:,}", "", "", "", "", row["refused"]
     tokens = row["sequences"] * row["context"]
     counts = str(row["batches"]), str(row["sequences"]), f"{tokens:,}", f"{row['steps']:,}"
-    gib = (", ".join(f"{name} {x / GIB:.1f}" for name, x in row["memory"][way].items()) for way in SHARDINGS)
-    needs = "larger GPUs: one sequence does not fit"
-    if row["enough"]:
-        needs = f"trainer=fsdp and {row['enough']} GPUs"
-    needs = "" if row["fits"]["ddp"] else "trainer=fsdp" if row["fits"]["fsdp2"] else needs
-    return *which, *counts, f"{tokens * row['steps'] / 1e9:.3g}", *gib, needs
+    gib = (", ".join(f"{name} {x / GIB:.1f}" for name, x in of.items()) for of in row["memory"].values())
+    return *which, *counts, f"{tokens * row['steps'] / 1e9:.3g}", *gib, row["needs"]
 
 
 def _best(runs: Sequence[Row]) -> list[Row]:
