@@ -222,8 +222,9 @@ class Lengths(Measure):
                 f"{trained.file} was trained on questions, which have no length to vary: say data=stdlib or path="
             )
         windows = {}
-        for data.documents in self.documents:
-            windows[data.documents] = found = data.of_length(longest, count, split)
+        for documents in self.documents:
+            data.documents = documents
+            windows[documents] = found = data.of_length(longest, count, split)
             if len(found) < count:
                 raise ConfigError(
                     f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} "
