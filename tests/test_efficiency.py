@@ -125,3 +125,33 @@ def test_both_halves_are_measured_and_not_again(monkeypatch, tmp_path: Path, cap
     capsys.readouterr()
     efficiency.run(**asked, output=str(tmp_path / "a.json"))
     assert capsys.readouterr().out.count("measured already") == 4
+
+
+def test_requests_of_other_lengths_or_another_text_are_left_out(measured, monkeypatch, tmp_path: Path):
+    output = str(tmp_path / "a.json")
+
+    def prefills(**given: Any) -> list[str]:
+        rows = read(efficiency.run(size="1p5b", device="cpu", output=output, **given))["rows"]
+        return [row["quantity"] for row in rows.values() if "prefill" in row["quantity"]]
+
+    assert prefills(lengths=[512]) == ["prefill, 512 tokens: tokens/s"]
+    assert prefills(lengths=[1024]) == []
+    monkeypatch.setattr(inference, "run", lambda **given: None)
+    file = results(str(next(tmp_path.glob("*inference*.json"))))
+    for row in [*file.rows.values()]:
+        file.add(row["model"], {**row, "protocol": {**row["protocol"], "text": "docs"}})
+    assert prefills(lengths=[512]) == [] and prefills(lengths=[512], text="docs") != []
+
+
+def test_rows_that_were_not_measured_in_turns_say_so():
+    pair = [served("gsm", 512, 4.0, 2.0, 1 << 20), {**served("baseline", 512, 8.0, 4.0, 2 << 20), "turn": "b"}]
+    names = [one["quantity"] for one in efficiency._requests(pair, "1p5b")]
+    assert [name.endswith("(not in turns)") for name in names] == ["cache" not in name for name in names]
+
+
+def test_training_of_one_model_alone_is_measured_again_with_the_other(measured, tmp_path: Path):
+    """A ratio is of one run of the command; this benchmark finds no row of the baseline."""
+    output = str(tmp_path / "a.json")
+    for _ in range(2):
+        efficiency.run(size="1p5b", lengths=[512], device="cpu", output=output)
+    assert [given["force"] for name, given in measured if name == "training"] == [False, True]

@@ -200,3 +200,22 @@ def test_a_plan_of_another_model_has_no_hours_at_the_paper_s_speed(monkeypatch):
         row = plan._run(setting, {"pico": 1e6}, assumed)
         hours[row["model"]] = {name for name in row if name.startswith("hours")}
     assert hours == {"transformer": {"hours"}, "no_pool": {"hours", "hours_at_papers_mfu"}}
+
+
+def test_a_file_of_results_names_variants_and_composes_nothing_else():
+    """Overrides may name code, and a file of results may come from anybody."""
+    assert entries.of_row({"model": "gsm", "size": "nano"}) == Model("gsm")
+    for row in (
+        {"model": "gsm", "size": "nano", "given": {"overrides": ["+model.x._target_=os.getcwd"]}},
+        {"model": "a", "size": "nano", "given": {"variant": "gsm"}},
+        {"model": "gsm", "size": "nano", "given": {"checkpoint": "0" * 64}},
+        {"model": "{_target_: os.getcwd}", "size": "nano"},
+        {"model": "gsm", "size": "nano,model.x=1"},
+    ):
+        assert entries.of_row(row) is None
+
+
+@pytest.mark.parametrize("wrong", ["gsm", []])
+def test_models_are_a_list_with_something_in_it(wrong):
+    with pytest.raises(ConfigError, match="models is .*, but takes a list of one entry or more"):
+        entries.read(wrong)

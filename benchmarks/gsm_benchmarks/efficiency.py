@@ -17,7 +17,7 @@ import torch
 
 from . import entries, inference, machine, paper, results, training
 from .entries import Entry
-from .inference_report import short, speed_up
+from .inference_report import apart, short, speed_up
 from .results import Asked, Errors, Row, mark, read, table, usual_path, write
 
 HEAD = ("", "baseline", "GSM", "GSM / baseline")
@@ -63,44 +63,59 @@ def run(
     prompts = [n for n in paper.INFERENCE["lengths"] if n <= longest] if lengths is None else lengths
     texts = {"lengths": prompts, "synthetic_lengths": [], "text": text}
     served = {**paper.INFERENCE["how"], **texts, "seconds": seconds}
+    given = {model.name: model.given for model in known}
     errors, end = Errors(), time.monotonic() + 60 * how.minutes
     try:
         for name, measure, settings in (("training", training.run, trained), ("inference", inference.run, served)):
             left = max(0.0, (end - time.monotonic()) / 60)
-            with errors.kept(name):
-                measure(**common, **settings, output=str(files[name]), minutes=left)
+            again = name == "training" and 0 < len(_trained(files[name], size, trained, given)) < len(known)
+            with errors.kept(name):  # what was trained in another run of this command is not compared with
+                once = {**common, "force": how.force or again}
+                measure(**once, **settings, output=str(files[name]), minutes=left)
     finally:
         if any(file.exists() for file in files.values()):
-            write(path, _content(files, size, trained, {model.name: model.given for model in known}))
+            write(path, _content(files, size, trained, served, given))
             show(path)
     errors.raise_first()
     return path
 
 
 def _content(
-    files: Mapping[str, Path], size: str, trained: Mapping[str, Any], given: Mapping[str, Any]
+    files: Mapping[str, Path],
+    size: str,
+    trained: Mapping[str, Any],
+    served: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What the file holds: facts of the two files, and of each quantity what was found, and what the paper has. Rows of
     other models, of another size, or measured in another way, are left out."""
     there = {name: read(file) for name, file in files.items() if file.exists()}
     facts = {key: value for content in there.values() for key, value in content.items() if key not in ("rows", "tried")}
-    current = {
-        name: [
-            row
-            for row in content["rows"].values()
-            if mark(row) == mark(content) and row.get("given", {}) == given.get(row["model"])
-        ]
-        for name, content in there.items()
-    }
-    steps = [
+    steps = _trained(files["training"], size, trained, given)
+    wanted = {**served, "size": size, "batch": served["batch_size"]}
+    requests = [
         row
-        for row in current.get("training", [])
-        if row["size"] == size and all(row[key] == trained[key] for key in ("batch_size", "recompute", "devices"))
+        for row in _current(files["inference"], given)
+        if row["tokens"] in served["lengths"]
+        and all(value == wanted.get(key, value) for key, value in row["protocol"].items())
     ]
-    requests = [row for row in current.get("inference", []) if row["protocol"]["size"] == size]
     rows = {one["quantity"]: one for one in (*_steps(steps, size), *_requests(requests, size))}
     models = [{"model": row["model"], "given": row["given"]} for row in (*steps, *requests) if row.get("given")]
-    return {**facts, "size": size, "trained": dict(trained), "models": models, "rows": rows}
+    return {**facts, "size": size, "text": served["text"], "trained": dict(trained), "models": models, "rows": rows}
+
+
+def _current(file: Path, given: Mapping[str, Any]) -> list[Row]:
+    """The rows of these models that were measured where the file was last added to."""
+    content = read(file) if file.exists() else {"rows": {}}
+    rows = [row for row in content["rows"].values() if mark(row) == mark(content)]
+    return [row for row in rows if row["model"] in given and row.get("given", {}) == given[row["model"]]]
+
+
+def _trained(file: Path, size: str, trained: Mapping[str, Any], given: Mapping[str, Any]) -> list[Row]:
+    """The rows of training of this size and with these settings."""
+    alike = ("batch_size", "recompute", "devices")
+    rows = [row for row in _current(file, given) if row["size"] == size]
+    return [row for row in rows if all(row[key] == trained[key] for key in alike)]
 
 
 def _steps(rows: Sequence[Row], size: str) -> Iterator[dict[str, Any]]:
@@ -134,6 +149,8 @@ def _requests(rows: Sequence[Row], size: str) -> Iterator[dict[str, Any]]:
                 processor = speed_up(ours, other, what, "processor_ms") if own else None
             said = {"ratio": paper.INFERENCE["gsm / baseline"][what]} if size == paper.SIZE else None
             name = words.format(f"{short(tokens)} tokens")
+            if ours and other and what != "cache":
+                name += apart(ours, other)
             yield {"quantity": name, **found, "ratio": ratio, "processor": processor, "paper": said}
 
 
@@ -172,7 +189,8 @@ def show(path: Path) -> Path:
         f"Size {content['size']}. Training: {trained['batch_size']} sequences on each of {trained['devices']} devices, "
         f"recompute={str(trained['recompute']).lower()}, median of {trained['steps']} steps after "
         f"{trained['warm_up']}. Inference: {served['batch_size']} request, median of {served['runs']} runs after "
-        f"{served['warm_up']}, {served['steps']} given tokens; ratios run by run."
+        f"{served['warm_up']}, {served['steps']} given tokens; text: {content['text']}; ratios run by run, where both "
+        "were measured in turns."
     )
     theirs = (
         f"The paper's: training on {paper.TRAINING['device']}, {paper.TRAINING['what']}; inference on "

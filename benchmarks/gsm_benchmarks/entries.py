@@ -88,11 +88,11 @@ class Model:
 
 
 def of_row(row: Mapping[str, Any]) -> Model | None:
-    """The model of a row; None where the row alone does not say what it is: it comes from a checkpoint."""
-    given = row.get("given") or {}
-    if given.get("checkpoint"):
-        return None
-    return Model(row["model"], tuple(given.get("overrides", ())), given.get("variant"))
+    """The model of a row; None of one that is more than its name: nothing that a file of results says is composed but
+    names of variants, since overrides may name code."""
+    names = (row["model"], row.get("size", ""))
+    plain = all(isinstance(name, str) and re.fullmatch(r"\w*", name) for name in names)
+    return Model(row["model"]) if plain and not row.get("given") else None
 
 
 @lru_cache(maxsize=64)
@@ -108,6 +108,8 @@ def read(entries: Sequence[Entry]) -> list[Model]:
         ConfigError: an entry that is none, two of one name, an override or a variant that there is not.
         FileNotFoundError, CheckpointError: as of ``load_model``.
     """
+    if isinstance(entries, str) or not entries:
+        raise ConfigError(f"models is {entries!r:.60}, but takes a list of one entry or more: [gsm,baseline]; {LIKE}")
     models = [_read(entry, f"models[{place}]") for place, entry in enumerate(entries)]
     names = [model.name for model in models]
     for name in names:

@@ -121,7 +121,8 @@ def run(
     where = machine.chosen(how.device)
     kind = where.type
     known = entries.read(models)
-    known += entries.read([name for name in unpruned if name not in {model.name for model in known}])
+    further = [name for name in unpruned if name not in {model.name for model in known}]
+    known += entries.read(further) if further else []
     size, dtype = entries.one_size(known, size, SIZES[kind]), dtype or DTYPES[kind]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
     cases = plan(

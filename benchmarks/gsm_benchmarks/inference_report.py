@@ -206,12 +206,12 @@ def speed_up(ours: Row, other: Row, what: str, clock: str = "ms") -> float:
     """How many times as fast ``prefill`` or ``decode`` is: the median of the ratios run by run, where the runs of both
     alternated; else the ratio of medians."""
     mine, theirs = ours[what][clock], other[what][clock]
-    if _apart(ours, other):
+    if apart(ours, other):
         return theirs["median"] / mine["median"]
     return median(b / a for a, b in zip(mine["each"], theirs["each"], strict=False))  # one may have had fewer runs
 
 
-def _apart(ours: Row, other: Row) -> str:
+def apart(ours: Row, other: Row) -> str:
     """What marks a ratio of rows that were measured one after the other."""
     return "" if ours["turn"] == other["turn"] else " (not in turns)"
 
@@ -237,7 +237,7 @@ def against(rows: Rows) -> str:
         ours = find(rows, leader, row["tokens"], row["kind"])
         if row["model"] == leader or ours is None or row.get("failed") or row["kind"] == "unpruned":
             continue
-        name = f"{row['model']}, {row['kind']}{_apart(ours, row)}"
+        name = f"{row['model']}, {row['kind']}{apart(ours, row)}"
         kept = [f"{ours['cache'][name] / row['cache'][name]:.3f}" for name in ("bytes", "formula")]
         speed = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
         cells.append((name, short(row["tokens"]), *speed, *kept))
@@ -250,7 +250,7 @@ def pruning(rows: Rows) -> str:
     for row in rows:
         pruned = find(rows, row["model"], row["tokens"], "read")
         if row["kind"] == "unpruned" and not row.get("failed") and pruned:
-            name = f"{row['model']}{_apart(pruned, row)}"
+            name = f"{row['model']}{apart(pruned, row)}"
             cells.append((name, short(row["tokens"]), *_faster(pruned, row, "prefill", "flops")))
     return table(PRUNING, cells) if cells else ""
 

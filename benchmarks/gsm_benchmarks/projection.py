@@ -144,8 +144,8 @@ def against(rows: Sequence[Row], *, dtype: torch.dtype = torch.bfloat16, chunk: 
 
     Args:
         rows: with ``model``, what it was ``given``, ``size``, ``tokens``, and of ``prefill_seconds``,
-            ``decode_seconds`` (of one token) and ``cache_bytes`` those that were measured. Those of a checkpoint, which
-            do not tell what it is, are left out.
+            ``decode_seconds`` (of one token) and ``cache_bytes`` those that were measured. Those of models that are
+            more than a name are left out (``entries.of_row``).
         dtype: of the models and their memories.
         chunk: tokens that a prefill read at a time.
         steps: tokens that were decoded before the cache was weighed.

@@ -81,15 +81,25 @@ def in_hydras_words(words: Sequence[str], script: str = "train", part: str | Non
     """Overrides as Hydra reads them.
 
     ``models=[{name: a, overrides: [model.state_size=64]}]`` gets quotes around the override inside, where Hydra takes
-    no equals sign. A key that the yaml of the script does not have is one of its ``part``, if one is named.
+    no equals sign. A key of the variant that was chosen of ``part``, if one is named, may be given without its name.
     """
-    known = {part, *OmegaConf.load(paths.configs() / f"{script}.yaml")} if part else ()
+    theirs = _keys_of_part(words, script, part) if part else set()
     found = []
     for word in words:
         key, equals, value = word.partition("=")
-        own = part and equals and key.isidentifier() and key not in known
+        own = equals and key in theirs
         found.append(f"{part}.{key}={quoted(value)}" if own else f"{key}{equals}{quoted(value)}")
     return found
+
+
+def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
+    """The keys of the chosen variant's yaml that the script's own has not."""
+    config: Any = OmegaConf.load(paths.configs() / f"{script}.yaml")
+    default = next(group[part] for group in config["defaults"] if part in group)
+    name = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{part}=")), default)
+    files = [folder / part / f"{name}.yaml" for folder in paths.config_folders()]
+    own = {str(key) for file in files if file.is_file() for key in OmegaConf.load(file)}
+    return {key for key in own - {part, *map(str, config)} if key.isidentifier()}
 
 
 def quoted(value: str) -> str:

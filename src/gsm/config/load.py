@@ -146,10 +146,11 @@ def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         place: Any = node if above[:1] == ["model"] else None
         for key in above[1:]:
             place = place.get(key) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or last.startswith("_") or one.is_delete() or one.is_sweep_override():
+        takes = isinstance(place, dict) and last in place and not last.startswith("_")
+        if not takes or one.is_delete() or one.is_sweep_override():
             raise ConfigError(
-                f"a checkpoint cannot be changed by '{one.input_line}': give a value of its model, such as "
-                "model.candidate_pool=false"
+                f"a checkpoint cannot be changed by '{one.input_line}': give a value that its model has, such as "
+                f"model.{next(key for key, value in node.items() if key[:1] != '_' and not isinstance(value, dict))}="
             )
         place[last] = one.value()
     return node

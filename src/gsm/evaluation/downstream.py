@@ -9,6 +9,7 @@ that an evaluation that was interrupted ends with the numbers of one that was no
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,11 @@ class Tasks(Measure):
         if not self.data and not self.harness:
             raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
         _ = self.needles
+
+    def require(self) -> None:
+        """The harness, where it is asked for."""
+        if self.harness and importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError("harness=true needs the extra eval: pip install -e '.[eval]'")
 
     def evaluate(self) -> list[dict[str, Any]]:
         """RULER first, where it is asked too."""

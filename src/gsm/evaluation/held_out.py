@@ -146,6 +146,9 @@ class HeldOut(Measure):
         """A table of the arms, and one of loss by position, where there are several runs."""
         if len(results) > 1:
             print(f"{len(results)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
+            treated = dict.fromkeys(str(result.get("documents")) for result in results)
+            if len(treated) > 1:
+                print(f"Compare with care: documents are {' in some and '.join(treated)} in others. Say documents=\n")
         if self.output or len(results) > 1:
             write(place, results[0] if len(results) == 1 else {"runs": results})
         print(f"Written to {place}")
@@ -393,7 +396,9 @@ def _ablated(
 
 
 def read_documents(asked: Sequence[str]) -> None:
-    """Raises ConfigError for what is none of the treatments of documents, or for none."""
+    """Raises ConfigError for what is none of the treatments of documents, for none, or for one twice."""
+    if len({*asked}) < len(asked):
+        raise ConfigError(f"documents is {','.join(asked)}: name each treatment once")
     for name in asked or ("nothing",):
         if name not in DOCUMENTS:
             raise ConfigError(f"documents is '{name}', but has to be of {', '.join(DOCUMENTS)} (see gsm.data.packing)")
@@ -403,10 +408,10 @@ def _title(result: Mapping[str, Any]) -> str:
     text, data = result["text"], result["data"]
     of = data.get("corpus") or data.get("task") or "its data"
     run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
-    whole = ", each read as one document" if result["documents"] == "stream" else ""
+    treated = f", documents: {result['documents']}" if result["documents"] else ""
     return (
         f"{run}, step {result['step']}: {result['split']} of {of}\n"
-        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{whole}"
+        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{treated}"
     )
 
 

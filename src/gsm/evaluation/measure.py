@@ -73,6 +73,9 @@ class Measure(ABC):
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
         """The numbers, by name, of what it has written of one run."""
 
+    def require(self) -> None:  # noqa: B027  # most measures need nothing
+        """Raises ConfigError where this machine lacks what it takes, before anything is trained for it."""
+
     def metrics_in(self, folder: Path) -> dict[str, float]:
         """The same of what it has written into this folder. Raises OSError."""
         return self.metrics(self._written(folder))

@@ -42,7 +42,7 @@ from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
 from gsm.experiments.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown
-from gsm.experiments.trials import Evaluation, Experiment, Trial
+from gsm.experiments.trials import Evaluation, Experiment, Trial, naming
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
@@ -84,6 +84,10 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
             experiment = Experiment(config, experiment.given, experiment.script)  # as of what is finished now
             trials = experiment.trials()
         work = _Work(experiment, trials)
+        for job in work.waiting:
+            if isinstance(job, Evaluation) and not hand_to:
+                with naming(f"run {job.folder.name}"):
+                    job.measure.require()
         print(work.header(), flush=True)
         stopped = work.hand_over(hand_to) if hand_to and work.waiting else work.train()
         if stopped is not None:
