@@ -14,6 +14,7 @@ import tiny_text
 from short_runs import TINY
 
 import gsm.evaluation
+from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import load_model
 from gsm.data.tokenizer import Tokenizer
@@ -160,6 +161,14 @@ def test_without_the_extra_the_harness_is_explained(place: Path, monkeypatch: py
     monkeypatch.delattr(gsm.evaluation, "harness", raising=False)  # if another test has imported it
     with pytest.raises(SystemExit, match=r"harness=true needs the extra eval: pip install -e '\.\[eval\]'"):
         ask(place, "gsm/seed0", "tasks=piqa", "harness=true")
+
+
+def test_a_harness_that_is_missing_is_said_before_anything_is_trained_for_it(monkeypatch: pytest.MonkeyPatch):
+    asked = commands.asked(["tasks=paper", "harness=true"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the extra eval"):
+        asked.require()
+    commands.asked(["context=16"]).require()  # held-out loss needs nothing
 
 
 def test_the_harness_gives_the_same_table(place: Path, tmp_path: Path):
