@@ -72,7 +72,7 @@ def test_the_variant_that_leads_is_what_the_others_are_compared_with_later_too(t
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
     train_all(composed(tmp_path, "seeds=1", text=text, script=fake))
     table = compare(str(place(tmp_path, "")))
-    assert [row.arm for row in table.rows] == ["plain", "mhc"]
+    assert [row.arm for row in table.rows] == ["plain", "mhc", "mhc_two_pass"]
     assert table.columns == ("bits_per_byte", "data.train_tokens")
 
 

@@ -55,7 +55,7 @@ signal.signal(signal.SIGINT, leave)
 while (folder.parent / "waits").exists():
     (folder / "ready").touch()
     time.sleep(0.02)
-value = {"mhc": 1.0, "plain": 2.0}[given["arm"]] + int(given["seed"]) / 10
+value = {"mhc": 1.0, "plain": 2.0, "mhc_two_pass": 3.0}[given["arm"]] + int(given["seed"]) / 10
 summary = {"status": "finished", "bits_per_byte": value, "data": {"train_tokens": 12345}}
 (folder / "summary.json").write_text(json.dumps(summary))
 """

@@ -143,7 +143,7 @@ def test_the_tables_say_that_they_are_computed_and_are_made_from_the_file_alone(
 ):
     path = plan.run(
         replace(ASSUMED, context=64), {"pico": 1e6}, output=str(tmp_path / "a.json"), models=["gsm"], gpus=[8, 16],
-        contexts=[64, 128],
+        contexts=[64, 128], recipes=[],
     )  # fmt: skip
     rows = json.loads(path.read_text())["rows"].values()
     assert [row["kind"] for row in rows].count("run") == 8 and [row["kind"] for row in rows].count("length") == 4

@@ -40,7 +40,7 @@ from gsm_kernels.linear_cross_entropy.triton import chunk_rows
 from . import entries, machine, paper, results
 from .entries import Entry, Model, known_cost
 from .pictures import short
-from .recipes import Recipe, composed
+from .recipes import PAPERS, Recipe, composed
 from .results import FOLDER, Row, read, table, write
 
 GIB = 2**30
@@ -281,7 +281,7 @@ def run(
     models: Sequence[Entry] = entries.PAIR,
     gpus: Sequence[int] = (8, 64, 800),
     contexts: Sequence[int] = (4096, 16384, 65536, 262144, 1048576),
-    recipes: Sequence[str] = (),
+    recipes: Sequence[str] = PAPERS,
     layouts: Sequence[str] = ("1", "8", "64", "2x8"),
 ) -> Path:
     """Compute, print the tables and write them beside the JSON file; return that file.
