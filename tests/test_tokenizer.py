@@ -136,6 +136,8 @@ def test_one_character_over_and_over_is_learned_in_seconds(text: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupt_ends_the_training_of_a_tokenizer(number: int) -> None:
     code = (
+        # What is started in the background of a shell ignores SIGINT, and so would this.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import random, subprocess\nfrom gsm.data import merges\nfrom gsm.data.tokenizer import Tokenizer\n"
         "start = subprocess.Popen.__init__\n"
         "def init(self, *given, **options):\n"
