@@ -372,13 +372,14 @@ def _recipe(recipe: Recipe, assumed: Assumed) -> dict[str, Any]:
         each = recipe.size, gpus, sharding, recipe.recompute, recipe.batch_size, recipe.context
         return {name: memory(Setting(Model(name), *each, *types), assumed)["total"] for name in recipe.models}
 
-    def enough(way: str, gpus: int) -> bool:
-        return all(fits({"total": total}, assumed) for total in held(way, gpus).values())
+    def enough(models: Mapping[str, float]) -> bool:
+        return all(fits({"total": total}, assumed) for total in models.values())
 
-    needs = next((way for way in WAYS if enough(way, recipe.gpus)), None)
+    memories = {way: held(way, recipe.gpus) for way in WAYS}
+    needs = next((way for way, models in memories.items() if enough(models)), None)
     last = [*WAYS][-1]
-    more = next((f"{n} GPUs, {last}" for n in ENOUGH if n > recipe.gpus and enough(last, n)), "larger GPUs")
-    row = {**asdict(recipe), "sequences": recipe.sequences, "memory": {way: held(way, recipe.gpus) for way in WAYS}}
+    more = next((f"{n} GPUs, {last}" for n in ENOUGH if n > recipe.gpus and enough(held(last, n))), "larger GPUs")
+    row = {**asdict(recipe), "sequences": recipe.sequences, "memory": memories}
     return {"kind": "recipe", **row, "needs": needs or more}
 
 

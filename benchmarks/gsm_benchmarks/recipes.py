@@ -11,15 +11,13 @@ from gsm.config.compose import compose
 from gsm.experiments.trainers import batches_a_step
 from gsm.experiments.trials import Experiment, Training
 
-PAPERS = tuple(
-    f"experiment={experiment} size={size}"
-    for experiment, sizes in (
-        ("paper_main", ("0p5b", "1p5b", "8b_a1p5b")),
-        ("paper_long_context", ("8b_a1p5b",)),
-        ("paper_ablate_indexer", ("0p5b",)),
-        ("paper_cot", ("1p5b",)),
-    )
-    for size in sizes
+PAPERS = (
+    "experiment=paper_main size=0p5b",
+    "experiment=paper_main size=1p5b",
+    "experiment=paper_main size=8b_a1p5b",
+    "experiment=paper_long_context size=8b_a1p5b",
+    "experiment=paper_ablate_indexer size=0p5b",
+    "experiment=paper_cot size=1p5b",
 )
 
 

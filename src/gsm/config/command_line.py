@@ -88,7 +88,7 @@ def in_hydras_words(words: Sequence[str], script: str = "train", part: str | Non
     for word in words:
         key, equals, value = word.partition("=")
         own = equals and key in theirs
-        found.append(f"{part}.{key}={quoted(value)}" if own else f"{key}{equals}{quoted(value)}")
+        found.append(f"{part}.{key}={_quoted_inside(value)}" if own else f"{key}{equals}{_quoted_inside(value)}")
     return found
 
 
@@ -102,7 +102,7 @@ def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
     return {key for key in own - {part, *map(str, config)} if key.isidentifier()}
 
 
-def quoted(value: str) -> str:
+def _quoted_inside(value: str) -> str:
     """A value with quotes around every ``key=value`` in its lists and mappings that has none yet."""
     parts, rest = [], value if value[:1] in ("[", "{") else ""
     while found := INSIDE.search(rest):

@@ -45,6 +45,7 @@ from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
+NO_HARNESS = "harness=true needs the extra eval: pip install -e '.[eval]'"
 HUB = "hub"  # in the settings of results, where documents are not local files
 # Of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its
 # result or None.
@@ -95,7 +96,7 @@ class Tasks(Measure):
     def require(self) -> None:
         """The harness, where it is asked for."""
         if self.harness and importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("harness=true needs the extra eval: pip install -e '.[eval]'")
+            raise ConfigError(NO_HARNESS)
 
     def evaluate(self) -> list[dict[str, Any]]:
         """RULER first, where it is asked too."""
@@ -281,7 +282,7 @@ def _harness() -> Any:
     try:
         from gsm.evaluation import harness
     except ImportError as error:
-        raise ConfigError(f"harness=true needs the extra eval: pip install -e '.[eval]' ({error})") from error
+        raise ConfigError(f"{NO_HARNESS} ({error})") from error
     return harness
 
 

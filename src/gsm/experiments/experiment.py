@@ -278,11 +278,9 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
     for name in dict.fromkeys(name for trial in trials for name in trial.jobs):
         jobs = [(trial, trial.jobs.get(name)) for trial in trials]
         found = [(trial, job) for trial, job in jobs if isinstance(job, Evaluation)]
-        for words in dict.fromkeys(job.words for _, job in found):
-            alike = [(trial, job) for trial, job in found if job.words == words]
-            if len(alike) > 1:
-                print(f"\n{name}: {' '.join(words) or 'held out'}\n")
-                _conclude_evaluation(alike, experiment.folder / f"{name}.json")
+        if len(found) > 1 and len({job.words for _, job in found}) == 1:  # what is asked otherwise does not compare
+            print(f"\n{name}: {' '.join(found[0][1].words) or 'held out'}\n")
+            _conclude_evaluation(found, experiment.folder / f"{name}.json")
 
 
 def _conclude_evaluation(jobs: Sequence[tuple[Trial, Evaluation]], place: Path) -> None:
