@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import html
 import re
-from itertools import takewhile
 from pathlib import Path
 
 from latex2mathml.converter import convert
 from markdown import Extension, Markdown
 from markdown.postprocessors import Postprocessor
 from markdown.preprocessors import Preprocessor
+
+from gsm.config.options import HIDDEN, opening
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MARKER = re.compile(r"<!-- yamls: (\S+) -->")
@@ -59,12 +60,6 @@ def table(group: str) -> list[str]:
     files = sorted((CONFIGS / group).glob("*.yaml"))
     if not files:
         raise ValueError(f"<!-- yamls: {group} -->: there is no yaml in configs/{group}")
-    rows = [f"| `{file.stem}` | {opening_comment(file.read_text())} |" for file in files]
-    return ["", "| | |", "|---|---|", *rows, ""]
-
-
-def opening_comment(yaml: str) -> str:
-    """The first paragraph of the comment that a yaml opens with, in one line."""
-    lines = (line for line in yaml.splitlines() if not line.startswith("# @package"))
-    paragraph = takewhile(lambda line: line.startswith("# "), lines)
-    return " ".join(line[2:].strip() for line in paragraph).replace("|", "\\|")
+    said = {file.stem: opening(file.read_text()).replace("|", "\\|") for file in files}
+    rows = [f"| `{name}` | {text} |" for name, text in said.items() if not name.startswith(HIDDEN)]
+    return ["", f"| `{group}=` | what it asks, or is |", "|---|---|", *rows, ""]

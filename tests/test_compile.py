@@ -45,11 +45,11 @@ def loss_and_gradients(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRACED)
-def test_compiling_changes_neither_loss_nor_gradients(case):
+def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_gradients(case):
     model = build(case.partition(",")[0], geometry=SHALLOW, **TRACED[case]).train()
     loss, gradients = loss_and_gradients(model, model)
     torch.compiler.reset()
-    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, backend="aot_eager"))
+    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True))
     assert_same(compiled_loss, loss, "loss")
     assert compiled.keys() == gradients.keys() and len(gradients) > 20
     for name, gradient in gradients.items():

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -246,18 +247,37 @@ def again(saved: bool = False) -> str:
     """
     if not HydraConfig.initialized():
         return "the same call of train"
-    interpreter, script = (os.path.relpath(path) for path in (sys.executable, sys.argv[0]))
-    interpreter = sys.executable if interpreter.startswith("..") else interpreter
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
-    return shlex.join([*_starter(interpreter), script, *words])
+    return shlex.join([*_starter(), shown(sys.argv[0]), *words])
 
 
-def _starter(interpreter: str) -> list[str]:
+def typed(program: str, *words: str) -> str:
+    """A command as it can be pasted here: the program by its name where the shell would find this environment's.
+
+    Args:
+        program: one of the environment's, ``python`` or ``tensorboard``.
+        words: what follows it; those that a shell would take apart get quotes.
+    """
+    return shlex.join([_found(program), *words])
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _found(program: str) -> str:
+    own = Path(sys.executable).parent / program
+    return program if shutil.which(program) == str(own) else shown(own)
+
+
+def _starter() -> list[str]:
     """What starts a script: Python, or torchrun with as many processes."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return [interpreter]
+        return [_found("python")]
     here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     nodes = [f"--nnodes={everywhere // here}", "..."] if everywhere > here else []
     return ["torchrun", *nodes, f"--nproc-per-node={here}"]

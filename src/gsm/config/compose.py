@@ -18,6 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
+from gsm.config.options import groups_of, listing, scripts_of
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
@@ -39,8 +40,8 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
     overrides, folders = list(overrides), paths.config_folders(directories)
-    groups = _groups(folders)
-    parsed = _check_choices(overrides, groups)
+    groups = groups_of(folders)
+    parsed = _check_choices(overrides, groups, script)
     try:
         composed = _hydra(tuple(overrides), folders, script)
     except ConfigError:
@@ -58,7 +59,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     chosen = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
     _fill_in(plain)
-    groups = _groups(folders)
+    groups = groups_of(folders)
     if not chosen.get("experiment") and all(one.key_or_group in groups for one in parse(job.overrides.task)):
         reference = config
     else:
@@ -108,9 +109,9 @@ def _job_folders() -> list[Path]:
 
 def check_overrides(overrides: Sequence[str], script: str = "train") -> None:
     """Checks a command line, before Hydra does anything; of a sweep, the first of its jobs. Raises ConfigError."""
-    groups = _groups(paths.config_folders())
-    parsed = [one for one in _check_choices(overrides, groups) if not one.is_interval_sweep()]  # its sweeper's matter
-    compose([_first(one, groups) for one in parsed], script=script)
+    groups = groups_of(paths.config_folders())
+    parsed = _check_choices(overrides, groups, script)
+    compose([_first(one, groups) for one in parsed if not one.is_interval_sweep()], script=script)  # its sweeper's
 
 
 def search(directories: Sequence[Path]) -> str:
@@ -118,10 +119,15 @@ def search(directories: Sequence[Path]) -> str:
     return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
 
 
-def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> list[Override]:
-    """The overrides, read, without those of Hydra itself; every group has the chosen variant."""
+def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]], script: str) -> list[Override]:
+    """The overrides, read, without those of Hydra itself; every group is the script's and has the chosen variant."""
     parsed = parse(overrides)
     for override in parsed:
+        takers = scripts_of(override.key_or_group) if override.key_or_group in groups else [script]
+        if script not in takers:
+            raise ConfigError(
+                f"{override.key_or_group} is a group of {takers[0]}.py: python {takers[0]}.py {override.input_line}"
+            )
         _check_choice(override, groups)
     return parsed
 
@@ -184,10 +190,12 @@ def register_resolvers() -> None:
 
     * ``${root:}``: the folder of the repository;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
-      yaml is one more arm; the first one named leads, the others named are left out.
+      yaml is one more arm; the first one named leads, the others named are left out;
+    * ``${options:script}``: what can be chosen, for ``--help``.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
+    OmegaConf.register_new_resolver("options", _options, replace=True)
 
 
 def _fill_in(config: dict[str, Any]) -> None:
@@ -222,11 +230,16 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
-    known = _groups(_job_folders()).get(group, set())
+    known = groups_of(_job_folders()).get(group, set())
     for name in (first, *without):
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")
     return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
+
+
+def _options(script: str) -> str:
+    """What ``--help`` lists; Hydra makes a template of it, in which a dollar has to stand twice."""
+    return listing(script, _job_folders(), HydraConfig.get().runtime.choices).replace("$", "$$")
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
@@ -255,17 +268,6 @@ def parse(overrides: Iterable[str]) -> list[Override]:
                 f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1"
             ) from error
     return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
-
-
-def _groups(folders: Sequence[Path]) -> dict[str, set[str]]:
-    """Every group with its variants: the folders below the configs, and the yaml files in them."""
-    groups: dict[str, set[str]] = {}
-    for folder in folders:
-        for file in folder.rglob("*.yaml"):
-            group = file.parent.relative_to(folder).as_posix()
-            if group.split("/")[0] not in (".", "hydra"):
-                groups.setdefault(group, set()).add(file.stem)
-    return groups
 
 
 def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
@@ -329,7 +331,7 @@ def _value(override: Override) -> str:
 def _missing(error: MissingConfigException, folders: Sequence[Path]) -> ConfigError:
     """A variant that a yaml chose, but that does not exist."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    groups = _groups(folders)
+    groups = groups_of(folders)
     if group in groups:
         return unknown("variant", choice, groups[group], f"the group '{group}'", folders)
     return ConfigError(" ".join(str(error).split()))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gsm.config.check import ConfigError
+from gsm.config.command_line import shown
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.evaluation.results import Grid
-from gsm.experiments.report import shown
 from gsm.experiments.table import WIDTH, grid_markdown, grid_text
 from gsm.files import replacing, write_json
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config.check import ConfigError, few, unknown
+from gsm.config.command_line import shown as shown_path
 from gsm.evaluation import plots
 from gsm.experiments.folder import unlike
-from gsm.experiments.report import shown as shown_path
 from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
 from gsm.files import read_json, replacing
 from gsm.training.callbacks.metrics_file import read_metrics

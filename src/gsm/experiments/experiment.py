@@ -35,14 +35,15 @@ from hydra.types import RunMode
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.command_line import again
+from gsm.config.command_line import shown as shown_path
 from gsm.config.compose import search
-from gsm.experiments import folder, launcher, report
+from gsm.experiments import folder, launcher, pace
 from gsm.experiments.asked import key_of, parse_runs
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
 from gsm.experiments.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown
-from gsm.experiments.trials import Evaluation, Experiment, Trial, naming
+from gsm.experiments.trials import Evaluation, Experiment, Training, Trial, naming
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
@@ -89,6 +90,8 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
                 with naming(f"run {job.folder.name}"):
                     job.measure.require()
         print(work.header(), flush=True)
+        if takes := "" if hand_to else work.takes():
+            print(takes, flush=True)
         stopped = work.hand_over(hand_to) if hand_to and work.waiting else work.train()
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
@@ -145,7 +148,7 @@ class _Work:
         experiment = self.experiment
         lines = [
             f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
-            f"seeds {', '.join(map(str, experiment.seeds))}; in {report.shown(experiment.folder)}"
+            f"seeds {', '.join(map(str, experiment.seeds))}; in {shown_path(experiment.folder)}"
         ]
         if self.done:
             names = ", ".join(job.name for job in self.done)
@@ -154,13 +157,23 @@ class _Work:
             lines.append(f"{line} changes nothing, as every run sets that: ++runs.<name>.{line} would")
         return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False))
 
+    def takes(self) -> str:
+        """How long this machine will train, by a batch of every arm; empty below a minute."""
+        left = [job for job in self.waiting if isinstance(job, Training)]
+        kinds = {job: folder.identity({**job.config, "seed": 0, "start_from": None}) for job in left}
+        once = {kind: job for job, kind in kinds.items()}
+        found = {kind: pace.seconds(job.config, gpu=False) for kind, job in once.items()}
+        known = [one for kind in kinds.values() if (one := found[kind]) is not None]
+        takes = pace.told(sum(known))
+        return f"training takes {takes} here, by a batch of every arm that was timed just now" if takes else ""
+
     def complaints(self) -> str:
         """Which jobs have failed, with their last words."""
         lines = [line for said in self.failed.values() for line in ["", *said]]
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
     def _start(self, job: Job) -> Child:
-        print(f"{self._label(job)}: started, output in {report.shown(job.log)}", flush=True)
+        print(f"{self._label(job)}: started, output in {shown_path(job.log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(job.command), "    "), flush=True)
         self._note(job, "running")
@@ -180,7 +193,7 @@ class _Work:
             self.failed[job.name] = [f"{job.name}: {how}"]
         else:
             words = child.tail() if child else tail(job.log)
-            said = f"the end of {report.shown(job.log)}:" if words else "it has written no log"
+            said = f"the end of {shown_path(job.log)}:" if words else "it has written no log"
             self.failed[job.name] = [f"{job.name} failed; {said}", *(f"  {word}" for word in words)]
             self._note(job, "failed", how)
         print(f"{self._label(job)}: {how}{f' after {clock(child.seconds())}' if child else ''}{numbers}", flush=True)
@@ -264,7 +277,7 @@ def _conclusion(experiment: Experiment, table: Table) -> str:
     written = write(table, experiment.folder, "results", notes)
     lines = ["", table.text(), ""]
     for sentence in [FOOTNOTE, *notes, *written]:
-        lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
+        lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False, break_long_words=False)
     for column in table.empty_columns():
         known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
         lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)

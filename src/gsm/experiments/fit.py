@@ -15,7 +15,7 @@ import lightning
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from gsm.config.command_line import again
+from gsm.config.command_line import again, shown
 from gsm.config.load import (
     CheckpointError,
     instantiate,
@@ -28,7 +28,7 @@ from gsm.config.load import (
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
 from gsm.evaluation import ngrams, overlap, tracking
-from gsm.experiments import report, trainers, weights
+from gsm.experiments import pace, report, trainers, weights
 from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
 from gsm.experiments.jobs import leaving_with_this
@@ -93,7 +93,8 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             if leads:
                 print(start.sentence, flush=True)
             return read_json(Path(config["folder"]) / "summary.json") or {}
-        run = assemble(config, start, data())
+        takes = pace.told(pace.seconds(config, start.step, world)) if leads else ""
+        run = assemble(config, start, data())  # seeds anew: timing draws random numbers
         if leads:
             said = [start.sentence, long]
             if config.get("start_from") and not start.checkpoint:
@@ -101,7 +102,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             if start.checkpoint and not run.data.resumes:
                 said.append("Its data begin anew, since they do not say how to go on (see gsm.data.base).")
             note = " ".join(filter(None, said))
-            print(report.header(config, run.summary.facts, run.trainer, run.data, note), flush=True)
+            print(report.header(config, run.summary.facts, run.trainer, run.data, takes, note), flush=True)
         _fit(run, start)
         return _conclude(run) if leads else dict(run.summary.facts)
 
@@ -207,7 +208,7 @@ def _abandoned(run: Run, gone: list[int]) -> str:
         step = ""
         with contextlib.suppress(CheckpointError):  # its parts may be on their way out; that a rank is lost comes first
             step = f", of step {read_checkpoint(last, mmap=True)['global_step']}"
-        left = f"the last checkpoint is {report.shown(last)}{step}; to go on:"
+        left = f"the last checkpoint is {shown(last)}{step}; to go on:"
     return (
         f"error: {who} ended (by a signal, for lack of memory, or with an error above); {left}\n  {again(saved=True)}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gsm.config.command_line import shown, typed
 from gsm.evaluation import overlap, tracking
+from gsm.paths import ROOT
 from gsm.training.callbacks.progress import clock
 
 if TYPE_CHECKING:
@@ -24,9 +25,14 @@ WIDTH = 78
 
 
 def header(
-    config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str = ""
+    config: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    data: DataModule,
+    takes: str = "",
+    note: str = "",
 ) -> str:
-    """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
+    """What is about to be trained, on what, how long it takes, and where to; ``facts`` are those of its summary."""
     sizes = ""
     if data.batch_size and data.context:
         step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
@@ -35,6 +41,7 @@ def header(
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
         **data.headline(),
         "steps": f"{trainer.max_steps:,}{sizes}, seed {config['seed']}",
+        **({"time": f"{takes}, by a batch that was timed just now"} if takes else {}),
         "device": device(trainer),
         "kernels": kernels(facts["kernels"]),
         "folder": shown(config["folder"]),
@@ -54,10 +61,11 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += [*tracking.table(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    lines += ["Next:", f"  tensorboard --logdir {shown(folder.parent.parent)}"]
+    generate, evaluate = (shown(ROOT / script) for script in ("generate.py", "evaluate.py"))
+    lines += ["Next:", "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent))]
     if writes:
-        lines += [f"  python generate.py checkpoint={shown(folder)} prompt='def '"]
-        lines += [f"  python evaluate.py checkpoint={shown(folder)}"]
+        lines += ["  " + typed("python", generate, f"checkpoint={shown(folder)}", "prompt=def ")]
+        lines += ["  " + typed("python", evaluate, f"checkpoint={shown(folder)}")]
     return "\n".join(lines)
 
 
@@ -95,12 +103,6 @@ def kernels(explained: Mapping[str, str]) -> str:
     return ", ".join(f"{name} for {count} of {chosen.total()} operations" for name, count in chosen.items())
 
 
-def shown(path: str | os.PathLike[str]) -> str:
-    """A path as one would type it here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
-
-
 def _table(facts: Mapping[str, Any]) -> list[str]:
     """The model beside n-gram models of the same tokens; of a task, how many of its questions are answered."""
     if facts["accuracy"] is not None:
@@ -132,4 +134,6 @@ def _number(value: float | None, how: str) -> str:
 
 def _row(name: str, text: str) -> list[str]:
     begin, below = f"{name:<9}", " " * 9
-    return textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=below, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=begin, subsequent_indent=below, break_on_hyphens=False, break_long_words=False
+    )

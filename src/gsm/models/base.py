@@ -179,7 +179,8 @@ class LanguageModel(nn.Module, ABC):
             check_memory(memory, self._layout(), tokens, rows)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
         batch, length = tokens.shape
-        before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept())
+        # The ledger is named, for torch.compile cannot trace a dataclass that makes one by itself.
+        before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept(), ledger=Ledger())
         single_document = documents is None
         if documents is None:
             documents = before.document_B.clamp(min=0)[:, None].expand(-1, length)
