@@ -1,0 +1,66 @@
+"""``--help`` says of every option what it is, marks what is taken, and leaves out what only programs ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gsm import paths
+from gsm.config import options
+from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.options import groups_of, listing, scripts_of
+
+GROUPS = groups_of([paths.configs()])
+
+
+def said(script: str = "train", *folders: Path, **chosen: str) -> dict[str, dict[str, str]]:
+    """Group -> option -> its lines, the star included."""
+    found: dict[str, dict[str, str]] = {}
+    group = option = ""
+    for line in listing(script, [paths.configs(), *folders], chosen).splitlines():
+        if line and line[0] not in " *":
+            group = line
+        elif line[2:3].strip():
+            option = line[2:].split()[0]
+            found.setdefault(group, {})[option] = line
+        elif line:
+            found[group][option] += " " + line.strip()
+    return found
+
+
+@pytest.mark.parametrize("group", sorted(group for group in GROUPS if scripts_of(group) == ["train"]))
+def test_every_option_has_a_line_that_says_what_it_is(group: str):
+    shown = said().get(group, {})
+    names = {name for name in GROUPS[group] if not name.startswith(options.HIDDEN)}
+    assert shown.keys() == (names if len(names) > 1 else set())
+    for name, line in shown.items():
+        assert len(line.replace("*", "").split()) > 3, f"{group}={name} says nothing"
+
+
+def test_a_star_is_before_what_is_chosen_and_nowhere_else():
+    for chosen in ("gsm", "yoco"):
+        starred = [name for name, line in said(model=chosen)["model"].items() if line.startswith("*")]
+        assert starred == [chosen]
+
+
+def test_an_option_of_ones_own_is_listed_too_and_one_with_an_underscore_is_not(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text("# Poems.\nname: x\n")
+    (tmp_path / "data/_base.yaml").write_text("# What others are made of.\nname: x\n")
+    shown = said("train", tmp_path)["data"]
+    assert shown["mine"].split() == ["mine", "Poems."] and "_base" not in shown
+
+
+def test_a_time_is_beside_what_takes_it(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\n# Why?\n# Two CPU cores take 3 hours.\na: b\n")
+    assert said("train", tmp_path)["experiment"]["mine"].split() == ["mine", "Why?", "[3", "hours]"]
+
+
+def test_a_group_of_another_script_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"^benchmark is a group of benchmark.py: python benchmark.py benchmark=kernels$"):
+        compose(["benchmark=kernels"])
+    with pytest.raises(ConfigError, match=r"^model is a group of train.py: python train.py model=gsm$"):
+        compose(["model=gsm"], script="benchmark")
