@@ -60,13 +60,15 @@ def quiet() -> None:
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.fabric.utilities.seed",
+        "lightning.fabric.utilities.distributed",
         "lightning.pytorch.accelerators.cuda",
     ):
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
     reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
-    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced):
+    buffers = ".*broadcast_buffers. is deprecated"  # its successor is newer than the oldest PyTorch that will do
+    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced, buffers):
         warnings.filterwarnings("ignore", message=message)
 
 

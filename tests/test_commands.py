@@ -1,0 +1,101 @@
+"""Every command of README.md and docs/commands.md runs: here with a small model, few steps and few examples.
+
+What needs a GPU, or data that is not here, is composed alone, or says in one sentence what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import tiny_text
+
+from gsm.paths import ROOT
+
+PAGES = ("README.md", "docs/commands.md")
+# Not run here: the shell's own, what other tests run (test_packaging, test_notebooks, test_gpu_stage), and servers.
+ELSEWHERE = ("make ", "source ", "jupyter ", "tensorboard ", "pip ")
+BEFORE = {"logs/default": "python train.py", "logs/needle": "python train.py experiment=needle"}  # who leaves a folder
+SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "FOLDER"}  # in the one sentence of what cannot run here
+LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
+SMALL = {"size=tiny": "size=pico", "/path/to/texts": "texts", "data.lengths=[256]": "data.lengths=[192]"}
+TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
+FEW: dict[str, tuple[str, ...]] = {
+    "train.py": (*TRAIN, "sample=false", "logs=logs"),
+    "generate.py": ("max_new_tokens=4",),
+    "evaluate.py": ("device=cpu",),
+    "compare.py": (),
+    "benchmark.py": (),
+}
+
+
+def commands() -> list[str]:
+    """The lines of all blocks of shell, each once, without comments."""
+    pages = [(ROOT / page).read_text() for page in PAGES]
+    lines = [
+        line for page in pages for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.split("\n")
+    ]
+    bare = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in lines]
+    return list(dict.fromkeys(line for line in bare if line and not line.startswith(ELSEWHERE)))
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a command in a folder with a few texts, after those whose runs it reads."""
+    folder = tmp_path_factory.mktemp("walk")
+    (folder / "texts").mkdir()
+    tiny_text.write(folder / "texts")
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        for place, command in BEFORE.items():
+            if place in line and not (folder / place).exists():
+                assert run(command).returncode == 0, place
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            typed(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    return run
+
+
+def typed(line: str) -> list[str]:
+    """The words of a command, so that it is soon over."""
+    python, script, *words = shlex.split(line)
+    if not script.endswith(".py"):
+        return [sys.executable, script, *words]
+    if words and words[0].startswith("--"):
+        return [sys.executable, str(ROOT / script), *words]
+    for long, short in SMALL.items():
+        words = [word.replace(long, short) for word in words]
+    if any(word in LONG for word in words):
+        return [sys.executable, str(ROOT / script), *words, "--cfg", "job"]
+    few = [word for word in FEW[script] if word.partition("=")[0] not in {own.partition("=")[0] for own in words}]
+    experiment = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
+    few += [f"name={experiment}", "seeds=2"] if experiment else [] if "seeds=3" in words else []
+    if script == "train.py" and not words:
+        few += ["arm=gsm"]  # the folder of the run without any of these
+    return [sys.executable, str(ROOT / script), *words, *few]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", ["python train.py", *commands()])
+def test_a_command_of_the_documentation_runs(line: str, walk: Callable[[str], subprocess.CompletedProcess[str]]):
+    done = walk(line)
+    said = done.stdout + done.stderr
+    refused = next((what for word, what in SAID.items() if word in line.split()), None)
+    if refused:
+        assert done.returncode != 0 and refused in done.stderr, said
+        assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, said
+    else:
+        assert done.returncode == 0, said
+        assert not done.stderr, f"warnings: {done.stderr}"
+
+
+def test_there_are_commands_on_both_pages():
+    assert len(commands()) > 30 and any(line.startswith("python train.py experiment=") for line in commands())
