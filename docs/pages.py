@@ -60,7 +60,7 @@ def table(group: str) -> list[str]:
     if not files:
         raise ValueError(f"<!-- yamls: {group} -->: there is no yaml in configs/{group}")
     rows = [f"| `{file.stem}` | {opening_comment(file.read_text())} |" for file in files]
-    return ["", "| | |", "|---|---|", *rows, ""]
+    return ["", "| yaml | asks, or is |", "|---|---|", *rows, ""]
 
 
 def opening_comment(yaml: str) -> str:
