@@ -234,7 +234,7 @@ def _seconds(run: RunSummary) -> float:
 
 def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
     """What evaluations have said of several runs together, in files beside them: their tables, notes and picture."""
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
         said = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
         tables = [grid for grid in (said or {}).get("tables") or [] if _is_grid(grid)]
         if said is None or not tables:
@@ -270,8 +270,10 @@ def _read(file: Path) -> str:
 
 
 def _yaml(text: str) -> Any:
-    """What a yaml file holds; None for one that is damaged."""
+    """What a yaml file holds; None for one that is damaged, or refers to its own parts, which Hydra's files do not and
+    which could make a line stand for billions."""
     try:
-        return yaml.safe_load(text)
+        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        return None if aliased else yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
