@@ -82,7 +82,7 @@ STAGES = {
 }
 
 WORDS = {
-    "results": "FOLDER of results, which is also gone on from (benchmarks/results)",
+    "results": "FOLDER of results, which is also gone on from (logs/benchmarks)",
     "earlier": "FOLDER of results of an earlier call, copied to `results` first, unless they are there",
     "commit": "ID of the commit, where git does not travel with the tree",
     "minutes": "NUMBER of minutes, after which nothing new is begun",
@@ -191,7 +191,7 @@ def surroundings(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def folder_of_results(words: Mapping[str, str]) -> Path:
-    return Path(words.get("results", ROOT / "benchmarks/results")).resolve()
+    return Path(words.get("results", ROOT / "logs/benchmarks")).resolve()
 
 
 def missing(stage: str, words: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -16,8 +16,9 @@ import tiny_text
 from gsm import files
 from gsm.data import shards, tokens
 from gsm.data.cache import cache_folder
-from gsm.data.corpus import Corpus, standard_library
+from gsm.data.corpus import FEW, Corpus, standard_library
 from gsm.data.encode import encode_parcel
+from gsm.data.module import TextData
 from gsm.data.names import fraction
 from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
@@ -36,6 +37,56 @@ def test_the_split_of_a_file_hangs_on_its_module_path_alone(text: Path, tmp_path
     (tmp_path / "one_more.py").write_text("x")
     after = Corpus(tmp_path).files
     assert set(before["validation"]) == set(after["validation"]) - {"one_more.py"}
+
+
+def few(folder: Path, **sizes: int) -> Corpus:
+    folder.mkdir(exist_ok=True)
+    for name, size in sizes.items():
+        (folder / f"{name}.txt").write_text("x" * size)
+    return Corpus(folder)
+
+
+def by_hash(*names: str) -> list[str]:
+    return sorted(names, key=lambda name: fraction(f"{name}.txt"))
+
+
+def test_of_few_files_about_the_share_that_is_meant_is_held_out(tmp_path: Path) -> None:
+    """Of a folder of a dozen files, 33,444 tokens were trained on, and one file of 19 tokens was held out."""
+    lowest, *others = by_hash(*"abcdefghijkl")
+    corpus = few(tmp_path, **{lowest: 19}, **dict.fromkeys(others, 3000))
+    held_out, whole = corpus.size("validation"), 19 + 11 * 3000
+    assert held_out is not None and 0.05 * whole <= held_out <= 0.1 * whole
+    assert f"{lowest}.txt" in corpus.files["validation"], "which hashes alone would hold out"
+
+
+def test_of_few_files_a_large_one_is_not_held_out_where_others_would_do(tmp_path: Path) -> None:
+    """What trains was the smaller part, because a book's name had the lowest hash."""
+    lowest, *others = by_hash(*"abcdef")
+    corpus = few(tmp_path, **{lowest: 50_000}, **dict.fromkeys(others, 2000))
+    assert f"{lowest}.txt" in corpus.files["train"] and corpus.size("validation") == 2000
+
+
+def test_what_hashes_hold_out_stays_where_its_size_is_fair_and_where_there_are_many_files(tmp_path: Path) -> None:
+    names = [f"b{number}" for number in range(60)]
+    fair = few(tmp_path / "fair", **dict.fromkeys(names, 100))
+    chosen = [f"{name}.txt" for name in sorted(names) if fraction(f"{name}.txt") < 0.05]
+    assert chosen and fair.files["validation"] == chosen
+    names = [f"b{number}" for number in range(FEW)]
+    chosen = [f"{name}.txt" for name in sorted(names) if fraction(f"{name}.txt") < 0.05]
+    many = few(tmp_path / "many", **{name: 9000 if f"{name}.txt" in chosen else 1 for name in names})
+    assert many.files["validation"] == chosen, "nine tenths of the text, but no folder of this size is divided anew"
+    assert len(standard_library().files["train"]) > FEW
+
+
+def test_two_files_of_which_one_is_tiny_are_answered_with_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = few(tmp_path, book=50_000, note=20)
+    assert corpus.files == {"train": ["book.txt"], "validation": ["note.txt"]}
+    assert "only 20 are held out: name files to hold out with data.validation=" in caplog.text
+    data = TextData(vocabulary=257, context=32, batch_size=2, corpus=corpus, tokenizer="bytes", cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="validation split has 2.; .* or name files to hold out with data.validation="):
+        data.setup()
 
 
 def test_a_module_that_becomes_a_package_stays_in_its_split(tmp_path: Path) -> None:

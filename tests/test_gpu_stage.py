@@ -132,6 +132,17 @@ def test_a_word_that_is_not_understood_is_answered_with_those_that_are(gpu, word
         gpu.main(words)
 
 
+def test_measurements_lie_where_git_does_not_look_unless_they_are_sent_elsewhere(gpu):
+    """A benchmark without output= left files in benchmarks/results, or changed those that are committed there."""
+    child = "from gsm_benchmarks import results; print(results.usual_path({'device': 'cpu'}, 'kernels'))"
+    paths = os.pathsep.join(str(ROOT / name) for name in ("src", "kernels", "benchmarks"))
+    plain = {name: value for name, value in os.environ.items() if name != "GSM_RESULTS"} | {"PYTHONPATH": paths}
+    said = subprocess.run([sys.executable, "-c", child], env=plain, capture_output=True, text=True, check=True).stdout
+    assert Path(said.strip()) == ROOT / "logs/benchmarks/cpu-kernels.json"
+    assert gpu.folder_of_results({}) == gpu.ROOT / "logs/benchmarks"
+    assert "logs/" in (ROOT / ".gitignore").read_text().split()
+
+
 def test_words_go_to_the_stage_and_to_its_environment(gpu, tmp_path):
     words = gpu.read("inference", [f"results={tmp_path}", "commit=abc", "benchmark.models=[gsm]", "minutes=2.5"])
     assert words["benchmark.models"] == "[gsm]"

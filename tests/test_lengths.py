@@ -22,6 +22,7 @@ from gsm.evaluation import commands, lengths
 from gsm.evaluation.bootstrap import interval
 from gsm.evaluation.held_out import token_losses
 from gsm.evaluation.lengths import Lengths, score
+from gsm.experiments.compare import compare
 from gsm.experiments.fit import train
 
 LONG, SCORED = 37, 9
@@ -170,6 +171,9 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert len(rows) == 3 * 2 * (2 + 1)
     assert (folder / "lengths.png").read_bytes().startswith(b"\x89PNG")
     both = json.loads((folder / "lengths.json").read_text())["arms"]["gsm"]["by_length"]["stream"]["64"]
+    compare(str(folder))
+    assert "nats minus baseline, stream" in (page := (folder / "comparison.html").read_text()), "the page has it, too"
+    assert "2 windows, the last 8 targets of each" in page and "data:image/png;base64" in page
     single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
     losses = [one["by_length"]["stream"]["64"]["loss"] for one in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)

@@ -83,8 +83,11 @@ def test_measurements_are_those_of_requests_and_the_most_come_first(tmp_path: Pa
     folder.mkdir(parents=True)
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "logs/benchmarks").mkdir(parents=True)
+    rows = {"rows": dict.fromkeys("abc", request)}
+    (tmp_path / "logs/benchmarks/own.json").write_text(json.dumps(rows))
     monkeypatch.setattr("gsm.notebook.paths.ROOT", tmp_path)
-    assert [file.stem for file in measurements()] == ["three", "one"]
+    assert [file.stem for file in measurements()] == ["own", "three", "one"], "also what this machine has measured"
 
 
 def test_pictures_of_measurements_are_those_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -60,7 +60,7 @@ def test_a_time_is_beside_what_takes_it(tmp_path: Path):
 
 
 def test_a_group_of_another_script_is_one_sentence():
-    with pytest.raises(ConfigError, match=r"^benchmark is a group of benchmark.py: python benchmark.py benchmark=kernels$"):
+    with pytest.raises(ConfigError, match="^benchmark is a group of benchmark.py: python benchmark.py"):
         compose(["benchmark=kernels"])
     with pytest.raises(ConfigError, match=r"^model is a group of train.py: python train.py model=gsm$"):
         compose(["model=gsm"], script="benchmark")

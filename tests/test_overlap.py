@@ -32,6 +32,15 @@ def test_a_stage_that_shares_the_selection_overlaps_wholly():
         assert torch.equal(overlap_N, torch.ones(counted))
 
 
+def test_of_stages_that_share_the_selection_it_is_said_that_this_is_so_by_construction():
+    """`overlap=true` answered 100.0 for each stage of the default model, as if that had been found out."""
+    shared = measure(build("gsm-retriever=shared_topk"), sequences, LENGTH)
+    assert shared["mean"] == 1 and shared["by_construction"] is True
+    assert table(shared)[-1].strip().startswith("100 % by construction")
+    own = measure(build("gsm-retriever=separate_indexer"), sequences, LENGTH)
+    assert "by_construction" not in own and "by construction" not in " ".join(table(own))
+
+
 def test_stages_on_layers_that_reuse_a_selection_are_compared_with_it():
     geometry = replace(GEOMETRY, bank_layers=[2])  # layers 3 and 4 reuse what layer 2 has selected
     found = overlaps(build("gsm-retriever=shared_topk", geometry=geometry, stages=[3, 4]), sequences(LENGTH))

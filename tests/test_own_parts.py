@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from gsm.data.loader import Batches
 from gsm.evaluation.held_out import HeldOut
 from gsm.experiments.fit import train
 from gsm.experiments.folder import prepare
+from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.module import LanguageModeling, next_tokens
@@ -219,3 +221,27 @@ def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
         read_checkpoint(last)
     with pytest.raises(CheckpointError, match=said):
         prepare(compose(words, [mine]))
+
+
+@torch.no_grad()
+def test_the_retriever_of_the_documentation_selects_the_latest_slots_and_decodes_as_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    page = (ROOT / "docs/retrievers.md").read_text()
+    (code,), (text,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "own_retriever.py").write_text(code)
+    (tmp_path / "model/retriever").mkdir(parents=True)
+    (tmp_path / "model/retriever/latest.yaml").write_text(text.replace("gsm.slots.retriever.latest", "own_retriever"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = ["model/retriever=latest", "model.retriever.stride=2"]
+    model = gsm.build_model("gsm", size="pico", overrides=asked, directories=[tmp_path]).double().eval()
+    token_BT = torch.randint(model.vocabulary, (2, 61), generator=torch.Generator().manual_seed(0))
+    with gsm.record("stage/1/top_k") as seen:
+        whole = model(token_BT)
+    latest = [29 - 2 * back for back in range(model.geometry.top_k)]  # 61 tokens are 30 groups of two
+    assert seen["stage/1/top_k"][0, -1].tolist() == latest
+    assert seen["stage/1/top_k"][0, 6].tolist() == [2, 0, *[-1] * (len(latest) - 2)], "what a row does not see yet"
+    read = model(token_BT[:, :-1], memory=model.start(2))
+    decoded = model(token_BT[:, -1:], memory=read.memory)
+    torch.testing.assert_close(decoded.logits[:, -1], whole.logits[:, -1])
+    assert model.generate(token_BT[0, :9].tolist(), 4).shape == (1, 4)

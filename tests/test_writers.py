@@ -6,7 +6,9 @@ That each computes the same in training, prefill and decoding, and its equations
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from gsm.costs.model import cost
 from gsm.layers.linear import Linear
 from gsm.layers.rope import Rope
 from gsm.models.gsm import GSM
-from gsm.paths import variants
+from gsm.paths import ROOT, variants
 from gsm.slots.writer.base import StateWriter
 from gsm.span import Span
 
@@ -208,3 +210,32 @@ def test_a_writer_can_live_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: 
     model = gsm.build_model("gsm", size="pico", overrides=["model/writer=halved"], directories=[tmp_path])
     assert isinstance(model, GSM) and type(model.writer).__name__ == "Halved"
     assert model.generate([1, 2, 3], 4).shape == (1, 4)
+
+
+WEIGHTED = re.search(r"```python\n(class Weighted.*?)```", (ROOT / "docs/writers.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("stages", [[2], [2, 4]])
+@torch.no_grad()
+def test_a_writers_constructor_knows_how_many_stages_there_are(stages: list[int]):
+    """The example of docs/writers.md; with weights of 1 it is the paper's writer."""
+    assert WEIGHTED
+    names: dict[str, Any] = {"StateWriter": StateWriter, "nn": torch.nn, "torch": torch}
+    exec(WEIGHTED[1], names)
+    model = GSM(GEOMETRY, stages=stages, writer=names["Weighted"]).double().eval()
+    assert model.writer.weight.shape == (len(stages),) and model.writer.stages == len(stages)
+    plain = GSM(GEOMETRY, stages=stages).double().eval()
+    model.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(logits(model), logits(plain))
+
+
+def test_a_constructor_that_does_not_take_the_number_of_stages_is_not_given_it():
+    class Strict(StateWriter):
+        def __init__(self, shape, *, state_size, rope, parts):
+            super().__init__(shape, state_size=state_size, rope=rope, parts=parts)
+
+        def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
+            return encoded_BTD
+
+    assert GSM(GEOMETRY, writer=Strict).writer.stages is None
+    assert GSM(GEOMETRY, stages=[]).writer.stages == 0

@@ -290,7 +290,7 @@ def run(
         assumed: of the hardware and of a step.
         budgets: tokens of the run of every size.
         fsdp: overrides of ``trainer=fsdp``; without any, FSDP2 is what its yaml makes it.
-        output: the file; left out: benchmarks/results/plan.json.
+        output: the file; left out: logs/benchmarks/plan.json.
         results: a file of results; nothing is computed, and its tables are made again.
         models: entries (``entries.read``); checkpoints count at their own size alone.
         gpus: numbers of GPUs, in whole nodes.

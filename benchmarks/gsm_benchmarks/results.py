@@ -19,9 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from gsm.paths import ROOT
+
 from . import machine
 
-FOLDER = Path(os.environ.get("GSM_RESULTS") or Path(__file__).parents[1] / "results")
+# Not where results are kept that are committed: what is worth that is copied there.
+FOLDER = Path(os.environ.get("GSM_RESULTS") or ROOT / "logs/benchmarks")
 # What of the facts a row carries; a GPU has no threads.
 CARRIED = ("device", "threads", "versions", "sources", "commit")
 
@@ -238,7 +241,7 @@ class Asked:
 
 
 def usual_path(facts: Mapping[str, Any], what: str) -> Path:
-    """`<device>-<what>.json` in benchmarks/results, or in the folder that GSM_RESULTS names."""
+    """`<device>-<what>.json` in logs/benchmarks, or in the folder that GSM_RESULTS names."""
     return FOLDER / f"{machine.in_file_names(facts['device'])}-{what}.json"
 
 

@@ -173,8 +173,10 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
 
 
 def measurements() -> list[Path]:
-    """Files of ``benchmark=inference`` in ``benchmarks/results``, those with the most requests first."""
-    found = {file: read_json(file) or {} for file in sorted((paths.ROOT / "benchmarks/results").glob("*.json"))}
+    """Files of ``benchmark=inference``, this machine's (``logs/benchmarks``) and those of the repository
+    (``benchmarks/results``); those with the most requests first."""
+    folders = (paths.ROOT / "logs/benchmarks", paths.ROOT / "benchmarks/results")
+    found = {file: read_json(file) or {} for folder in folders for file in sorted(folder.glob("*.json"))}
     rows = {file: [row for row in _rows(content) if "decode" in row] for file, content in found.items()}
     return sorted((file for file in found if rows[file]), key=lambda file: -len(rows[file]))
 

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
 SMALL = 1 << 26  # bytes: a corpus up to this size is read whole for its digest, at every start
+FEW = 100  # files, below which their sizes count as well as their hashes
+LEAST = 0.002  # of all bytes; where less is held out, that is said
 LOOKED_AT = 1000  # documents among which one is held out when the hashes alone would hold out none
 
 # Tests, large generated or bundled trees, and what differs between two machines with the same Python.
@@ -50,7 +52,9 @@ class Corpus:
       below. There has to be one of train, valid or validation, for other words alone may mean something else;
     * with two files or more, those whose SHA-256 of the module path (`json.decoder`; `json` for `json/__init__.py`, so
       that a module which grows into a package stays where it is) falls into the lowest `validation_share` of all
-      hashes: the same on every machine, and unmoved by files that come or go. If none does, the one with the lowest;
+      hashes: the same on every machine, and unmoved by files that come or go. If none does, the one with the lowest.
+      Of fewer than a hundred files, chance may hold out far too little or too much: where that is less than half of
+      the bytes that are meant, or more than twice as many, those files that come nearest, tried in the order of hashes;
     * with one file of many documents, those documents whose text's SHA-256 does;
     * with one text, its end: the last `validation_share`, from the next line on.
 
@@ -136,6 +140,13 @@ class Corpus:
             train, held_out = (sum(self._bytes(name) for name in divided[split]) for split in SPLITS)
             if held_out > train:
                 log.warning("More is held out (%d bytes) than trained on (%d): set data.validation.", held_out, train)
+            elif held_out < LEAST * (held_out + train):
+                log.warning(
+                    "Of %d bytes only %d are held out: name files to hold out with data.validation=, or cut the text "
+                    "into more files.",
+                    held_out + train,
+                    held_out,
+                )
         return divided
 
     def _require_readable(self, names: Sequence[str]) -> None:
@@ -164,7 +175,23 @@ class Corpus:
     def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
         """The splits of several files that look alike."""
         held_out = {name for name in names if fraction(name) < self.validation_share} or {min(names, key=fraction)}
+        if len(names) < FEW:
+            held_out = self._of_fair_size(names, held_out)
         return {"train": [n for n in names if n not in held_out], "validation": [n for n in names if n in held_out]}
+
+    def _of_fair_size(self, names: list[str], held_out: set[str]) -> set[str]:
+        """These files, where they are about as large as is meant; else others, at least one and not all."""
+        sizes = {name: self._bytes(name) for name in names}
+        wanted = self.validation_share * sum(sizes.values())
+        if wanted / 2 <= sum(sizes[name] for name in held_out) <= 2 * wanted and len(held_out) < len(names):
+            return held_out
+        chosen, found = set[str](), 0
+        for name in sorted(names, key=fraction):
+            if len(chosen) < len(names) - 1 and abs(found + sizes[name] - wanted) < abs(found - wanted):
+                chosen, found = {*chosen, name}, found + sizes[name]
+        smallest = min((name for name in names if name not in chosen), key=lambda name: (sizes[name], fraction(name)))
+        fits_in = found + sizes[smallest] <= sum(sizes.values()) / 2  # or more would be held out than trained on
+        return {*chosen, smallest} if found < wanted / 2 and fits_in else chosen or {smallest}
 
     def _by_role(self, names: list[str]) -> tuple[list[str], list[str]]:
         """What to train on (or to divide), and what to hold out, as far as names tell."""

@@ -45,9 +45,10 @@ class Sequences:
         self.split, self.context, self.end_of_text, self.documents = split, context, end_of_text, documents
         self.ids = split.open()
         if len(self) == 0:
+            or_say = ", or name files to hold out with data.validation=" if split.name == "validation" else ""
             raise ValueError(
                 f"context {context} needs at least {context + 1} tokens and the {split.name} split has "
-                f"{len(self.ids)}; take a smaller context or a larger corpus"
+                f"{len(self.ids)}; take a smaller context or a larger corpus{or_say}"
             )
 
     def __len__(self) -> int:

@@ -176,7 +176,7 @@ class Tasks(Measure):
             }
             for result in results
         ]
-        print(f"\n{publish(place, grids, said, {'runs': kept, 'tables': grids, 'notes': said})}")
+        print(f"\n{publish(place, grids, said, {'runs': kept})}")
         print("The scores of all samples are in the folders of the runs")
 
     def _samples_of(self, task: str, checkpoint: Path) -> Path:

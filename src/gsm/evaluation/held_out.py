@@ -32,7 +32,7 @@ from gsm.data.packing import DOCUMENTS, validation_indices
 from gsm.evaluation import overlap as overlaps
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.measure import Measure, write
-from gsm.evaluation.results import by_arm, cell
+from gsm.evaluation.results import Grid, by_arm, cell
 from gsm.experiments.table import grid_text
 from gsm.files import read_json
 from gsm.models.base import LanguageModel, Output
@@ -46,6 +46,7 @@ from gsm_kernels import explain
 SPLITS, PLACES = ("validation", "train"), ("document", "sequence")
 SCRATCH = 1 << 24  # logits at a time: 64 MB of float32
 WIDTH = 78
+SPREAD = "mean +- standard deviation between the runs of an arm"
 MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
 
 
@@ -144,13 +145,16 @@ class HeldOut(Measure):
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
         """A table of the arms, and one of loss by position, where there are several runs."""
-        if len(results) > 1:
-            print(f"{len(results)} runs; mean +- standard deviation between the runs of an arm\n\n{table(results)}\n")
+        grids, notes = (tables(results) if len(results) > 1 else []), []
+        if grids:
+            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(one, WIDTH) for one in grids) + "\n")
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
-                print(f"Compare with care: documents are {' in some and '.join(treated)} in others. Say documents=\n")
-        if self.output or len(results) > 1:
-            write(place, results[0] if len(results) == 1 else {"runs": results})
+                notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Say documents="]
+                print(f"{notes[0]}\n")
+        if self.output or grids:
+            several = {"runs": results, "tables": grids, "notes": [f"{SPREAD[0].upper()}{SPREAD[1:]}", *notes]}
+            write(place, several if grids else results[0])
         print(f"Written to {place}")
 
     @staticmethod
@@ -461,8 +465,8 @@ def one(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Arms in 80 columns: mean over their runs and standard deviation between them; then the mean loss by position."""
+def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
+    """Arms: mean over their runs and standard deviation between them; then the mean loss by position."""
     arms = {arm: [run["text"] for run in seeds.values()] for arm, seeds in by_arm(results).items()}
     whole = [["arm", "runs", *(name.replace("_", " ") for name in MEASURES)]]
     for arm, texts in arms.items():
@@ -474,7 +478,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         found = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
         losses = [[one["loss"] for one in each if one["first"] == first] for each in found]
         grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
-    return f"{grid_text(whole, WIDTH)}\n\n{grid_text(grid, WIDTH)}"
+    return [whole, grid]
 
 
 def _span(bucket: Mapping[str, Any]) -> str:

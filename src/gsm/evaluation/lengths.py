@@ -169,7 +169,7 @@ class Lengths(Measure):
             for arm, of in runs.items()
         }
         notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
-        several = {"arms": means, "runs": [run["checkpoint"] for run in results], "notes": notes}
+        several = {"arms": means, "runs": [run["checkpoint"] for run in results]}
         content = several if len(results) > 1 else None  # of one, which lies there already
         grids, further = self._grids(runs, means), {".csv": _csv(results)}
         print(publish(place, grids, notes, content, lambda: _drawn(means, self.documents), further))

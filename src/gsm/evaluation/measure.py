@@ -115,7 +115,7 @@ def publish(
     Args:
         place: a JSON file, for ``content`` where there is some.
         grids, notes: the tables, and what has to be said about them.
-        content: what the file holds.
+        content: what the file holds besides ``tables`` and ``notes``; None: there is one already.
         drawn: makes a picture (.png); where matplotlib is missing, that is said instead.
         further: other files beside it, by ending.
 
@@ -131,7 +131,7 @@ def publish(
     files[".md"] = "\n\n".join([*map(grid_markdown, grids), *notes, *picture, ""]).encode()
     with writing(place):
         if content is not None:
-            write_json(place, content)
+            write_json(place, {**content, "tables": grids, "notes": notes})
         for ending, written in files.items():
             with replacing(place.with_suffix(ending)) as file:
                 file.write(written)

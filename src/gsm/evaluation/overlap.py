@@ -53,7 +53,8 @@ def measure(
     Returns:
         ``mean`` over the stages at ``context`` (None where that is not among the lengths), and ``by_length``:
         ``length``, ``queries`` that were counted and ``stages``, the means in order, None where no query sees more
-        than K entries. None if there is no overlap.
+        than K entries; where all stages take the selection over, also ``by_construction``: true. None if there is no
+        overlap.
     """
     rows = []
     for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
@@ -69,7 +70,8 @@ def measure(
         means = [float(one_N.mean()) if len(one_N) else None for one_N in stages.values()]
         rows.append({"length": length, "queries": max(map(len, stages.values())), "stages": means})
     whole = [value for row in rows if row["length"] == context for value in row["stages"] if value is not None]
-    return {"mean": sum(whole) / len(whole) if whole else None, "context": context, "by_length": rows}
+    taken_over = {} if selects_for_itself(model) else {"by_construction": True}
+    return {"mean": sum(whole) / len(whole) if whole else None, "context": context, "by_length": rows, **taken_over}
 
 
 @torch.no_grad()
@@ -144,4 +146,6 @@ def table(facts: Mapping[str, Any] | None) -> list[str]:
         lines.append(f"  {row['length']:>10,} tokens" + " " * 13 + "".join(f"{cell:>9}" for cell in cells))
         if theirs := published.get(row["length"]):
             lines.append(f"  {'the paper, 0.5B GSM':>30}" + "".join(f"{cell:>9.1f}" for cell in theirs))
+    if facts.get("by_construction"):
+        lines.append("  100 % by construction: these stages read what the encoder has selected, and select nothing")
     return lines

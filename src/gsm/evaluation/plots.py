@@ -12,6 +12,7 @@ kind of colour vision can tell apart; lines and markers differ too, for print wi
 from __future__ import annotations
 
 import io
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL = (3.6, 2.8)  # inches
+FEW = 8  # points of a curve that are marked: of one alone there is no line
 SMALL = 8  # points of the smallest letters
 REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'"
 LABELS = {
@@ -33,6 +35,7 @@ LABELS = {
     "bits_per_byte": "bits per byte of held-out text",
     "cache_bytes": "everything remembered (bytes)",
     "state_bytes": "decoder's state (bytes)",
+    "train/loss": "training loss (nats per token)",
     "tokens_per_second": "training speed (tokens/s)",
     "val/accuracy": "held-out questions answered (fraction)",
     "val/loss": "held-out loss (nats per token)",
@@ -101,6 +104,25 @@ def png(made: Figure, dots_per_inch: int = 200) -> bytes:
     return content.getvalue()
 
 
+def svg(made: Figure, name: str) -> str:
+    """The figure as a part of an HTML page: on its background, in its font, black in the colour of its letters.
+
+    Args:
+        made: the figure.
+        name: what its ids begin with, which no other picture of the page has.
+    """
+    from matplotlib import rc_context
+
+    content = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        made.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    text = content.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>|<style type.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'width="(\S+)" height="\S+"', r'style="width: \1; min-width: calc(.6 * \1)"', text, count=1)
+    text = re.sub(r' id="(?![mp][0-9a-f]{10}")[^"]*"| xmlns:xlink="[^"]*"', "", text).replace("xlink:href=", "href=")
+    return re.sub(r'style="[^"]*"', lambda style: style[0].replace("#000000", "currentColor"), text)
+
+
 def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:
     """What every picture ends with: labels of its axes, with units, a title, and a legend if anything has a name."""
     axes.set_xlabel(x, fontsize=9)
@@ -126,7 +148,8 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
             continue
         values = [[seed[step] for seed in seeds] for step in steps]
         means, style = [statistics.fmean(column) for column in values], chosen[arm]
-        axes.plot(steps, means, label=arm, color=style.colour, linestyle=style.line, linewidth=1.4)
+        how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "linewidth": 1.4, "markersize": 4}
+        axes.plot(steps, means, label=arm, marker=style.marker if len(steps) <= FEW else None, **how)
         if len(seeds) > 1:
             spreads = [statistics.stdev(column) for column in values]
             low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]

@@ -8,22 +8,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gsm.config.check import ConfigError, few, unknown
 from gsm.config.command_line import shown as shown_path
 from gsm.evaluation import plots
 from gsm.experiments.folder import unlike
+from gsm.experiments.page import Picture, Report
 from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
 from gsm.files import read_json, replacing
 from gsm.training.callbacks.metrics_file import read_metrics
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
 CONTENTS = "experiment.json"  # which arms an experiment has, in their order, and what its table shows
-PICTURES = (
-    "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
-)
 AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
 ByArm = Mapping[str, Sequence[RunSummary]]
 Curves = dict[str, list[dict[float, float]]]  # arm -> of each of its runs, values by step or by tokens
@@ -40,7 +41,7 @@ def compare(
     y: str = "",
     output: str = "",
 ) -> Table:
-    """Prints finished runs side by side, and writes that with pictures to comparison.md, .csv, .json and .png.
+    """Prints finished runs side by side, and writes that with pictures to comparison.html, .md, .csv, .json and .png.
 
     Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
     curves, and which runs are not finished. Every finished run counts, also one that was trained with other settings
@@ -50,7 +51,8 @@ def compare(
         folders: of experiments, logs/<name>; arms called alike in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
         against: the arm that the others are compared with; left out: the first
-        metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss
+        metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss, and
+            train/loss beside it
         axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
         y: what that picture shows against x
@@ -79,7 +81,7 @@ def compare(
     notes = [*unfinished(places), *apart(table.runs)]
     print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
     place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
-    print("\n".join(write(table, place, notes=notes, metric=metric, axis=axis, x=x, y=y)))
+    print("\n".join(write(table, place, places, notes=notes, metric=metric, axis=axis, x=x, y=y)))
     return table
 
 
@@ -105,12 +107,17 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
 
 def unfinished(folders: Sequence[Path]) -> list[str]:
     """A sentence for each run that is not finished: how far it came, and what ended it."""
-    return [
-        f"not finished: {shown_path(run)}, {_state(run)}"
+    return [f"not finished: {shown_path(run)}, {state}" for run, state in _states(folders).items() if state]
+
+
+def _states(folders: Sequence[Path]) -> dict[Path, str]:
+    """What is known of every run's folder; empty for one that is finished."""
+    return {
+        run: _state(run)
         for folder in folders
         for run in sorted(folder.glob("*/seed*"))
-        if run.is_dir() and not run.parent.name.startswith(".") and _state(run)
-    ]
+        if run.is_dir() and not run.parent.name.startswith(".")
+    }
 
 
 def apart(runs: Sequence[RunSummary]) -> list[str]:
@@ -140,6 +147,7 @@ def _changes(one: RunSummary, two: RunSummary) -> list[str]:
 def write(
     table: Table,
     folder: Path,
+    folders: Sequence[Path],
     stem: str = "comparison",
     notes: Sequence[str] = (),
     *,
@@ -153,6 +161,7 @@ def write(
     Args:
         table: of finished runs.
         folder: where to.
+        folders: of the experiments that the runs are of.
         stem: what the names of the files begin with.
         notes: sentences that belong to the table.
         metric, axis, x, y: as in ``compare``.
@@ -162,41 +171,54 @@ def write(
         OSError: a file cannot be written; the error names it.
     """
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
-    curves, metric = _curves(by_arm, metric, axis)
+    learned = _curves(by_arm, metric, axis)
+    metric, curves = next(iter(learned.items()))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
-    drawn, said = {}, []
+    drawn: dict[str, Picture] = {}
+    missing = ""
     try:
-        if any(curves.values()):
-            figure, (axes,) = plots.figure(height=3.2, width=5.2)
-            plots.curves(axes, curves, AXES[axis], plots.label(metric))
-            drawn["curves"] = plots.png(figure)
+        there = {name: found for name, found in learned.items() if any(found.values())}
+        if there:
+            figure, panels = plots.figure(len(there), height=3.2, width=5.2)
+            for axes, (name, found) in zip(panels, there.items(), strict=True):
+                plots.curves(axes, found, AXES[axis], plots.label(name))
+            drawn["curves"] = _picture(figure, "curves")
         drawn |= _panels(table, by_arm)
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
             plots.against(axes, points, plots.label(x), plots.label(y))
-            drawn[f"{y}_by_{x}"] = plots.png(figure)
+            drawn[f"{y}_by_{x}"] = _picture(figure, "pair")
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
-        said.append(str(error))
-    pictures = {f"{stem}_{name}.png": content for name, content in drawn.items()}
+        missing = str(error)
+    pictures = {f"{stem}_{name}.png": picture for name, picture in drawn.items()}
+    runs = [run for each in folders for run in read_runs(each)]
+    report = Report(folder, folders, table, notes, pictures, missing, runs, _states(folders))
     contents = {
-        f"{stem}.md": _markdown(table, folder, notes, list(pictures)).encode(),
+        f"{stem}.md": report.markdown().encode(),
+        f"{stem}.html": report.html().encode(),
         f"{stem}.csv": table.csv().encode(),
         f"{stem}.json": (json.dumps({**table.plain(), "notes": list(notes)}, indent=2) + "\n").encode(),
-        **pictures,
+        **{name: picture.png for name, picture in pictures.items()},
     }
     for name, content in contents.items():
         with replacing(folder / name) as file:
             file.write(content)
+    said = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
         said.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
     bare = [arm for arm, (across, _) in points.items() if not across]
     if bare:
         said.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
-    return [*said, f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}"]
+    said.append(f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
+    return [*said, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
 
 
-def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, bytes]]:
+def _picture(figure: Figure, name: str) -> Picture:
+    return Picture(plots.png(figure), plots.svg(figure, name))
+
+
+def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
     """The pictures with a panel for each column of the table, and for each task that was tested at several lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
@@ -205,7 +227,7 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, bytes]]:
             plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
-        yield "values", plots.png(figure)
+        yield "values", _picture(figure, "values")
     tested: dict[str, dict[str, list[dict[int, float]]]] = {}  # by task and arm, of every run, what it answered
     for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
         for task, values in (run.summary.get("by_length") or {}).items():
@@ -215,11 +237,14 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, bytes]]:
         columns = min(2, len(tested))
         figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(tested) // columns))
         plots.lengths(panels, tested, "length of the word (letters)", "last state known (fraction)", top=1)
-        yield "lengths", plots.png(figure)
+        yield "lengths", _picture(figure, "lengths")
 
 
-def _curves(by_arm: ByArm, metric: str, axis: str) -> tuple[Curves, str]:
-    """The learning curve of every run, by arm, and the metric that they are of. Raises ConfigError."""
+def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
+    """The learning curves of every run, by arm, of this metric; of none, of what is held out and of training.
+
+    Raises ConfigError.
+    """
     metrics = {  # of runs after one another, those of the first
         run.folder: read_metrics(run.folder / run.summary.get("curves", "") / "metrics.csv")
         for runs in by_arm.values()
@@ -228,15 +253,20 @@ def _curves(by_arm: ByArm, metric: str, axis: str) -> tuple[Curves, str]:
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
-    chosen = metric or ("val/accuracy" if "val/accuracy" in known else "val/loss")
-    curves: Curves = {arm: [] for arm in by_arm}
-    for arm, runs in by_arm.items():
-        for run in runs:
-            found = metrics[run.folder].get(chosen, {})
-            across = metrics[run.folder].get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
-            curve = {across[step]: value for step, value in found.items() if step in across}
-            curves[arm] += [curve] if curve else []
-    return curves, chosen
+    held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
+    chosen = [metric] if metric else [held_out, *({"train/loss"} & known)]
+    every = {
+        name: {arm: [_curve(metrics[run.folder], name, axis) for run in runs] for arm, runs in by_arm.items()}
+        for name in chosen
+    }
+    return {name: {arm: [*filter(None, found)] for arm, found in arms.items()} for name, arms in every.items()}
+
+
+def _curve(metrics: Mapping[str, Mapping[int, float]], name: str, axis: str) -> dict[float, float]:
+    """A metric of a run by step, or by the tokens until then."""
+    found = metrics.get(name, {})
+    across = metrics.get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
+    return {across[step]: value for step, value in found.items() if step in across}
 
 
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
@@ -248,13 +278,6 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
     pairs = [(run.value(x), run.value(y)) for run in runs]
     both = [(across, up) for across, up in pairs if across is not None and across > 0 and up is not None]
     return [across for across, _ in both], [up for _, up in both]
-
-
-def _markdown(table: Table, folder: Path, notes: Sequence[str], pictures: Sequence[str]) -> str:
-    parts = [f"# {folder.resolve().name}", table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
-    parts += ["\n".join(f"* {note}" for note in notes)] if notes else []
-    parts += [PICTURES] if pictures else []
-    return "\n\n".join([*parts, *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures)]) + "\n"
 
 
 def _in_order(folder: Path) -> list[RunSummary]:

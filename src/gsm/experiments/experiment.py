@@ -97,8 +97,11 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
         table = experiment.table()
-        print(_conclusion(experiment, table), flush=True)
-        _conclude_evaluations(experiment, table)
+        notes = _notes(experiment, table)
+        print("\n".join(["", table.text(), "", *_filled([FOOTNOTE, *notes, *_unknown(table)])]), flush=True)
+        _conclude_evaluations(experiment, table)  # first, as the page has their tables too
+        written = write(table, experiment.folder, [experiment.folder], "results", notes)
+        print("\n".join(["", *_filled(written)]), flush=True)
     if work.failed:
         print(work.complaints(), flush=True)
         raise SystemExit(1)
@@ -268,20 +271,25 @@ def _set_aside(trials: Sequence[Trial], held: Path) -> None:
             folder.prepare({**trial.config, "resume": "never"})
 
 
-def _conclusion(experiment: Experiment, table: Table) -> str:
+def _notes(experiment: Experiment, table: Table) -> list[str]:
+    """Sentences that belong to the table: what does not compare, what it leaves out, and what is not finished."""
     mine = {run.folder for run in table.runs}
     others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
     names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
-    notes = [*apart(table.runs), *([f"left out, being of another configuration: {names}"] if names else [])]
-    notes += unfinished([experiment.folder])
-    written = write(table, experiment.folder, "results", notes)
-    lines = ["", table.text(), ""]
-    for sentence in [FOOTNOTE, *notes, *written]:
-        lines += textwrap.wrap(sentence, WIDTH, break_on_hyphens=False, break_long_words=False)
-    for column in table.empty_columns():
-        known = ", ".join(key for key, value in table.runs[0].summary.items() if isinstance(value, int | float))
-        lines += textwrap.wrap(f"no run has a number '{column}' in its summary.json; there are {known}", WIDTH)
-    return "\n".join(lines)
+    left_out = [f"left out, being of another configuration: {names}"] if names else []
+    return [*apart(table.runs), *left_out, *unfinished([experiment.folder])]
+
+
+def _unknown(table: Table) -> list[str]:
+    """A sentence for each column that no run has a number for."""
+    known = ", ".join(k for run in table.runs[:1] for k, value in run.summary.items() if isinstance(value, int | float))
+    return [f"no run has a number '{name}' in its summary.json; there are {known}" for name in table.empty_columns()]
+
+
+def _filled(sentences: Sequence[str]) -> list[str]:
+    return [
+        line for one in sentences for line in textwrap.wrap(one, WIDTH, break_on_hyphens=False, break_long_words=False)
+    ]
 
 
 def _conclude_evaluations(experiment: Experiment, table: Table) -> None:

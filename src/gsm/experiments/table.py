@@ -93,11 +93,29 @@ class Table:
 
     def text(self, width: int = WIDTH) -> str:
         """Plain ASCII; what is wider than ``width`` characters goes on below, under its arms again."""
-        return "\n\n".join(grid_text(grid, width) for grid in self._grids())
+        return "\n\n".join(grid_text(grid, width) for grid in self.grids())
 
     def markdown(self) -> str:
         """The same as tables in Markdown."""
-        return "\n\n".join(map(grid_markdown, self._grids())) + "\n"
+        return "\n\n".join(map(grid_markdown, self.grids())) + "\n"
+
+    def grids(self) -> list[Grid]:
+        """Means over seeds; where there are several seeds, also the first column seed by seed, and the differences,
+        where two arms share two seeds or more."""
+        grids = [[["arm", "runs", *self.columns]]]
+        grids[0] += [[row.arm, str(row.runs), *map(str, row.cells.values())] for row in self.rows]
+        seeds = sorted({run.seed for run in self.runs})
+        if len(seeds) > 1:
+            first = {(run.arm, run.seed): run.value(self.columns[0]) for run in self.runs}
+            grids.append([[self.columns[0], *(f"seed {seed}" for seed in seeds)]])
+            grids[1] += [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
+        counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
+        if max(counts.values(), default=0) > 1:
+            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns]])
+            grids[2] += [
+                [arm, str(counts[arm]), *map(str, cells.values())] for arm, cells in self.differences().items()
+            ]
+        return grids
 
     def csv(self) -> str:
         """One line for each run, with numbers in full."""
@@ -147,24 +165,6 @@ class Table:
     def empty_columns(self) -> list[str]:
         """Columns that no run has a value for, though there are runs."""
         return [c for c in self.columns if self.runs and all(row.cells[c].count == 0 for row in self.rows)]
-
-    def _grids(self) -> list[Grid]:
-        """Means over seeds; where there are several seeds, also the first column seed by seed, and the differences,
-        where two arms share two seeds or more."""
-        grids = [[["arm", "runs", *self.columns]]]
-        grids[0] += [[row.arm, str(row.runs), *map(str, row.cells.values())] for row in self.rows]
-        seeds = sorted({run.seed for run in self.runs})
-        if len(seeds) > 1:
-            first = {(run.arm, run.seed): run.value(self.columns[0]) for run in self.runs}
-            grids.append([[self.columns[0], *(f"seed {seed}" for seed in seeds)]])
-            grids[1] += [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
-        counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
-        if max(counts.values(), default=0) > 1:
-            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns]])
-            grids[2] += [
-                [arm, str(counts[arm]), *map(str, cells.values())] for arm, cells in self.differences().items()
-            ]
-        return grids
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:

@@ -16,6 +16,7 @@ encoder's streams go on beside z.)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,8 @@ class GSM(LanguageModel):
         retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=..., stage=...``.
         stage_input: what h of a stage is.
         stage_query: what a stage asks with.
-        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=..., parts=...``.
+        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=..., parts=...``, and
+            with ``stages=...``, how many there are, if it takes that.
         decoder_start: what the decoder's residual streams start from.
         state_reader: how decoder layers read the state.
         residual: called with the width for every site.
@@ -120,7 +122,8 @@ class GSM(LanguageModel):
         if not reads_bank:
             check_retrievers(self.aggregation)
         reader = state_reader or Shared()
-        self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts)
+        counted = {"stages": len(layers)} if takes(writer, "stages") else {}
+        self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts, **counted)
         check_writer(self.writer, layers)
         blocks, self.reaches = [], []
         for layer in range(1, geometry.decoder_layers + 1):
@@ -232,6 +235,12 @@ def check_retrievers(aggregation: Aggregation) -> None:
             "encoder_reading window_only it selects nothing; use a retriever that selects by itself, such as "
             "separate_indexer, or stages [] for none"
         )
+
+
+def takes(factory: Callable[..., object], name: str) -> bool:
+    """Whether a keyword can be given to it."""
+    parameters = inspect.signature(factory).parameters.values()
+    return any(one.name == name or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
 def check_writer(writer: StateWriter, stages: Sequence[int]) -> None:

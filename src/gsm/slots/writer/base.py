@@ -37,6 +37,7 @@ class StateWriter(nn.Module, ABC):
         state_size: entries of each part that a decoder row sees (M).
         rope: rotation of the entries, that of the decoder's queries.
         parts: what the state reader asks for.
+        stages: how many aggregation stages there are, which is the length of ``increments``.
     """
 
     # Entries that this writer writes for a position (J), side by side in the state; M is a multiple of it.
@@ -46,8 +47,17 @@ class StateWriter(nn.Module, ABC):
     # Whether a model without stages has no use for this writer.
     needs_stages = False
 
-    def __init__(self, shape: Shape, *, state_size: int, rope: Rope, parts: Sequence[StatePart] = (ENTRIES,)):
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        state_size: int,
+        rope: Rope,
+        parts: Sequence[StatePart] = (ENTRIES,),
+        stages: int | None = None,  # None: a constructor of a subclass does not take it
+    ):
         super().__init__()
+        self.stages = stages
         self.state_size, self.rope, self.parts, self.width = state_size, rope, tuple(parts), shape.entry_dim
         self.norm = RMSNorm(shape.dim)
         self.entry = nn.ModuleDict({part.name: Entry(shape) for part in self.parts})

@@ -1,0 +1,279 @@
+"""The results of experiments, written twice from the same facts: Markdown beside its pictures, and one HTML page that
+needs no other file (``page.html.jinja``)."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from gsm import paths
+from gsm.config.check import flat
+from gsm.experiments.report import kernels
+from gsm.experiments.table import FOOTNOTE, Grid, RunSummary, Table
+from gsm.files import read_json
+from gsm.training.callbacks.progress import clock
+
+TEMPLATE = Path(__file__).with_suffix(".html.jinja")
+PICTURES = (
+    "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
+)
+OWN = {"arm", "arms", "seed", "seeds", "runs", "jobs", "force", "resume", "table", "folder", "logs", "name"}
+LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: what is larger is not of this project
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, as a file beside the Markdown and as a part of the page."""
+
+    png: bytes
+    svg: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of some experiments when they are compared.
+
+    Attributes:
+        place: the folder that the files go to; paths are relative to it.
+        folders: of the experiments, ``logs/<name>``.
+        table: of their finished runs.
+        notes: sentences that belong to the table.
+        pictures: by the names of their files.
+        missing: what has to be said in place of pictures; empty where they are there.
+        runs: every run that has a summary, finished or not.
+        states: what is known of each run's folder; empty for one that is finished.
+    """
+
+    place: Path
+    folders: Sequence[Path]
+    table: Table
+    notes: Sequence[str]
+    pictures: Mapping[str, Picture]
+    missing: str
+    runs: Sequence[RunSummary]
+    states: Mapping[Path, str]
+
+    @property
+    def title(self) -> str:
+        """The experiment's name; of several, that of the folder above them."""
+        return self.place.resolve().name
+
+    def markdown(self) -> str:
+        """Tables, notes and pictures."""
+        parts = [f"# {self.title}", self.table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
+        parts += ["\n".join(f"* {note}" for note in self.notes)] if self.notes else []
+        parts += [PICTURES] if self.pictures else []
+        return "\n\n".join([*parts, *(f"![{_words(name)}]({name})" for name in self.pictures)]) + "\n"
+
+    def html(self) -> str:
+        """The same with what else the runs' folders hold; nothing in it is loaded from anywhere."""
+        environment = Environment(
+            autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        )
+        environment.filters["plus_minus"] = lambda cell: str(cell).replace(" +- ", " ± ")
+        environment.filters["breaking"] = lambda path: Markup(".<wbr>").join(str(path).split("."))  # which escapes
+        first = self._first[:1]
+        return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+            report=self,
+            question=" ".join(dict.fromkeys(filter(None, map(_question, self._chosen("experiment"))))),
+            finished=sum(not state for state in self.states.values()),
+            grids=self.table.grids(),
+            footnote=f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}.",
+            pictures=[(_words(name), Markup(picture.svg)) for name, picture in self.pictures.items()],
+            about=PICTURES,
+            evaluations=[found for folder in self.folders for found in _evaluations(folder, self.place)],
+            differences=self._differences(),
+            arms=self._arms(),
+            configuration=[(run.arm, name, text) for run in first for name, text in _yamls(run, "config").items()],
+            environment=self._environment(),
+            data=[
+                [key, _text(value)] for run in first for key, value in flat(_mapping(run.summary.get("data"))).items()
+            ],
+            commands=[(self._relative(folder), line) for folder in self.folders for line in _commands(folder)],
+            listed=self._listed(),
+            seconds=clock(sum(_seconds(run) for run in self.runs)),
+        )
+
+    @cached_property
+    def _first(self) -> list[RunSummary]:
+        """Of every arm in the table, the first finished run."""
+        return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
+
+    def _chosen(self, group: str) -> list[str]:
+        found = (_mapping(run.summary.get("choices")).get(group) for run in self._first)
+        return [str(choice) for choice in found if choice]
+
+    def _arms(self) -> list[tuple[str, str]]:
+        """The overrides of each arm, as the experiment's last command had them."""
+        said = [(folder, (read_json(folder / "experiment.json") or {}).get("arms")) for folder in self.folders]
+        return [
+            (str(arm) if len(said) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
+            for folder, arms in said
+            for arm, overrides in _mapping(arms).items()
+            if isinstance(overrides, list)
+        ]
+
+    def _differences(self) -> Grid:
+        """What the configurations of the arms' first finished runs differ in, by key; only the heading if nothing."""
+        known = [_known(run) for run in self._first]
+        keys = dict.fromkeys(key for one in known for key in one)
+        rows = [[key, *(one.get(key, "-") for one in known)] for key in keys]
+        return [["key", *(run.arm for run in self._first)], *(row for row in rows if len({*row[1:]}) > 1)]
+
+    def _environment(self) -> Grid:
+        """Versions, devices and commits, each with the runs that have it."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for run in self.table.runs:
+            versions = {f"version of {name}": x for name, x in flat(_mapping(run.summary.get("versions"))).items()}
+            chosen = {op: str(choice) for op, choice in _mapping(run.summary.get("kernels")).items()}
+            facts: dict[str, Any] = {key: run.summary.get(key) for key in ("device", "commit")}
+            facts |= {"kernels": kernels(chosen) or None, **versions}
+            for key, value in facts.items():
+                found.setdefault((key, "unknown" if value is None else _text(value)), []).append(_name(run))
+        every = len(self.table.runs)
+        return [
+            ["what", "value", "runs"],
+            *([key, value, "all" if len(runs) == every else ", ".join(runs)] for (key, value), runs in found.items()),
+        ]
+
+    def _listed(self) -> list[dict[str, str]]:
+        """Every run, in the table's order: how far it is, how long it took, where it lies, what trains it alone."""
+        known = {run.folder: run for run in self.runs}
+        order = {run.folder: number for number, run in enumerate(self.table.runs)}
+        listed = []
+        for folder, state in sorted(self.states.items(), key=lambda one: order.get(one[0], len(order))):
+            run = known.get(folder)
+            steps, tokens = (run.value(key) if run else None for key in ("steps", "tokens"))
+            listed.append(
+                {
+                    "name": _name(run) if run else f"{folder.parent.name}/{folder.name}",
+                    "state": state or "finished",
+                    "steps": "-" if steps is None else f"{steps:,.0f}",
+                    "tokens": "-" if tokens is None else f"{tokens:,.0f}",
+                    "took": clock(_seconds(run)) if run and _seconds(run) else "-",
+                    "link": quote(self._relative(folder)) + "/",  # also the colon, so that no name becomes a scheme
+                    "command": "\n".join(_commands(folder)),
+                }
+            )
+        return listed
+
+    def _relative(self, folder: Path) -> str:
+        return os.path.relpath(folder, self.place)
+
+
+def _words(name: str) -> str:
+    """The name of a picture's file in words."""
+    return Path(name).stem.replace("_", " ")
+
+
+def _name(run: RunSummary) -> str:
+    return f"{run.arm}/seed{run.seed}"
+
+
+def _text(value: Any) -> str:
+    """A value of a configuration or a summary."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
+
+
+def _question(experiment: str) -> str:
+    """The first paragraph of what its yaml opens with; empty where there is no such yaml."""
+    if not experiment.replace("_", "").isalnum():  # it becomes a part of a path
+        return ""
+    files = (folder / "experiment" / f"{experiment}.yaml" for folder in paths.config_folders())
+    text = next((_read(file) for file in files if file.is_file()), "")
+    lines = (line for line in text.splitlines() if not line.startswith("# @package"))
+    return " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
+
+
+def _commands(folder: Path) -> list[str]:
+    """What was typed to train what lies here; none where it was not started by train.py."""
+    given = _yaml(_read(folder / ".hydra/overrides.yaml"))
+    if not isinstance(given, list):
+        return []
+    own = [word for place in paths.config_folders()[1:] for word in ("--config-dir", str(place))]
+    return [shlex.join(["python", "train.py", *own, *map(str, given)])]
+
+
+def _yamls(run: RunSummary, name: str) -> dict[str, str]:
+    """A file of Hydra's of a run; of one that consists of several, that of each which trained."""
+    names = [part for part in _mapping(run.summary.get("runs")) if Path(part).name == part]
+    found = {part: _read(run.folder / part / ".hydra" / f"{name}.yaml") for part in names or [""]}
+    return {part: text for part, text in found.items() if text}
+
+
+def _known(run: RunSummary) -> dict[str, str]:
+    """The choices and values of a run's configuration by key, those of a run of several with its name in front."""
+    found = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
+    for part, text in _yamls(run, "config").items():
+        values = flat(_mapping(_yaml(text)))
+        own = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
+        found |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in own.items()}
+    return found
+
+
+def _seconds(run: RunSummary) -> float:
+    """How long a run has trained; of several after one another, all of them."""
+    names = [f"runs.{part}.train_seconds" for part in _mapping(run.summary.get("runs"))] or ["train_seconds"]
+    return math.fsum(run.value(name) or 0.0 for name in names)
+
+
+def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
+    """What evaluations have said of several runs together, in files beside them: their tables, notes and picture."""
+    for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
+        said = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
+        tables = [grid for grid in (said or {}).get("tables") or [] if _is_grid(grid)]
+        if said is None or not tables:
+            continue
+        picture, notes = file.with_suffix(".png"), said.get("notes")
+        there = picture.is_file() and picture.stat().st_size <= LARGEST
+        yield {
+            "name": file.stem,
+            "tables": tables,
+            "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
+            "picture": base64.b64encode(picture.read_bytes()).decode() if there else "",
+            "file": os.path.relpath(file, place),
+            "link": quote(os.path.relpath(file, place)),
+        }
+
+
+def _is_grid(found: Any) -> bool:
+    rows = found if isinstance(found, list) else []
+    return bool(rows) and all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows)
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    """What should be one, in a file that anyone may have written; nothing where it is something else."""
+    return found if isinstance(found, Mapping) else {}
+
+
+def _read(file: Path) -> str:
+    """A small text file; empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size <= LARGEST else ""
+    except OSError:
+        return ""
+
+
+def _yaml(text: str) -> Any:
+    """What a yaml file holds; None for one that is damaged, or refers to its own parts, which Hydra's files do not and
+    which could make a line stand for billions."""
+    try:
+        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        return None if aliased else yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None

@@ -1,0 +1,231 @@
+"""The page of an experiment's results: what it holds, what it does not load, and what it makes of hostile names."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_compare import experiment, write_run
+from test_experiment import fake, place, toy
+
+from gsm.evaluation import plots
+from gsm.experiments.compare import compare
+from gsm.experiments.experiment import train_all
+from gsm.experiments.page import _commands
+
+__all__ = ["experiment", "fake"]  # fixtures
+
+HOSTILE = "<img src=x onerror=alert(1)>\"'&"
+VOID = {"meta", "img", "wbr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and its text; elements that are not closed are an error."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.source = file.read_text(encoding="utf-8")
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.said: list[str] = []
+        self.feed(self.source)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.said += [" "] if tag in {"th", "td", "li", "a", "p", "summary"} else []
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.said).split())
+
+
+def hydra(run: Path, overrides: list[str], config: str = "model:\n  width: 3\n") -> None:
+    (run / ".hydra").mkdir(parents=True, exist_ok=True)
+    (run / ".hydra/overrides.yaml").write_text(json.dumps(overrides))
+    (run / ".hydra/config.yaml").write_text(config)
+
+
+def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
+    compare(str(experiment), columns="accuracy,val_loss,steps,cache_bytes")
+    page, markdown = Page(experiment / "comparison.html"), (experiment / "comparison.md").read_text()
+    rows = [
+        line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("|") and "---" not in line
+    ]
+    assert len(rows) == 8, "means, seeds, differences"
+    for row in rows:
+        assert " ".join(row).replace("+-", "±") in page.text
+    assert "mean ± standard error over the seeds that both arms have" in page.text
+
+
+def test_nothing_is_loaded_from_elsewhere(experiment: Path):
+    hydra(experiment / "paper/seed0", ["model=gsm"])
+    compare(str(experiment), x="cache_bytes", y="accuracy")
+    page = Page(experiment / "comparison.html")
+    for tag, attributes in page.elements:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "foreignobject"}
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in {"src", "href", "xlink:href", "action", "srcset", "poster"}:
+                assert not re.match(r"\w+:|//", value or "") or (value or "").startswith("data:image/png;"), value
+    assert not re.search(r"@import|url\((?!#)", page.source)
+    (policy,) = (one["content"] for tag, one in page.elements if tag == "meta" and "http-equiv" in one)
+    assert policy is not None and policy.startswith("default-src 'none'"), "nor could it be"
+
+
+def test_names_that_are_code_elsewhere_are_text_here(experiment: Path):
+    """Arms, notes, summaries, overrides, configurations and evaluations are from files that anyone may have made."""
+    facts: dict[str, Any] = {"commit": HOSTILE, "device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "data": {HOSTILE: 1}}
+    facts |= {"kernels": {"attend": HOSTILE}, "choices": {"experiment": "../../train", HOSTILE: HOSTILE}}
+    hydra(write_run(experiment, HOSTILE, 0, 0.5, **facts), [HOSTILE], f"a: '{HOSTILE.replace(chr(39), '')}'\n")
+    write_run(experiment, "javascript:alert(1)", 0, 0.25, status="failed", reason=HOSTILE)
+    hydra(experiment, ["experiment=recall", HOSTILE])
+    told = {"arms": {"paper": [], "control": [HOSTILE]}, "table": ["accuracy"]}
+    (experiment / "experiment.json").write_text(json.dumps(told))
+    said = {"tables": [[[HOSTILE, "b"], [HOSTILE, HOSTILE]], "no table", [[]]], "notes": [HOSTILE]}
+    (experiment / f"{HOSTILE}.json").write_text(json.dumps(said))
+    compare(str(experiment))
+    page = Page(experiment / "comparison.html")
+    assert "<img src=x" not in page.source
+    assert page.text.count(HOSTILE) > 12
+    assert not [value for _, one in page.elements for value in one.values() if str(value).startswith("javascript:")]
+    assert "javascript%3Aalert%281%29/seed0/" in page.source
+
+
+@pytest.mark.parametrize("damaged", ["[1, 2]", "{a: b: c}", "\x00", "- {a: 1}\n- [", "null", "a: &a {b: *a}"])
+def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path, damaged: str):
+    hydra(experiment / "paper/seed0", [], damaged)
+    (experiment / "paper/seed0/.hydra/overrides.yaml").write_text(damaged)
+    (experiment / "experiment.json").write_text('{"arms": {"paper": 3, "control": []}, "table": ["accuracy"]}')
+    (experiment / "gone.json").symlink_to("nowhere")
+    file = experiment / "control/seed0/summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "runs": 3, "choices": [], "versions": 1, "data": "x"}))
+    compare(str(experiment))
+    assert "0.9000" in Page(experiment / "comparison.html").text
+
+
+def test_the_page_says_what_is_missing(experiment: Path):
+    write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
+    write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
+    compare(str(experiment))
+    text = Page(experiment / "comparison.html").text
+    assert "6 of 8 runs finished" in text
+    assert "paper/seed3 failed at step 4: FloatingPointError: the loss is nan" in text
+    assert "paper/seed4 running, or killed, at step 2" in text
+    assert "Not known: the first run has no .hydra/config.yaml" in text
+    assert "These runs were not started by one command" in text
+
+
+def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: list[str], capsys: pytest.CaptureFixture[str]):
+    train_all(toy(tmp_path, "arm=mhc", "seeds=1", script=fake))
+    page = place(tmp_path, "results.html")
+    assert "No finished run: plain" in Page(page).text
+    assert str(page) in "".join(capsys.readouterr().out.split()).replace("browser:", "browser: "), "and where it is"
+    train_all(toy(tmp_path, script=fake))
+    assert "4 of 4 runs finished" in Page(page).text and "No finished run" not in Page(page).text
+
+
+def test_it_says_what_was_asked_what_differs_and_how_to_do_it_again(experiment: Path):
+    for arm, width in (("paper", 3), ("control", 4)):
+        for seed in range(3):
+            file = experiment / f"{arm}/seed{seed}/summary.json"
+            facts = {"choices": {"experiment": "recall", "model": arm}, "train_seconds": 60.0, "commit": f"c{seed}"}
+            file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+            config = f"model: {{width: {width}, depth: 2}}\narm: {arm}\n"
+            hydra(file.parent, ["experiment=recall", f"arm={arm}", "model.stages=[1, 2]"], config)
+    hydra(experiment, ["experiment=recall", "size=nano"])
+    compare(str(experiment))
+    text = Page(experiment / "comparison.html").text
+    assert "How much can each model recall, and how many bytes does it keep for that?" in text
+    assert "model paper control" in text and "model.width 3 4" in text
+    assert "model.depth 2 2" not in text and "arm paper control" not in text, "what is alike or follows from the arm"
+    assert "python train.py experiment=recall size=nano" in text
+    assert "python train.py experiment=recall arm=paper 'model.stages=[1, 2]'" in text
+    assert "trained for 6:00, all runs together" in text
+    assert "commit c1 paper/seed1, control/seed1" in text
+
+
+def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hydra(tmp_path, ["experiment=mine"])
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
+    assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
+
+
+def test_runs_after_one_another_show_each_configuration_and_all_of_their_time(tmp_path: Path):
+    for arm in ("a", "b"):
+        runs = {"train": {"train_seconds": 50}, "extend": {"train_seconds": 14}, "ppl": {"status": "finished"}}
+        run = write_run(tmp_path / "long", arm, 0, 0.5, runs={**runs, "../..": {}}, curves="train", train_seconds=14)
+        hydra(run / "train", [], "data: {context: 32}\n")
+        hydra(run / "extend", [], f"data: {{context: {64 if arm == 'a' else 128}}}\n")
+    compare(str(tmp_path / "long"))
+    text = Page(tmp_path / "long/comparison.html").text
+    assert "extend: data.context 64 128" in text
+    assert "a, its run train, as composed data: {context: 32}" in text
+    assert "trained for 2:08" in text
+
+
+def test_what_evaluations_concluded_is_there(experiment: Path):
+    said = {"tables": [[["length", "paper"], ["4,096", "9.66 +- 0.10"]]], "notes": ["16 windows of each"], "arms": {}}
+    (experiment / "ppl.json").write_text(json.dumps(said))
+    (experiment / "ppl.png").write_bytes(b"\x89PNG of a curve")
+    compare(str(experiment))
+    page = Page(experiment / "comparison.html")
+    assert "ppl length paper 4,096 9.66 ± 0.10 16 windows of each All numbers: ppl.json" in page.text
+    assert "data:image/png;base64,iVBORyBvZiBhIGN1cnZl" in page.source
+
+
+def test_pictures_are_drawn_in_the_page_once_for_light_and_dark(experiment: Path):
+    pytest.importorskip("matplotlib")
+    compare(str(experiment), columns="accuracy,val_loss")
+    page = Page(experiment / "comparison.html")
+    drawings = [one for tag, one in page.elements if tag == "svg"]
+    assert len(drawings) == 2 and all("viewbox" in one for one in drawings)
+    assert "held-out loss (nats per token)" in page.text and "optimizer step" in page.text, "letters are letters"
+    assert "currentColor" in page.source and "#000000" not in page.source
+    ids = [one["id"] for _, one in page.elements if "id" in one]
+    assert len(ids) == len({*ids}), "clips and markers of one picture are not another's"
+    named = {
+        value[1:]
+        for _, one in page.elements
+        for name, value in one.items()
+        if name == "href" and value and value[0] == "#"
+    }
+    assert named <= {*ids}
+
+
+def test_without_matplotlib_the_page_says_what_draws(experiment: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    compare(str(experiment))
+    page = Page(experiment / "comparison.html")
+    assert plots.REMEDY in page.text
+    assert "svg" not in {tag for tag, _ in page.elements}
+
+
+def test_three_arms_of_three_seeds_and_long_curves_take_less_than_a_megabyte(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    for arm in ("a", "b", "c"):
+        for seed in range(3):
+            run = write_run(tmp_path / "long", arm, seed, 0.5)
+            hydra(run, ["a=1"] * 20, "key: value\n" * 300)
+            lines = [
+                f"{10 * n},{name},{(n * 37 % 101) / 50}\n" for n in range(2000) for name in ("val/loss", "train/loss")
+            ]
+            (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
+    compare(str(tmp_path / "long"), columns="accuracy,val_loss,steps,tokens")
+    assert (tmp_path / "long/comparison.html").stat().st_size < 1e6
