@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from gsm.explorer.words import of_text, questions_of, targets_of, visible
 
 T = 24
 TWO = torch.tensor([0] * 9 + [1] * 15)  # documents; the first one has a token too many for its slots
+PLAIN = "gsm-residual=plain"
 GSMS = [case for case in MEMORIES if case.startswith("gsm")]
 HOSTILE = (
     '</script><script>window.bad = 1</script><img src=x onerror="window.bad = 1"> \u202egnp.exe & "\' ]]> --> 🙂é\0'
@@ -54,11 +56,17 @@ def packed(file: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return about, arrays
 
 
+@pytest.fixture(scope="module")
+def made() -> Page:
+    """A page of two documents; a plain residual, since hyper-connections take most of the time."""
+    return explore(build(PLAIN), random_tokens(1, T)[0], documents=TWO)
+
+
 # What is computed.
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", mostly_slow(GSMS, "gsm", "gsm-writer=multi_slot"))
+@pytest.mark.parametrize("case", mostly_slow(GSMS, "gsm-writer=multi_slot"))
 def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
     model, token_BT = build(case), random_tokens(1, T)
     found = gather(model, token_BT[0])
@@ -80,7 +88,9 @@ def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", mostly_slow(GSMS, "gsm", "gsm-encoder_reading=window_only"))
+@pytest.mark.parametrize(
+    "case", mostly_slow(GSMS, "gsm-encoder_reading=window_only", "gsm-state_reader=state_and_window")
+)
 def test_readings_are_the_taps(case: str):
     model, token_BT = build(case), random_tokens(1, T)
     found = gather(model, token_BT[0])
@@ -99,7 +109,7 @@ def test_readings_are_the_taps(case: str):
 
 
 def test_slots_hold_tokens_of_the_document_that_selects_them():
-    found = gather(build("gsm"), random_tokens(1, T)[0], TWO)
+    found = gather(build(PLAIN), random_tokens(1, T)[0], TWO)
     assert found.start_F.tolist()[:11] == [0, 2, 4, 6, 9, 11, 13, 15, 17, 19, 21], "token 8 has no slot"
     selected = 0
     for one in found.readings:
@@ -113,7 +123,7 @@ def test_slots_hold_tokens_of_the_document_that_selects_them():
 
 @torch.no_grad()
 def test_a_document_is_attributed_in_company_as_it_is_alone():
-    model, token_BT = build("gsm"), random_tokens(1, T)
+    model, token_BT = build(PLAIN), random_tokens(1, T)
     with gsm.record(*TAPS) as together:
         model(token_BT, documents=TWO[None])
     with gsm.record(*TAPS) as alone:
@@ -126,7 +136,7 @@ def test_a_document_is_attributed_in_company_as_it_is_alone():
 
 @torch.no_grad()
 def test_what_is_read_later_and_retrieved_is_summed_from_the_weights():
-    model, token_BT = build("gsm"), random_tokens(1, T)
+    model, token_BT = build(PLAIN), random_tokens(1, T)
     found = gather(model, token_BT[0])
     by_name = {one.name: one for one in found.readings}
     read_T, retrieved_T = torch.zeros(2, T, dtype=torch.float64)
@@ -147,7 +157,7 @@ def test_what_is_read_later_and_retrieved_is_summed_from_the_weights():
 
 
 def test_sources_are_the_strongest_of_the_rollout():
-    model, token_BT = build("gsm"), random_tokens(1, T)
+    model, token_BT = build(PLAIN), random_tokens(1, T)
     found = gather(model, token_BT[0])
     with torch.no_grad(), gsm.record(*TAPS) as seen:
         model(token_BT)
@@ -214,8 +224,7 @@ def test_questions_are_found_in_the_tokens_alone(task: Needle | MultiQueryRecall
 # What is in the file.
 
 
-def test_the_file_holds_the_facts():
-    made = explore(build("gsm"), random_tokens(1, T)[0], documents=TWO)
+def test_the_file_holds_the_facts(made: Page):
     about, arrays = packed(made.html)
     assert about["tokens"] == T and about["heads"] == GEOMETRY.heads and about["ratio"] == RATIO
     for one in made.facts.readings:
@@ -231,15 +240,15 @@ def test_the_file_holds_the_facts():
 
 def test_where_weights_are_too_many_the_mean_over_heads_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page, "LARGEST", 1000)
-    made = explore(build("gsm"), random_tokens(1, T)[0])
-    about, arrays = packed(made.html)
+    less = explore(build(PLAIN), random_tokens(1, T)[0])
+    about, arrays = packed(less.html)
     assert about["heads"] == 1
-    mean_TE = made.facts.readings[0].near_THE.mean(dim=1).numpy()
+    mean_TE = less.facts.readings[0].near_THE.mean(dim=1).numpy()
     assert np.abs((arrays["encoder/1/near"][:, 0] / 255.0) ** 2 - mean_TE).max() < 1 / 255
 
 
-def test_the_file_refers_to_nothing_outside_and_allows_nothing():
-    file = explore(build("gsm"), random_tokens(1, T)[0]).html
+def test_the_file_refers_to_nothing_outside_and_allows_nothing(made: Page):
+    file = made.html
     policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', file)
     assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
     own = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", file, re.DOTALL)
@@ -251,18 +260,17 @@ def test_the_file_refers_to_nothing_outside_and_allows_nothing():
     assert "innerHTML" not in file and "eval(" not in file and "fetch(" not in file
 
 
-def hostile_page() -> Page:
-    tokenizer = Tokenizer.plain_bytes()
-    geometry_vocabulary = build("gsm").vocabulary
+@pytest.fixture(scope="module")
+def hostile() -> Page:
+    """A page whose text, and all that is said of its checkpoint, would like to be HTML."""
+    tokenizer, model = Tokenizer.plain_bytes(), build(PLAIN)
     ids = torch.tensor(tokenizer.encode(HOSTILE))
-    made = explore(build("gsm"), ids % geometry_vocabulary)
-    about = {"checkpoint": HOSTILE, "<b>name</b>": "</dl>"}
-    told = facts.Facts(**{**vars(made.facts), "token_T": ids})
-    return Page(page.render(told, tokenizer, [], about), told)
+    told = replace(gather(model, ids % model.vocabulary), token_T=ids)  # a model of so few ids knows no bytes
+    return Page(page.render(told, tokenizer, [], {"checkpoint": HOSTILE, "<b>name</b>": "</dl>"}), told)
 
 
-def test_what_a_text_says_is_no_html():
-    file = hostile_page().html
+def test_what_a_text_says_is_no_html(hostile: Page):
+    file = hostile.html
     about, _ = packed(file)
     assert "".join(about["words"]) == visible(HOSTILE) and about["about"]["checkpoint"] == HOSTILE
     assert "window.bad" not in re.sub(r'<script id="about".*?</script>', "", file, flags=re.DOTALL)
@@ -271,8 +279,7 @@ def test_what_a_text_says_is_no_html():
     assert "<img" not in file and "\u202e" not in file
 
 
-def test_a_notebook_shows_it_in_a_frame_of_its_own():
-    made = explore(build("gsm"), random_tokens(1, T)[0])
+def test_a_notebook_shows_it_in_a_frame_of_its_own(made: Page):
     shown = made._repr_html_()
     assert shown.startswith("<iframe") and 'sandbox="allow-scripts"' in shown and shown.count("<") == 2
     assert gsm.explore is explore
@@ -295,7 +302,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, own in {
         "text": [f"data.path={folder / 'text'}"],
         "needle": ["data=needle", "size.vocabulary=128", "data.task.gap=8", "data.task.pairs=2", "data.batch_size=4"],
-        "baseline": [f"data.path={folder / 'text'}", "model=baseline"],
     }.items():
         words = [word for word in TINY if name != "needle" or not word.startswith("data")]
         given = [*words, *own, "trainer.max_steps=1", f"logs={folder}", f"name={name}"]
@@ -335,9 +341,8 @@ def test_the_command_writes_a_page_of_a_needle(trained: dict[str, Path], tmp_pat
         ("text", ["text=abc", "tokens=5000"], "tokens is 5000, but has to lie between 1 and 4096"),
         ("text", ["txt=abc"], "unknown argument 'txt'; did you mean text"),
         ("needle", ["text=abc"], ".* was trained on Needle, which has no text: leave text out"),
-        ("needle", ["tokens=9"], "tokens: "),
+        ("needle", ["tokens=5"], "tokens: "),
         ("needle", ["sequence=-1"], "sequence is -1, but they are counted from 0"),
-        ("baseline", ["text=abc"], ".* the explorer shows a shared state, and Baseline has none"),
     ],
 )
 def test_the_command_explains_what_it_cannot_use(
@@ -427,9 +432,8 @@ class Driven:
 
 
 @pytest.fixture
-def driven(browser: Any, tmp_path: Path) -> Driven:
-    token_T = random_tokens(1, T)[0]
-    return Driven(browser, explore(build("gsm"), token_T, documents=TWO), tmp_path / "page.html")
+def driven(browser: Any, made: Page, tmp_path: Path) -> Driven:
+    return Driven(browser, made, tmp_path / "page.html")
 
 
 def selected(found: facts.Facts, name: str, row: int) -> set[int]:
@@ -445,8 +449,10 @@ def test_pointing_at_a_token_colours_the_slots_that_stages_select_for_it(driven:
         assert driven.focus == token
         assert driven.lit == selected(driven.facts, "stage/1", token) | selected(driven.facts, "stage/2", token)
         loss = float(driven.facts.loss_T["without the state"][token])
-        cell = driven.ask("document.querySelector('#panel tr:nth-child(3) td:last-child').textContent")
-        assert cell.startswith(f"{loss:.2f} ".replace("-", "−")), "the second line is without the state"
+        line = (
+            "[...document.querySelectorAll('#panel tr')].find((one) => one.textContent.startsWith('without the state'))"
+        )
+        assert driven.ask(f"{line}.lastChild.textContent").startswith(f"{loss:.2f} "), "of the next token"
     assert driven.errors == []
 
 
@@ -519,8 +525,8 @@ def test_dark_and_light_follow_the_system_until_somebody_switches(driven: Driven
     assert driven.errors == []
 
 
-def test_hostile_text_is_shown_and_not_run(browser: Any, tmp_path: Path):
-    driven = Driven(browser, hostile_page(), tmp_path / "page.html")
+def test_hostile_text_is_shown_and_not_run(browser: Any, hostile: Page, tmp_path: Path):
+    driven = Driven(browser, hostile, tmp_path / "page.html")
     assert driven.ask("typeof window.bad") == "undefined"
     shown = driven.ask("elements.map((one) => one.textContent).join('')").replace("◌", "")
     assert shown == visible(HOSTILE)
@@ -536,7 +542,7 @@ def test_hostile_text_is_shown_and_not_run(browser: Any, tmp_path: Path):
 def test_a_needle_is_marked_where_it_is_asked_for(browser: Any, tmp_path: Path):
     task = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
     drawn = Generated(task, 0, lambda _: 32)[0]
-    driven = Driven(browser, explore(build("gsm"), drawn["tokens"], task), tmp_path / "page.html")
+    driven = Driven(browser, explore(build(PLAIN), drawn["tokens"], task), tmp_path / "page.html")
     question = questions_of(task, drawn["tokens"])[0]
     assert driven.focus == question.key, "it begins at the first question"
     told = driven.ask("[...document.querySelectorAll('.token.told')].map((one) => Number(one.dataset.token))")
@@ -559,8 +565,7 @@ def test_a_narrow_window_has_everything_too(driven: Driven):
 @pytest.mark.slow
 def test_two_thousand_tokens_open_within_the_time(browser: Any, tmp_path: Path):
     """A second on a machine that does nothing else; this one may be busy, so the bound is three."""
-    model = build("gsm").float()
-    made = explore(model, torch.randint(GEOMETRY.vocabulary, (2048,)))
+    made = explore(build(PLAIN).float(), torch.randint(GEOMETRY.vocabulary, (2048,)))
     assert len(made.html) < 6e6
     times = []
     for number in range(3):
