@@ -157,7 +157,7 @@ function fillAbout() {
     document.getElementById("facts").append(pair);
   }
   document.getElementById("ratio").textContent = said.ratio;
-  const ways = [...said.ways.map((name) => [hueOf(name), titleOf(name)]), ["decoder", "the decoder"], ["near", "a window"]];
+  const ways = [...said.ways.map((name) => [hueOf(name), titleOf(name)]), ["decoder", "the decoder"]];
   document.getElementById("key").append(
     ...ways.map(([hue, name]) => make("span", { class: `named hue-${hue}`, textContent: name })),
   );

@@ -79,8 +79,10 @@ function section(title, note, lens, state, ...children) {
   return make("section", {}, heading, make("p", { class: "note", textContent: note }), ...children);
 }
 
+/** A token in a box, in which a run of blanks is counted. */
 function chip(text, kind) {
-  return make("bdi", { class: `chip ${CLASSES[kind]}`, textContent: text === " " ? "␣" : text });
+  const counted = text.replace(/^ $/, "␣").replace(/ {3,}/g, (run) => `␣×${run.length}`);
+  return make("bdi", { class: `chip ${CLASSES[kind]}`, textContent: counted });
 }
 
 function headline(row) {

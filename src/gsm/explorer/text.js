@@ -130,7 +130,7 @@ function attentionLens(name) {
     label: `${kind === "stage" ? "stage" : "layer"} ${number}${far}`,
     links: (row, head) => {
       const { near, far } = readAt(name, row, head);
-      return [...near.map((link) => ({ ...link, hue: kind === "decoder" ? "decoder" : "near" })), ...inHue(far, name)];
+      return inHue([...near, ...far], name);
     },
   };
 }
