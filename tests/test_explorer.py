@@ -28,6 +28,7 @@ from gsm.analysis.needles import ask
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config import command_line
 from gsm.data.recall import MultiQueryRecall, Needle
+from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import Generated
 from gsm.data.tokenizer import Tokenizer
 from gsm.explorer import Page, explore, facts, page
@@ -547,6 +548,26 @@ def test_a_needle_is_marked_where_it_is_asked_for(browser: Any, tmp_path: Path):
     assert driven.focus == question.key, "it begins at the first question"
     told = driven.ask("[...document.querySelectorAll('.token.told')].map((one) => Number(one.dataset.token))")
     assert told == [question.told, question.told + 1]
+    assert driven.errors == []
+
+
+def test_a_frame_of_a_notebook_shows_the_page(browser: Any, made: Page, tmp_path: Path):
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><meta charset=utf-8><body>{made._repr_html_()}")
+    browser.get((tmp_path / "notebook.html").as_uri())
+    browser.switch_to.frame(0)
+    assert browser.execute_script("return elements.length") == T
+    assert browser.get_log("browser") == []
+    browser.switch_to.default_content()
+
+
+def test_a_task_whose_answers_are_not_the_next_token_is_shown_too(browser: Any, tmp_path: Path):
+    task = StateTracking(groups=("Z3",))
+    drawn = Generated(task, 0, lambda _: T)[0]
+    states = explore(build(PLAIN), drawn["tokens"], task, targets=drawn["targets"])
+    driven = Driven(browser, states, tmp_path / "page.html")
+    driven.point(7)
+    loss = float(states.facts.loss_T[WHOLE][7])
+    assert f"asked herewhole model{loss:.2f}" in driven.ask("document.querySelector('#panel table').textContent")
     assert driven.errors == []
 
 
