@@ -31,12 +31,14 @@ const DECODER = namesOf("decoder");
 
 const sameDocument = (one, other) => array("document")[one] === array("document")[other];
 
-/** A row of weights, the mean over the heads that are looked at: a function of the place in the row. */
-function weightsOf(name, row, head) {
+/** A weight of a row, the mean over heads or that of one. */
+function weightAt(name, row, head, place) {
   const values = array(name);
   const size = width(name);
-  const heads = head === ALL ? [...Array(HEADS).keys()] : [head];
-  return (place) => heads.reduce((sum, one) => sum + SHARE[values[(row * HEADS + one) * size + place]], 0) / heads.length;
+  if (head !== ALL) return SHARE[values[(row * HEADS + head) * size + place]];
+  let sum = 0;
+  for (let one = 0; one < HEADS; one++) sum += SHARE[values[(row * HEADS + one) * size + place]];
+  return sum / HEADS;
 }
 
 /**
@@ -47,22 +49,20 @@ function weightsOf(name, row, head) {
  */
 function readAt(name, row, head) {
   const near = new Map();
-  const nearWeight = weightsOf(`${name}/near`, row, head);
   readings.get(name).back.forEach((back, entry) => {
     const at = row - back; // several entries of one position are added up
-    if (at >= 0 && sameDocument(at, row)) near.set(at, (near.get(at) ?? 0) + nearWeight(entry));
+    if (at >= 0 && sameDocument(at, row)) near.set(at, (near.get(at) ?? 0) + weightAt(`${name}/near`, row, head, entry));
   });
   const far = [];
   const slots = width(`${name}/far`);
-  const farWeight = weightsOf(`${name}/far`, row, head);
   for (let place = 0; place < slots; place++) {
     const slot = array(`${name}/chosen`)[row * slots + place] - 1;
-    if (slot >= 0) far.push({ at: array("start")[slot], count: said.ratio, weight: farWeight(place) });
+    if (slot >= 0) far.push({ at: array("start")[slot], count: said.ratio, weight: weightAt(`${name}/far`, row, head, place) });
   }
   return {
     near: strongest([...near].map(([at, weight]) => ({ at, count: 1, weight }))),
     far: strongest(far),
-    sink: weightsOf(`${name}/sink`, row, head)(0),
+    sink: weightAt(`${name}/sink`, row, head, 0),
   };
 }
 
@@ -74,7 +74,7 @@ function readersOf(row, head, names = DECODER) {
     for (let entry = 0; entry < back.length - own; entry++) {
       const at = row + back[entry];
       if (back[entry] === 0 || at >= TOKENS || !sameDocument(at, row)) continue;
-      const weight = weightsOf(`${name}/near`, at, head)(entry) / names.length;
+      const weight = weightAt(`${name}/near`, at, head, entry) / names.length;
       found.set(at, (found.get(at) ?? 0) + weight);
     }
   }

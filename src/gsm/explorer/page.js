@@ -15,8 +15,8 @@ const state = {
 };
 const controls = Object.fromEntries(["tint", "lens", "head"].map((name) => [name, document.getElementById(name)]));
 let waiting = false;
-let tinted; // the tint that is on the text, and the value at which it is full
-let full;
+let tinted; // the tint that is on the text, and what it found there
+let found;
 
 function drawSoon() {
   if (!waiting) requestAnimationFrame(draw);
@@ -27,7 +27,7 @@ function draw() {
   waiting = false;
   const tint = tints.find(({ name }) => name === state.tint);
   const lens = lenses.find(({ name }) => name === state.lens);
-  if (tinted !== tint) full = showTint(tint);
+  if (tinted !== tint) found = showTint(tint);
   tinted = tint;
   const { most, best } = showLinks(lens.links(state.focus, state.head));
   document.querySelector(".token.focus")?.classList.remove("focus");
@@ -42,8 +42,8 @@ function draw() {
   const place = buttons().indexOf(document.activeElement);
   showPanel(state, go);
   if (place >= 0) buttons()[Math.min(place, buttons().length - 1)]?.focus();
-  showMap(tint, full, best, state.focus);
-  showLegend(tint, most);
+  showMap(tint.signed, found, best, state.focus);
+  showLegend(tint, found.full, most);
   for (const [name, control] of Object.entries(controls)) control.value = state[name];
   document.getElementById("said").textContent = inWords();
 }
@@ -55,7 +55,7 @@ function showNeedle() {
   if (told !== undefined) for (const token of [told, told + 1]) elements[token].classList.add("told");
 }
 
-function showLegend(tint, most) {
+function showLegend(tint, full, most) {
   const scale = make("span", { class: tint.signed ? "scale signed" : "scale" });
   const whole = tint.name === "nothing" ? [] : [fixed(tint.signed ? -full : 0), scale, fixed(full)];
   const links = make("span", { textContent: `full colour: ${percent(most)}` });

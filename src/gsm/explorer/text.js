@@ -57,20 +57,19 @@ const tints = [
   { name: "nothing", label: "nothing", of: () => undefined },
 ].filter(({ name }) => name !== "retrieved" || STAGES.length);
 
-/** The value at which a tint is full: all but one in fifty are below, so that one outlier does not pale the rest. */
-function fullAt(tint) {
-  const sizes = elements.map((_, token) => Math.abs(tint.of(token) ?? 0)).filter((size) => size > 0).sort((a, b) => a - b);
-  return sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.98)] : 1;
-}
-
+/**
+ * Tints the text. Returns the value of every token, 0 where there is none, and the one at which the tint is full: all but
+ * one in fifty are below, so that one outlier does not pale the rest.
+ */
 function showTint(tint) {
-  const full = fullAt(tint);
+  const values = elements.map((_, token) => tint.of(token) ?? 0);
+  const sizes = values.map(Math.abs).filter((size) => size > 0).sort((one, other) => one - other);
+  const full = sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.98)] : 1;
   elements.forEach((element, token) => {
-    const value = tint.of(token) ?? 0;
-    element.style.setProperty("--tint", Math.round(100 * Math.min(1, Math.abs(value) / full)));
-    element.classList.toggle("gain", Boolean(tint.signed) && value > 0);
+    element.style.setProperty("--tint", Math.round(100 * Math.min(1, Math.abs(values[token]) / full)));
+    element.classList.toggle("gain", Boolean(tint.signed) && values[token] > 0);
   });
-  return full;
+  return { values, full };
 }
 
 const inHue = (links, name) => links.map((link) => ({ ...link, hue: hueOf(name) }));
@@ -171,7 +170,7 @@ function showLinks(links) {
 }
 
 /** The whole text from top to bottom: its tint at the left, what is lit across, the focus as a line. */
-function showMap(tint, full, best, focus) {
+function showMap(signed, { values, full }, best, focus) {
   const scale = window.devicePixelRatio || 1;
   const { clientWidth, clientHeight } = map;
   if (!clientHeight) return;
@@ -187,9 +186,8 @@ function showMap(tint, full, best, focus) {
     pen.fillStyle = colours.getPropertyValue(colour);
     pen.fillRect(left, y(token), right - left, thick);
   };
-  elements.forEach((_, token) => {
-    const value = tint.of(token) ?? 0;
-    mark(token, tint.signed && value > 0 ? "--gain" : "--heat", 0.75 * Math.min(1, Math.abs(value) / full), 0, 8);
+  values.forEach((value, token) => {
+    if (value) mark(token, signed && value > 0 ? "--gain" : "--heat", 0.75 * Math.min(1, Math.abs(value) / full), 0, 8);
   });
   const most = Math.max(1e-9, ...[...best.values()].map(({ weight }) => weight));
   for (const [token, { weight, hue }] of best) {
