@@ -585,12 +585,12 @@ def test_a_narrow_window_has_everything_too(driven: Driven):
 
 @pytest.mark.slow
 def test_two_thousand_tokens_open_within_the_time(browser: Any, tmp_path: Path):
-    """A second on a machine that does nothing else; this one may be busy, so the bound is three."""
+    """A second on a machine that does nothing else; this one may be busy, so half of one is added."""
     made = explore(build(PLAIN).float(), torch.randint(GEOMETRY.vocabulary, (2048,)))
     assert len(made.html) < 6e6
     times = []
     for number in range(3):
         driven = Driven(browser, made, tmp_path / f"{number}.html")
         times.append(driven.ask("Number(document.documentElement.dataset.ready)"))
-    assert min(times) < 3000, f"ms until it could be used: {times}"
+    assert min(times) < 1500, f"ms until it could be used: {times}"
     assert driven.errors == []
