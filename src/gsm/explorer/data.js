@@ -131,4 +131,6 @@ const hueOf = (name) =>
 
 /** A share as a percentage, with a space that breaks no line. */
 const percent = (share) => `${(share * 100).toFixed(share >= 0.0995 ? 0 : 1)}\u202f%`;
-const fixed = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
+
+/** A number with so many decimals, and a minus sign where it is not 0 with them. */
+const fixed = (value, digits = 2) => (Number(value.toFixed(digits)) + 0).toFixed(digits).replace("-", "−");
