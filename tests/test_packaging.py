@@ -93,6 +93,8 @@ def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"gsm/__init__.py", "gsm/py.typed", "gsm_kernels/__init__.py"} <= set(names)
+    page = {path.name for path in (ROOT / "src/gsm/explorer").iterdir() if path.suffix in (".css", ".jinja", ".js")}
+    assert len(page) > 4 and {f"gsm/explorer/{name}" for name in page} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"gsm", "gsm_kernels", "gsm_playground"}
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     build = "import gsm; print(gsm.__file__, gsm.build_model('gsm', 'pico').dim)"

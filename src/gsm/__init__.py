@@ -6,6 +6,7 @@ Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when on
     model = gsm.load_model("logs/.../checkpoints/last.ckpt")
     with gsm.record("stage/*") as seen:
         model(tokens)
+    gsm.explore(model, tokens[0]).save("explorer.html")
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gsm.config.load import build_model, load_model
     from gsm.engine import Engine
+    from gsm.explorer import explore
     from gsm.observe import record
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "__version__", "build_model", "load_model", "record"]
+__all__ = ["Engine", "__version__", "build_model", "load_model", "record", "explore"]
 
 _HOMES = {
     "Engine": "gsm.engine",
     "build_model": "gsm.config.load",
+    "explore": "gsm.explorer",
     "load_model": "gsm.config.load",
     "record": "gsm.observe",
 }

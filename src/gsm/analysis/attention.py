@@ -34,7 +34,7 @@ def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tup
 
     Args:
         model: the model that was recorded.
-        seen: one call without a memory, on one document from its beginning (``position``, ``<name>/weights``, and
+        seen: one call without a memory, on documents from their beginnings (``position``, ``<name>/weights``, and
             ``<name>/top_k`` where a bank is read).
         name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
         sequence: which of the batch.
@@ -43,18 +43,31 @@ def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tup
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
     row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
-    position_RW = row_R1 - _back(model, name, window).to(weight_RE.device)
+    position_RW = row_R1 - positions_back(model, name, window).to(weight_RE.device)
     near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
     near_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
     if chosen_BRK is not None:
         ratio, chosen_RK = model.geometry.encoder_ratio, chosen_BRK[sequence]
         share_RK = weight_RE[:, window:-1] * (chosen_RK >= 0) / ratio
+        start_RK = slot_starts(model, seen["position"])[sequence, chosen_RK.clamp(min=0)]
         for offset in range(ratio):
-            far_RT.scatter_add_(1, chosen_RK.clamp(min=0) * ratio + offset, share_RK)
+            far_RT.scatter_add_(1, start_RK + offset, share_RK)
     return near_RT, far_RT
 
 
-def _back(model: GSM, name: str, entries: int) -> Tensor:
+def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
+    """The place in the sequence of the first token of each slot of a bank, int64 [B, F]; the slot holds that token and
+    those up to ``encoder_ratio``. Negative for slots that a sequence does not use.
+
+    Args:
+        model: any GSM.
+        position_BT: int64, the tap ``position`` of a call without a memory.
+    """
+    ratio = model.geometry.encoder_ratio
+    return plan_slots(position_BT, ratio, None).end_BG - (ratio - 1)
+
+
+def positions_back(model: GSM, name: str, entries: int) -> Tensor:
     """How many positions before its row each of the entries was written that an attention sees besides those of a bank,
     int64 [W]: of a decoder layer the state's, and then those of a window of its own."""
     own, each = 0, 1
@@ -109,7 +122,7 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
     slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
     position_BR1 = last(seen["position"], weight_BRE.shape[1])[..., None]
-    back_W = _back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
+    back_W = positions_back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
     distance_BRE = back_W.expand(*weight_BRE.shape[:2], -1)
     if chosen_BRK is not None:
         far_BRK = position_BR1 - chosen_BRK * model.geometry.encoder_ratio

@@ -1,0 +1,12 @@
+"""Shows what a trained model does at every token of a text: `python explore.py checkpoint=logs/default text="def "`."""
+
+from gsm.paths import hide_root
+
+hide_root()
+
+from gsm.config import command_line  # noqa: E402
+
+if __name__ == "__main__":
+    from gsm.explorer.command import write
+
+    command_line.call(write, "explore.py")

@@ -1,0 +1,200 @@
+"""The page: facts packed into one HTML file that needs no network, forbids it, and runs nothing but its own scripts.
+
+What a text, a tokenizer or a checkpoint says is in the file as JSON in ASCII without ``<``, ``>`` and ``&``, and
+reaches the page as text, never as HTML. A content security policy allows the page's own scripts and styles, by their
+hashes, and nothing else. Arrays are base64, each in an element of its own, so that the page decodes what it draws.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Template
+from torch import Tensor
+
+from gsm.data.recall import Task
+from gsm.data.tokenizer import Tokenizer
+from gsm.explorer.facts import Facts, gather
+from gsm.explorer.words import Question, of_id, questions_of, targets_of, words_of
+from gsm.files import replacing
+from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
+
+HERE = Path(__file__).parent
+STYLE, SCRIPTS = "page.css", ("data.js", "text.js", "panel.js", "page.js")  # in the order in which they run
+LARGEST = 48 * 2**20  # bytes of weights; what is above keeps the mean over heads alone
+KINDS = {torch.uint8: "u1", torch.uint16: "u2", torch.int32: "i4", torch.float32: "f4"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was made: shown in a notebook where it is the value of a cell.
+
+    Attributes:
+        html: the file.
+        facts: the numbers in it.
+        height: pixels in a notebook.
+    """
+
+    html: str
+    facts: Facts
+    height: int = 760
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the file, whole or not at all, and returns its path."""
+        with replacing(path) as file:
+            file.write(self.html.encode())
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """In a frame that may run scripts and reach nothing of the notebook."""
+        frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
+        return f'<iframe title="GSM explorer" {frame} srcdoc="{html.escape(self.html)}"></iframe>'
+
+
+def explore(
+    model: LanguageModel,
+    tokens: Tensor | Sequence[int],
+    named: Tokenizer | Task | None = None,
+    *,
+    documents: Tensor | None = None,
+    targets: Tensor | None = None,
+    about: Mapping[str, str] | None = None,
+) -> Page:
+    """What a GSM does at every token of a text, as a page: shown in a notebook, or saved with ``page.save(path)``.
+
+    Args:
+        model: a GSM.
+        tokens: int64 [T].
+        named: what the ids are: the tokenizer of a text, or the task that a sequence was made of; None: plain numbers.
+        documents: int64 [T], contiguous runs of equal ids; None: one document.
+        targets: int64 [T], what each row has to predict, -100 for nothing; None: the next token, or the answers to the
+            questions of a needle or recall task.
+        about: lines for the top of the page, by their names.
+
+    Raises:
+        ValueError: the model has no shared state, or there are too few or too many tokens.
+    """
+    token_T = torch.as_tensor(tokens).long().cpu()
+    if token_T.dim() != 1:
+        raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}: give tokens[0]")
+    questions = [] if named is None or isinstance(named, Tokenizer) else questions_of(named, token_T)
+    if questions and targets is None:
+        targets = targets_of(questions, token_T)
+    facts = gather(model, token_T, documents, targets)
+    assert isinstance(model, GSM)  # as gather has seen to
+    return Page(render(facts, named, questions, {**(about or {}), **describe(model)}), facts)
+
+
+def describe(model: GSM) -> dict[str, str]:
+    """What the top of a page says of a model."""
+    geometry, stages = model.geometry, model.aggregation.layers
+    return {
+        "model": f"GSM, {sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} M parameters",
+        "context": f"{geometry.context:,} in training",
+        "window W": str(geometry.window),
+        "selected K": f"{geometry.top_k} slots of {geometry.encoder_ratio} tokens",
+        "state M": f"{model.state_size} entries",
+        "stages": f"{len(stages)}, on layers {', '.join(map(str, stages))}" if stages else "none",
+    }
+
+
+def render(
+    facts: Facts, named: Tokenizer | Task | None, questions: Sequence[Question], about: Mapping[str, str]
+) -> str:
+    """The text of the file."""
+    style = (HERE / STYLE).read_text(encoding="utf-8")
+    scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    arrays = dict(_arrays(facts))
+    template = Template((HERE / "page.html.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    return template.render(
+        style=style,
+        scripts=scripts,
+        style_hash=_hash(style),
+        script_hashes=[_hash(script) for script in scripts],
+        about=_json(_said(facts, named, questions, about, arrays)),
+        arrays={name: _base64(array) for name, array in arrays.items()},
+    )
+
+
+def _said(
+    facts: Facts,
+    named: Tokenizer | Task | None,
+    questions: Sequence[Question],
+    about: Mapping[str, str],
+    arrays: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """What is no array."""
+    words = words_of(named, facts.token_T.tolist())
+    others = {*facts.guess_TG.flatten().tolist(), *facts.target_T.tolist()} - {-1}
+    return {
+        "about": dict(about),
+        "tokens": len(words),
+        "words": [word.text for word in words],
+        "kinds": "".join(word.kind for word in words),
+        "names": {token: list(of_id(named, token)) for token in others},
+        "questions": [[one.key, one.told, one.row] for one in questions],
+        "ratio": facts.ratio,
+        "readings": [
+            {"name": one.name, "layer": one.layer, "back": one.back_E.tolist(), "own": one.own}
+            for one in facts.readings
+        ],
+        "ways": list(facts.ways),
+        "losses": list(facts.loss_T),
+        "heads": arrays[f"{facts.readings[0].name}/near"].shape[1],
+        "arrays": {name: [KINDS[array.dtype], *array.shape] for name, array in arrays.items()},
+    }
+
+
+def _arrays(facts: Facts) -> Iterator[tuple[str, Tensor]]:
+    """The arrays by their names in the page."""
+    yield "token", facts.token_T.int()
+    yield "document", facts.document_T.unique_consecutive(return_inverse=True)[1].to(torch.uint16)
+    yield "target", facts.target_T.int()
+    yield "start", facts.start_F.int()
+    yield "way", _quantised(facts.way_ST)
+    yield "source", (facts.source_TP + 1).to(torch.uint16)
+    yield "share", _quantised(facts.share_STP)
+    yield "read", facts.read_T.float()
+    yield "retrieved", facts.retrieved_T.float()
+    yield "guess", facts.guess_TG.int()
+    yield "chance", _quantised(facts.chance_TG)
+    for number, loss_T in enumerate(facts.loss_T.values()):
+        yield f"loss/{number}", loss_T.float()
+    size = sum(one.near_THE.numel() + one.far_THK.numel() + one.sink_TH.numel() for one in facts.readings)
+    for one in facts.readings:
+        for part, weight in (("near", one.near_THE), ("far", one.far_THK), ("sink", one.sink_TH[..., None])):
+            yield f"{one.name}/{part}", _quantised(weight.mean(dim=1, keepdim=True) if size > LARGEST else weight)
+        yield f"{one.name}/chosen", (one.chosen_TK + 1).to(torch.uint16)
+
+
+def _quantised(share: Tensor) -> Tensor:
+    """Shares from 0 to 1 as uint8 of their roots: the error of a small one is small, and what is not 0 does not become
+    0 unless it is below 4e-6."""
+    return (share.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)
+
+
+def _base64(array: Tensor) -> str:
+    flat: np.ndarray = array.cpu().contiguous().numpy()
+    return base64.b64encode(flat.astype(flat.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def _json(value: Any) -> str:
+    """JSON that no HTML parser takes for anything else."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names a script or a style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"

@@ -1,0 +1,216 @@
+"use strict";
+// The text: an element for each token, tinted by a quantity of all of them, with what the token in focus is linked to in
+// the colour of the way; beside it a map of the whole text on which the same is drawn.
+
+/** An element with attributes, properties (`on...`, `textContent`) and children; text stays text. */
+function make(tag, given = {}, ...children) {
+  const svg = ["svg", "rect", "line", "path"].includes(tag);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(given)) {
+    if (name.startsWith("on") || name === "textContent") element[name] = value;
+    else if (value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+const CLASSES = { t: "text", p: "piece", e: "end", k: "key", v: "value", f: "filler", n: "number" };
+const pane = document.getElementById("text");
+const map = document.getElementById("map");
+const elements = said.words.map((word, token) => tokenElement(word, token));
+
+function tokenElement(word, token) {
+  const kind = CLASSES[said.kinds[token]];
+  const element = make("span", { id: `token-${token}`, class: `token ${kind}`, role: "option", "aria-selected": "false" });
+  element.dataset.token = token;
+  if (kind === "piece") element.append("◌");
+  word.split("\n").forEach((line, number) => {
+    if (number) element.append(make("i", { "aria-hidden": "true" }), "\n");
+    element.append(line);
+  });
+  const question = said.questions.findIndex(([, told]) => token === told || token === told + 1);
+  if (question >= 0) element.classList.add("needle");
+  if (said.questions.some(([key]) => token === key)) element.classList.add("asks");
+  return element;
+}
+
+function showText() {
+  const text = document.createDocumentFragment();
+  elements.forEach((element, token) => {
+    if (token && !sameDocument(token, token - 1)) text.append(make("hr", { "aria-label": "next document" }));
+    text.append(element);
+  });
+  pane.append(text);
+}
+
+/** What a text can be tinted by: `of(token)`, undefined where there is nothing to say. Both signs occur where `signed`. */
+const tints = [
+  { name: "loss", label: AHEAD ? "loss of the token (nats)" : "loss at the row (nats)", of: (token) => lossAt(rowFor(token)) },
+  ...said.losses.slice(1).map((loss, number) => ({
+    name: loss,
+    label: `loss ${loss} − whole (nats)`,
+    signed: true,
+    of: (token) => savedAt(rowFor(token), number + 1),
+  })),
+  { name: "retrieved", label: "weight of its slot in all stages", of: (token) => array("retrieved")[token] },
+  { name: "read", label: "weight of its entry for later rows", of: (token) => array("read")[token] },
+  { name: "nothing", label: "nothing", of: () => undefined },
+].filter(({ name }) => name !== "retrieved" || STAGES.length);
+
+/**
+ * Tints the text. Returns the value of every token, 0 where there is none, and the one at which the tint is full: all but
+ * one in fifty are below, so that one outlier does not pale the rest.
+ */
+function showTint(tint) {
+  const values = elements.map((_, token) => tint.of(token) ?? 0);
+  const sizes = values.map(Math.abs).filter((size) => size > 0).sort((one, other) => one - other);
+  const full = sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.98)] : 1;
+  elements.forEach((element, token) => {
+    element.style.setProperty("--tint", Math.round(100 * Math.min(1, Math.abs(values[token]) / full)));
+    element.classList.toggle("gain", Boolean(tint.signed) && values[token] > 0);
+  });
+  return { values, full };
+}
+
+const inHue = (links, name) => links.map((link) => ({ ...link, hue: hueOf(name) }));
+
+/** Ways to colour what the token in focus is linked to: `links(row, head)`, each `{at, count, weight, hue}`. */
+const lenses = [
+  {
+    name: "stages",
+    group: "Stages",
+    label: "slots that all stages select",
+    links: (row, head) => STAGES.flatMap((name) => inHue(readAt(name, row, head).far, name)),
+  },
+  ...STAGES.map((name) => ({ ...attentionLens(name), group: "Stages" })),
+  {
+    name: "made",
+    group: "Its entry of the state",
+    label: "what it is made of",
+    links: (row) =>
+      madeOf(row).sources.flatMap(({ at, count, ways }) =>
+        ways.map((weight, way) => ({ at, count, weight, hue: hueOf(said.ways[way]) })),
+      ),
+  },
+  ...said.ways.map((name, way) => ({
+    name: `made by ${name}`,
+    group: "Its entry of the state",
+    label: `what it has by ${titleOf(name)}`,
+    links: (row) =>
+      inHue(madeOf(row).sources.map(({ at, count, ways }) => ({ at, count, weight: ways[way] })), name),
+  })),
+  {
+    name: "readers",
+    group: "Its entry of the state",
+    label: "later rows that read it",
+    links: (row, head) => inHue(readersOf(row, head), "decoder"),
+  },
+  {
+    name: "decoder",
+    group: "Decoder",
+    label: "entries read, mean over layers",
+    links: (row, head) => inHue(decoderReads(row, head).near, "decoder"),
+  },
+  ...DECODER.map((name) => ({ ...attentionLens(name), group: "Decoder" })),
+  ...namesOf("encoder").map((name) => ({ ...attentionLens(name), group: "Encoder" })),
+].filter(({ name }) => name !== "stages" || STAGES.length);
+
+/** `stage/1` in words. */
+function titleOf(name) {
+  const [kind, number] = name.split("/");
+  return number === undefined ? "the encoder" : kind === "stage" ? `stage ${number}` : `${kind} layer ${number}`;
+}
+
+function attentionLens(name) {
+  const [kind, number] = name.split("/");
+  const far = width(`${name}/far`) > 0 ? ", slots and window" : kind === "decoder" ? "" : ", window";
+  return {
+    name,
+    label: `${kind === "stage" ? "stage" : "layer"} ${number}${far}`,
+    links: (row, head) => {
+      const { near, far } = readAt(name, row, head);
+      return inHue([...near, ...far], name);
+    },
+  };
+}
+
+/** The mean over decoder layers of what they read. */
+function decoderReads(row, head) {
+  const layers = DECODER.map((name) => readAt(name, row, head));
+  const near = new Map();
+  for (const layer of layers) {
+    for (const { at, weight } of layer.near) near.set(at, (near.get(at) ?? 0) + weight / layers.length);
+  }
+  return {
+    near: strongest([...near].map(([at, weight]) => ({ at, count: 1, weight }))),
+    sink: layers.reduce((sum, layer) => sum + layer.sink, 0) / layers.length,
+  };
+}
+
+let lit = []; // the tokens that are coloured
+
+/** Colours what is linked; of several links to a token, the strongest, `best`. `most` is the weight of the full colour. */
+function showLinks(links) {
+  for (const token of lit) elements[token].classList.remove("lit", elements[token].dataset.hue);
+  const best = new Map();
+  for (const link of links) {
+    for (let token = link.at; token < link.at + link.count; token++) {
+      if (link.weight > (best.get(token)?.weight ?? -1)) best.set(token, link);
+    }
+  }
+  const most = Math.max(1e-9, ...links.map(({ weight }) => weight));
+  lit = [...best.keys()];
+  for (const [token, { weight, hue }] of best) {
+    const element = elements[token];
+    element.dataset.hue = `hue-${hue}`;
+    element.classList.add("lit", `hue-${hue}`);
+    element.style.setProperty("--weight", Math.round(10 + 80 * Math.sqrt(weight / most)));
+  }
+  return { most, best };
+}
+
+/** The whole text from top to bottom: its tint at the left, what is lit across, the focus as a line. */
+function showMap(signed, { values, full }, best, focus) {
+  const scale = window.devicePixelRatio || 1;
+  const { clientWidth, clientHeight } = map;
+  if (!clientHeight) return;
+  map.width = clientWidth * scale;
+  map.height = clientHeight * scale;
+  const pen = map.getContext("2d");
+  pen.scale(scale, scale);
+  const colours = getComputedStyle(document.documentElement);
+  const height = Math.max(1, clientHeight / TOKENS);
+  const y = (token) => (token / TOKENS) * clientHeight;
+  const mark = (token, colour, alpha, left, right, thick = height) => {
+    pen.globalAlpha = alpha;
+    pen.fillStyle = colours.getPropertyValue(colour);
+    pen.fillRect(left, y(token), right - left, thick);
+  };
+  values.forEach((value, token) => {
+    if (value) mark(token, signed && value > 0 ? "--gain" : "--heat", 0.75 * Math.min(1, Math.abs(value) / full), 0, 8);
+  });
+  const most = Math.max(1e-9, ...[...best.values()].map(({ weight }) => weight));
+  for (const [token, { weight, hue }] of best) {
+    mark(token, `--${hue}`, 0.15 + 0.85 * Math.sqrt(weight / most), 9, clientWidth, Math.max(2, height));
+  }
+  said.questions.forEach(([, told]) => mark(told, "--ink", 0.8, 0, 3, Math.max(2, 2 * height)));
+  mark(focus, "--ink", 1, 0, clientWidth, 1.5);
+}
+
+/** The token that is beside this one on the line above (-1) or below (1); the same one where there is no such line. */
+function beside(token, direction) {
+  const { left, right, top, bottom } = elements[token].getBoundingClientRect();
+  const middle = (left + right) / 2;
+  let found = token;
+  let line;
+  for (let next = token + direction; next >= 0 && next < TOKENS; next += direction) {
+    const box = elements[next].getClientRects()[0] ?? elements[next].getBoundingClientRect();
+    if (line === undefined && (direction > 0 ? box.top < bottom - 2 : box.bottom > top + 2)) continue;
+    line ??= box.top;
+    if (Math.abs(box.top - line) > 6) break;
+    const distance = Math.abs((box.left + box.right) / 2 - middle);
+    const before = elements[found].getClientRects()[0];
+    if (found === token || distance < Math.abs((before.left + before.right) / 2 - middle)) found = next;
+  }
+  return found;
+}

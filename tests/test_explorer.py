@@ -1,0 +1,596 @@
+"""The state explorer shows the numbers of the model, at the right tokens, and runs nothing that a text says.
+
+The tests of the page itself need Chromium, its driver and selenium, and are skipped where one of them is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import GEOMETRY, MEMORIES, RATIO, M, W, assert_same, build, mostly_slow, random_tokens
+from torch.nn.functional import cross_entropy
+
+import gsm
+from gsm.analysis.attention import attention_map, names_of
+from gsm.analysis.interventions import ablations
+from gsm.analysis.needles import ask
+from gsm.analysis.rollout import TAPS, state_routes
+from gsm.config import command_line
+from gsm.data.recall import MultiQueryRecall, Needle
+from gsm.data.state_tracking import StateTracking
+from gsm.data.synthetic import Generated
+from gsm.data.tokenizer import Tokenizer
+from gsm.explorer import Page, explore, facts, page
+from gsm.explorer.command import write
+from gsm.explorer.facts import WHOLE, gather
+from gsm.explorer.words import of_text, questions_of, targets_of, visible
+
+T = 24
+TWO = torch.tensor([0] * 9 + [1] * 15)  # documents; the first one has a token too many for its slots
+PLAIN = "gsm-residual=plain"
+GSMS = [case for case in MEMORIES if case.startswith("gsm")]
+HOSTILE = (
+    '</script><script>window.bad = 1</script><img src=x onerror="window.bad = 1"> \u202egnp.exe & "\' ]]> --> 🙂é\0'
+)
+TYPES = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32}
+
+
+def packed(file: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a page holds: its JSON, and its arrays."""
+    said = re.search(r'<script id="about" type="application/json">(.*?)</script>', file, re.DOTALL)
+    assert said
+    about, arrays = json.loads(said[1]), {}
+    for name, data in re.findall(r'<script id="array-(.*?)" type="text/plain">(.*?)</script>', file):
+        kind, *shape = about["arrays"][name]
+        arrays[name] = np.frombuffer(base64.b64decode(data), TYPES[kind]).reshape(shape)
+    return about, arrays
+
+
+@pytest.fixture(scope="module")
+def made() -> Page:
+    """A page of two documents; a plain residual, since hyper-connections take most of the time."""
+    return explore(build(PLAIN), random_tokens(1, T)[0], documents=TWO)
+
+
+# What is computed.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", mostly_slow(GSMS, "gsm-writer=multi_slot"))
+def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
+    model, token_BT = build(case), random_tokens(1, T)
+    found = gather(model, token_BT[0])
+    asked = {"the state": "state"}
+    for what, without in {WHOLE: None, **ablations(model)}.items():
+        name = what if without is None else f"without {next((k for k, v in asked.items() if v == what), what)}"
+        if without is None:
+            logit_TV = model(token_BT).logits[0]
+        else:
+            with without():
+                logit_TV = model(token_BT).logits[0]
+        assert_same(found.loss_T[name][:-1], cross_entropy(logit_TV[:-1], token_BT[0, 1:], reduction="none"), name)
+        assert found.loss_T[name][-1].isnan(), "nothing follows the last token"
+    assert set(found.loss_T) == {
+        WHOLE,
+        "without the state",
+        *(f"without {n}" for n in ablations(model) if n != "state"),
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case", mostly_slow(GSMS, "gsm-encoder_reading=window_only", "gsm-state_reader=state_and_window")
+)
+def test_readings_are_the_taps(case: str):
+    model, token_BT = build(case), random_tokens(1, T)
+    found = gather(model, token_BT[0])
+    with gsm.record() as seen:
+        model(token_BT)
+    assert [one.name for one in found.readings] == names_of(model)
+    for one in found.readings:
+        weight_THE = torch.cat([one.near_THE, one.far_THK, one.sink_TH[..., None]], dim=-1)
+        assert torch.equal(weight_THE, seen[f"{one.name}/weights"][0])
+        if f"{one.name}/top_k" in seen:
+            assert torch.equal(one.chosen_TK, seen[f"{one.name}/top_k"][0])
+        else:
+            assert one.chosen_TK.shape[1] == 0
+        assert len(one.back_E) == one.near_THE.shape[2], "every near entry has a place"
+    assert [one.layer for one in found.readings if one.name.startswith("stage/")] == [2, 4]
+
+
+def test_slots_hold_tokens_of_the_document_that_selects_them():
+    found = gather(build(PLAIN), random_tokens(1, T)[0], TWO)
+    assert found.start_F.tolist()[:11] == [0, 2, 4, 6, 9, 11, 13, 15, 17, 19, 21], "token 8 has no slot"
+    selected = 0
+    for one in found.readings:
+        for row, chosen_K in enumerate(one.chosen_TK):
+            for slot in chosen_K[chosen_K >= 0].tolist():
+                tokens = list(range(int(found.start_F[slot]), int(found.start_F[slot]) + RATIO))
+                assert {int(TWO[token]) for token in tokens} == {int(TWO[row])} and tokens[-1] <= row
+                selected += 1
+    assert selected > 100
+
+
+@torch.no_grad()
+def test_a_document_is_attributed_in_company_as_it_is_alone():
+    model, token_BT = build(PLAIN), random_tokens(1, T)
+    with gsm.record(*TAPS) as together:
+        model(token_BT, documents=TWO[None])
+    with gsm.record(*TAPS) as alone:
+        model(token_BT[:, 9:])
+    for name in names_of(model):
+        assert_same(attention_map(model, together, name)[9:, 9:], attention_map(model, alone, name), name)
+        assert not attention_map(model, together, name)[9:, :9].any(), "nothing is read of the other document"
+    assert_same(state_routes(model, together).share_STT[:, 9:, 9:], state_routes(model, alone).share_STT, "shares")
+
+
+@torch.no_grad()
+def test_what_is_read_later_and_retrieved_is_summed_from_the_weights():
+    model, token_BT = build(PLAIN), random_tokens(1, T)
+    found = gather(model, token_BT[0])
+    by_name = {one.name: one for one in found.readings}
+    read_T, retrieved_T = torch.zeros(2, T, dtype=torch.float64)
+    for row in range(T):
+        for layer in range(5, 9):
+            near_HE = by_name[f"decoder/{layer}"].near_THE[row]
+            for entry in range(M):
+                at = row - (M - 1 - entry)
+                if 0 <= at < row:
+                    read_T[at] += near_HE[:, entry].mean() / 4
+        for stage in (1, 2):
+            one = by_name[f"stage/{stage}"]
+            for place, slot in enumerate(one.chosen_TK[row].tolist()):
+                if slot >= 0:
+                    retrieved_T[slot * RATIO : (slot + 1) * RATIO] += one.far_THK[row, :, place].mean() / RATIO
+    assert_same(found.read_T, read_T, "read")
+    assert_same(found.retrieved_T, retrieved_T, "retrieved")
+
+
+def test_sources_are_the_strongest_of_the_rollout():
+    model, token_BT = build(PLAIN), random_tokens(1, T)
+    found = gather(model, token_BT[0])
+    with torch.no_grad(), gsm.record(*TAPS) as seen:
+        model(token_BT)
+    total_TT = state_routes(model, seen).total_TT
+    for row in range(T):
+        there = found.source_TP[row] >= 0
+        assert_same(found.share_STP[:, row, there].sum(dim=0), total_TT[row, found.source_TP[row, there]], "shares")
+        assert_same(found.share_STP[:, row, there].sum(), torch.tensor(1.0, dtype=torch.float64), "of a short text all")
+    assert_same(found.way_ST.sum(dim=0), torch.ones(T, dtype=torch.float64), "ways")
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "said"),
+    [
+        ("baseline", T, "Baseline has none: give it a GSM"),
+        ("gsm", RATIO, "the text has 2 tokens, but the explorer reads 3 to 4,096"),
+        ("gsm", facts.LONGEST + 1, "the text has 4,097 tokens"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int, said: str):
+    with pytest.raises(ValueError, match=said):
+        explore(build(case), random_tokens(1, tokens)[0])
+    with pytest.raises(ValueError, match=r"one sequence, \[T\], got the shape \[2, 5\]"):
+        explore(build(case), random_tokens(2, 5))
+
+
+# What tokens are called.
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them():
+    words = of_text(Tokenizer.plain_bytes(), list("a🙂".encode()) + [256, 0xFF])
+    assert [word.text for word in words] == ["a", "", "", "", "🙂", "end of text", "\N{REPLACEMENT CHARACTER}"]
+    assert "".join(word.kind for word in words) == "tppptet"
+
+
+def test_characters_that_hide_or_reorder_others_are_written_out():
+    assert (
+        visible("a\u202eb\u2066\x1b\r\u2028\u200b\u00ad\x7f") == "a‹U+202E›b‹U+2066›␛␍‹U+2028›‹U+200B›‹U+00AD›‹U+007F›"
+    )
+    assert visible("é 🙂\n\tשלום 👩\u200d💻") == "é 🙂\n\tשלום 👩\u200d💻"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Needle(keys=8, values=7, fillers=6, pairs=3, gap=4),
+        Needle(keys=8, values=7, fillers=6, pairs=3, gap=4, wait=3),
+        MultiQueryRecall(keys=8, values=7, fillers=6, pairs=3),
+    ],
+)
+def test_questions_are_found_in_the_tokens_alone(task: Needle | MultiQueryRecall):
+    for number in range(20):
+        drawn = Generated(task, 0, lambda _: 48)[number]
+        questions = questions_of(task, drawn["tokens"])
+        assert torch.equal(targets_of(questions, drawn["tokens"]), drawn["targets"])
+    if isinstance(task, Needle):
+        asked = ask(task, 48, 1)
+        found = questions_of(task, asked.token_BT[0])
+        assert [(one.key, one.told, one.row) for one in found] == [
+            tuple(map(int, place)) for place in zip(asked.key_N, asked.told_N, asked.row_N, strict=True)
+        ]
+
+
+# What is in the file.
+
+
+def test_the_file_holds_the_facts(made: Page):
+    about, arrays = packed(made.html)
+    assert about["tokens"] == T and about["heads"] == GEOMETRY.heads and about["ratio"] == RATIO
+    for one in made.facts.readings:
+        near_THE = (arrays[f"{one.name}/near"] / 255.0) ** 2
+        assert np.abs(near_THE - one.near_THE.numpy()).max() < 1 / 255
+        assert np.array_equal(arrays[f"{one.name}/chosen"].astype(int) - 1, one.chosen_TK.numpy())
+        assert arrays[f"{one.name}/sink"].shape == (T, GEOMETRY.heads, 1)
+    for number, (name, loss_T) in enumerate(made.facts.loss_T.items()):
+        assert about["losses"][number] == name
+        assert np.array_equal(arrays[f"loss/{number}"], loss_T.float().numpy(), equal_nan=True)
+    assert np.array_equal(arrays["document"], TWO.numpy()) and np.array_equal(arrays["start"], made.facts.start_F)
+
+
+def test_where_weights_are_too_many_the_mean_over_heads_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page, "LARGEST", 1000)
+    less = explore(build(PLAIN), random_tokens(1, T)[0])
+    about, arrays = packed(less.html)
+    assert about["heads"] == 1
+    mean_TE = less.facts.readings[0].near_THE.mean(dim=1).numpy()
+    assert np.abs((arrays["encoder/1/near"][:, 0] / 255.0) ** 2 - mean_TE).max() < 1 / 255
+
+
+def test_the_file_refers_to_nothing_outside_and_allows_nothing(made: Page):
+    file = made.html
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', file)
+    assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
+    own = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", file, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in own]
+    assert len(own) == 5 and set(re.findall(r"sha256-([^']+)'", policy[1])) == set(hashes)
+    links = re.findall(r"""(?:src|href|action|url)\s*[=(]\s*["']?([^"'\s)>]*)""", re.sub(r"base64.*", "", file))
+    assert [link for link in links if link != "data:,"] == []
+    assert set(re.findall(r"https?://[^\s\"'`]+", file)) == {"http://www.w3.org/2000/svg"}, "a namespace is no address"
+    assert "innerHTML" not in file and "eval(" not in file and "fetch(" not in file
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Page:
+    """A page whose text, and all that is said of its checkpoint, would like to be HTML."""
+    tokenizer, model = Tokenizer.plain_bytes(), build(PLAIN)
+    ids = torch.tensor(tokenizer.encode(HOSTILE))
+    told = replace(gather(model, ids % model.vocabulary), token_T=ids)  # a model of so few ids knows no bytes
+    return Page(page.render(told, tokenizer, [], {"checkpoint": HOSTILE, "<b>name</b>": "</dl>"}), told)
+
+
+def test_what_a_text_says_is_no_html(hostile: Page):
+    file = hostile.html
+    about, _ = packed(file)
+    assert "".join(about["words"]) == visible(HOSTILE) and about["about"]["checkpoint"] == HOSTILE
+    assert "window.bad" not in re.sub(r'<script id="about".*?</script>', "", file, flags=re.DOTALL)
+    assert re.search(r'<script id="about" type="application/json">[^<>&]*</script>', file)
+    assert file.count("<script") == 1 + len(about["arrays"]) + 4, "the JSON, arrays and own scripts, no other"
+    assert "<img" not in file and "\u202e" not in file
+
+
+def test_a_notebook_shows_it_in_a_frame_of_its_own(made: Page):
+    shown = made._repr_html_()
+    assert shown.startswith("<iframe") and 'sandbox="allow-scripts"' in shown and shown.count("<") == 2
+    assert gsm.explore is explore
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of one step: on bytes of a text, and on needles."""
+    from short_runs import TINY
+
+    from gsm.config.compose import compose
+    from gsm.experiments.fit import train
+
+    folder, found = tmp_path_factory.mktemp("explored"), {}
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("one two three " * 400)
+    for name, own in {
+        "text": [f"data.path={folder / 'text'}"],
+        "needle": ["data=needle", "size.vocabulary=128", "data.task.gap=8", "data.task.pairs=2", "data.batch_size=4"],
+    }.items():
+        words = [word for word in TINY if name != "needle" or not word.startswith("data")]
+        given = [*words, *own, "trainer.max_steps=1", f"logs={folder}", f"name={name}"]
+        if name == "needle":
+            given = [word for word in given if word not in ("ngrams=false", "sample=false")]
+        train(compose(given))
+        (found[name],) = (folder / name).glob("*/seed0")
+    return found
+
+
+def test_the_command_writes_a_page_of_a_text(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    command_line.call(write, "explore.py", [f"checkpoint={trained['text']}", "text=one <two> three", "tokens=10"])
+    file, said = trained["text"] / "explorer.html", capsys.readouterr().out
+    assert re.match(rf"{file}: 10 of 15 tokens, 0\.\d MB, made in \d+ s\nopen it in a browser, .* file:///", said)
+    about, _ = packed(file.read_text())
+    assert "".join(about["words"]) == "one <two> " and about["about"]["steps"] == "1"
+
+
+def test_the_command_writes_a_page_of_a_needle(trained: dict[str, Path], tmp_path: Path):
+    given = [f"checkpoint={trained['needle'].parent.parent}", "sequence=3", f"output={tmp_path / 'new' / 'n.html'}"]
+    command_line.call(write, "explore.py", given)
+    about, arrays = packed((tmp_path / "new" / "n.html").read_text())
+    assert about["tokens"] == 32 and len(about["questions"]) == 2
+    for key, told, row in about["questions"]:
+        assert about["words"][key] == about["words"][told] and about["words"][key].startswith("K")
+        assert about["words"][told + 1].startswith("V") and np.isfinite(arrays["loss/0"][row])
+    assert np.isfinite(arrays["loss/0"]).sum() == 2, "nothing else is asked"
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "said"),
+    [
+        ("text", [], "explore.py needs text= or text_file= for .*, which was trained on text"),
+        ("text", ["text=a", "text_file=b"], "explore.py takes text= or text_file=, not both"),
+        ("text", ["text_file=nothing.txt"], "text_file nothing.txt cannot be read"),
+        ("text", ["text=a"], r".*last.ckpt: the text has 1 tokens, but the explorer reads 3 to 4,096"),
+        ("text", ["text=abc", "tokens=5000"], "tokens is 5000, but has to lie between 1 and 4096"),
+        ("text", ["txt=abc"], "unknown argument 'txt'; did you mean text"),
+        ("needle", ["text=abc"], ".* was trained on Needle, which has no text: leave text out"),
+        ("needle", ["tokens=5"], "tokens: "),
+        ("needle", ["sequence=-1"], "sequence is -1, but they are counted from 0"),
+    ],
+)
+def test_the_command_explains_what_it_cannot_use(
+    trained: dict[str, Path], run: str, given: list[str], said: str, tmp_path: Path
+):
+    with pytest.raises(SystemExit, match=f"^error: {said}"):
+        command_line.call(write, "explore.py", [f"checkpoint={trained[run]}", f"output={tmp_path / 'x.html'}", *given])
+    assert not any(tmp_path.iterdir())
+
+
+# The page, in a browser.
+
+OPTIONS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1400,900"
+).split()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    selenium = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("needs Chromium and chromedriver")
+    options = selenium.ChromeOptions()
+    options.binary_location = chromium
+    for option in [*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    yield opened
+    opened.quit()
+
+
+class Driven:
+    """A page in the browser."""
+
+    def __init__(self, browser: Any, made: Page, place: Path) -> None:
+        self.browser, self.facts = browser, made.facts
+        browser.get(made.save(place).as_uri())
+
+    def ask(self, script: str) -> Any:
+        """What an expression of the page's own is."""
+        return self.browser.execute_script(f"return {script}")
+
+    def press(self, *keys: str) -> None:
+        """Keys, where the focus is."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser).send_keys(*keys).perform()
+        self.settle()
+
+    def point(self, token: int) -> None:
+        """Moves the pointer over a token."""
+        from selenium.webdriver import ActionChains
+
+        element = self.browser.find_element("id", f"token-{token}")
+        ActionChains(self.browser).move_to_element(element).perform()
+        self.settle()
+
+    def choose(self, control: str, label: str) -> None:
+        """Chooses an option of a control."""
+        from selenium.webdriver.support.select import Select
+
+        Select(self.browser.find_element("id", control)).select_by_visible_text(label)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until what has changed is drawn."""
+        drawn = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+        self.browser.execute_async_script(drawn)
+
+    @property
+    def focus(self) -> int:
+        """The token in focus, as those who hear the page are told."""
+        return int(self.ask("document.getElementById('text').getAttribute('aria-activedescendant').slice(6)"))
+
+    @property
+    def lit(self) -> set[int]:
+        """The tokens that are coloured."""
+        return set(self.ask("[...document.querySelectorAll('.token.lit')].map((one) => Number(one.dataset.token))"))
+
+    @property
+    def errors(self) -> list[str]:
+        """What the page has complained of since this was last asked."""
+        return [line["message"] for line in self.browser.get_log("browser")]
+
+
+@pytest.fixture
+def driven(browser: Any, made: Page, tmp_path: Path) -> Driven:
+    return Driven(browser, made, tmp_path / "page.html")
+
+
+def selected(found: facts.Facts, name: str, row: int) -> set[int]:
+    """The tokens of the slots that an attention reads at a row."""
+    one = next(one for one in found.readings if one.name == name)
+    starts = [int(found.start_F[slot]) for slot in one.chosen_TK[row].tolist() if slot >= 0]
+    return {start + offset for start in starts for offset in range(RATIO)}
+
+
+def test_pointing_at_a_token_colours_the_slots_that_stages_select_for_it(driven: Driven):
+    for token in (20, 6, 15):
+        driven.point(token)
+        assert driven.focus == token
+        assert driven.lit == selected(driven.facts, "stage/1", token) | selected(driven.facts, "stage/2", token)
+        loss = float(driven.facts.loss_T["without the state"][token])
+        line = (
+            "[...document.querySelectorAll('#panel tr')].find((one) => one.textContent.startsWith('without the state'))"
+        )
+        assert driven.ask(f"{line}.lastChild.textContent").startswith(f"{loss:.2f} "), "of the next token"
+    assert driven.errors == []
+
+
+def test_the_page_is_used_by_keyboard_alone(driven: Driven):
+    from selenium.webdriver import Keys
+
+    driven.ask("document.getElementById('theme').focus()")
+    driven.press(Keys.TAB, Keys.TAB, Keys.TAB, Keys.TAB)
+    assert driven.ask("document.activeElement.id") == "text"
+    assert driven.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
+    driven.press(Keys.HOME)
+    assert driven.focus == 0
+    driven.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    assert driven.focus == 1
+    driven.press(Keys.END)
+    assert driven.focus == T - 1
+    driven.point(3)
+    assert driven.focus == T - 1, "what the keys have chosen is held"
+    driven.press(Keys.ESCAPE)
+    driven.point(4)
+    assert driven.focus == 4
+    assert "Token 4" in driven.ask("document.getElementById('said').textContent")
+    driven.press("t", "h", "l")
+    chosen = driven.ask("['tint', 'head', 'lens'].map((name) => document.getElementById(name).selectedIndex)")
+    assert chosen == [1, 1, 1]
+    assert driven.errors == []
+
+
+def test_a_layer_and_a_head_are_chosen(driven: Driven):
+    row = 20
+    driven.point(row)
+    driven.choose("lens", "layer 3, slots and window")
+    window = {at for at in range(row - W + 1, row + 1) if int(TWO[at]) == int(TWO[row])}
+    assert driven.lit == selected(driven.facts, "encoder/3", row) | window
+    driven.choose("lens", "layer 7")
+    assert driven.lit == set(range(row - M + 1, row + 1))
+    near_HE = next(one for one in driven.facts.readings if one.name == "decoder/7").near_THE[row]
+    for head in (None, 0, GEOMETRY.heads - 1):
+        driven.choose("head", "mean over heads" if head is None else f"head {head + 1}")
+        strongest = float((near_HE.mean(dim=0) if head is None else near_HE[head]).max())
+        legend = driven.ask("document.getElementById('legend').textContent")
+        share = float(re.search(r"full colour: ([\d.]+)", legend)[1]) / 100  # type: ignore[index]
+        assert share == pytest.approx(strongest, abs=0.01)
+    assert driven.errors == []
+
+
+def test_every_lens_and_tint_draws(driven: Driven):
+    for control in ("lens", "tint"):
+        for label in driven.ask(f"[...document.getElementById('{control}').options].map((one) => one.textContent)"):
+            driven.choose(control, label)
+    driven.browser.find_element("css selector", "#help summary").click()
+    driven.browser.find_element("css selector", "#panel .link").click()
+    driven.settle()
+    assert driven.errors == []
+
+
+def test_dark_and_light_follow_the_system_until_somebody_switches(driven: Driven):
+    paper = "getComputedStyle(document.body).backgroundColor"
+    seen = {}
+    for scheme in ("light", "dark"):
+        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driven.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+        seen[scheme] = driven.ask(paper)
+    assert seen["light"] != seen["dark"]
+    driven.browser.find_element("id", "theme").click()
+    assert driven.ask(paper) == seen["light"]
+    driven.press("d")
+    assert driven.ask(paper) == seen["dark"]
+    driven.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert driven.errors == []
+
+
+def test_hostile_text_is_shown_and_not_run(browser: Any, hostile: Page, tmp_path: Path):
+    driven = Driven(browser, hostile, tmp_path / "page.html")
+    assert driven.ask("typeof window.bad") == "undefined"
+    shown = driven.ask("elements.map((one) => one.textContent).join('')").replace("◌", "")
+    assert shown == visible(HOSTILE)
+    assert driven.ask("document.querySelectorAll('img, b b, #facts b').length") == 0
+    for token in range(0, len(driven.facts.token_T), 7):
+        driven.point(token)
+    assert driven.ask("typeof window.bad") == "undefined" and driven.errors == []
+    driven.ask("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.bad = 1'}))")
+    assert driven.ask("typeof window.bad") == "undefined", "the policy lets no other script run"
+    assert any("Content Security Policy" in line for line in driven.errors)
+
+
+def test_a_needle_is_marked_where_it_is_asked_for(browser: Any, tmp_path: Path):
+    task = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
+    drawn = Generated(task, 0, lambda _: 32)[0]
+    driven = Driven(browser, explore(build(PLAIN), drawn["tokens"], task), tmp_path / "page.html")
+    question = questions_of(task, drawn["tokens"])[0]
+    assert driven.focus == question.key, "it begins at the first question"
+    told = driven.ask("[...document.querySelectorAll('.token.told')].map((one) => Number(one.dataset.token))")
+    assert told == [question.told, question.told + 1]
+    assert driven.errors == []
+
+
+def test_a_frame_of_a_notebook_shows_the_page(browser: Any, made: Page, tmp_path: Path):
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><meta charset=utf-8><body>{made._repr_html_()}")
+    browser.get((tmp_path / "notebook.html").as_uri())
+    browser.switch_to.frame(0)
+    assert browser.execute_script("return elements.length") == T
+    assert browser.get_log("browser") == []
+    browser.switch_to.default_content()
+
+
+def test_a_task_whose_answers_are_not_the_next_token_is_shown_too(browser: Any, tmp_path: Path):
+    task = StateTracking(groups=("Z3",))
+    drawn = Generated(task, 0, lambda _: T)[0]
+    states = explore(build(PLAIN), drawn["tokens"], task, targets=drawn["targets"])
+    driven = Driven(browser, states, tmp_path / "page.html")
+    driven.point(7)
+    loss = float(states.facts.loss_T[WHOLE][7])
+    assert f"asked herewhole model{loss:.2f}" in driven.ask("document.querySelector('#panel table').textContent")
+    assert driven.errors == []
+
+
+def test_a_narrow_window_has_everything_too(driven: Driven):
+    size = {"width": 420, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    driven.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    wide = driven.ask("document.documentElement.scrollWidth")
+    below = driven.ask(
+        "document.getElementById('panel').getBoundingClientRect().top >= "
+        "document.getElementById('pane').getBoundingClientRect().bottom"
+    )
+    driven.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= 420 and below
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_open_within_the_time(browser: Any, tmp_path: Path):
+    """A second on a machine that does nothing else; this one may be busy, so half of one is added."""
+    made = explore(build(PLAIN).float(), torch.randint(GEOMETRY.vocabulary, (2048,)))
+    assert len(made.html) < 6e6
+    times = []
+    for number in range(3):
+        driven = Driven(browser, made, tmp_path / f"{number}.html")
+        times.append(driven.ask("Number(document.documentElement.dataset.ready)"))
+    assert min(times) < 1500, f"ms until it could be used: {times}"
+    assert driven.errors == []
