@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -99,6 +102,16 @@ def png(made: Figure, dots_per_inch: int = 200) -> bytes:
     content = io.BytesIO()
     made.savefig(content, format="png", dpi=dots_per_inch)
     return content.getvalue()
+
+
+def pixels(made: Figure, dots_per_inch: int = 150) -> NDArray[np.uint8]:
+    """The figure as uint8 [height, width, 3]; drawn once, where ``png`` lays it out first and then draws it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    made.set_dpi(dots_per_inch)
+    canvas = FigureCanvasAgg(made)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
 def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:

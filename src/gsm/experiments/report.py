@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
+# TensorBoard's address, with a colour for each arm rather than for each run, and curves as they are.
+BOARD = "http://localhost:6006/?runColorGroup=regex:(.*)/seed[0-9]*(.*)&smoothing=0"
 
 
 def header(
@@ -54,7 +56,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += [*tracking.table(facts["by_length"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    lines += ["Next:", f"  tensorboard --logdir {shown(folder.parent.parent)}"]
+    lines += ["Next:", f"  tensorboard --logdir {shown(folder.parent.parent)}", f"  {BOARD}"]
     if writes:
         lines += [f"  python generate.py checkpoint={shown(folder)} prompt='def '"]
         lines += [f"  python evaluate.py checkpoint={shown(folder)}"]
