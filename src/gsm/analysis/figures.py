@@ -116,12 +116,13 @@ def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int
     from matplotlib.ticker import MaxNLocator
 
     entries = len(back_W)
-    ends = (-0.5, entries + 0.5, rows[-1] + 0.5, rows[0] - 0.5)
-    _weights(axes, weight_YE, extent=ends)
+    wide = max(1, entries // 12)  # the sink, so that it can be seen beside many entries
+    ends = (-0.5, entries + wide - 0.5, rows[-1] + 0.5, rows[0] - 0.5)
+    _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), extent=ends)
     axes.axvline(entries - 0.5, color="white", linewidth=1.5)
-    step = max(1, entries // 4)
+    step = max(1, entries // 3)
     ticks = range(entries - 1 - step, 0, -step)  # a tick at the row's own would run into that of the sink
-    axes.set_xticks([*ticks, entries], [*(str(int(back_W[tick])) for tick in ticks), "sink"])
+    axes.set_xticks([*ticks, entries + (wide - 1) / 2], [*(str(int(back_W[tick])) for tick in ticks), "sink"])
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     finish(axes, "state entry (tokens back)", y, title)
 

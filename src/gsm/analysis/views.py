@@ -64,14 +64,16 @@ def decoder(model: GSM, seen: Seen) -> Figure:
 def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     """What each row of a sequence reads of the state: a panel for each decoder layer."""
     layers = _decoder(model)
-    figure, panels = _panels(len(layers))
+    figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
     for axes, layer in zip(panels, layers, strict=True):
         weight_RE = seen[f"decoder/{layer}/weights"][sequence].float().mean(dim=1)
         back_W = entries_back(model, f"decoder/{layer}", weight_RE.shape[1] - 1)
-        rows = _rows(seen, len(weight_RE))
-        figures.state_read(axes, weight_RE, back_W, rows, "token that reads", f"decoder layer {layer}")
+        figures.state_read(axes, weight_RE, back_W, _rows(seen, len(weight_RE)), "token that reads", f"layer {layer}")
+    figure.supxlabel(panels[0].get_xlabel(), fontsize=9)
+    _label_outer(panels, columns=min(4, len(layers)))
+    for axes in panels:
+        axes.set_xlabel("")
     figures.weight_scale(figure, panels)
-    _label_outer(panels)
     return figure
 
 
@@ -79,7 +81,7 @@ def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     """What each stage selects from the history, and how much of it the stage then reads: a panel for each stage."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
     found, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
-    figure, panels = _panels(len(found), columns=1)
+    figure, panels = _panels(len(found), columns=1, height=HEIGHT if len(found) == 1 else 0.55 * HEIGHT)
     for axes, (stage, map_RT) in zip(panels, found.items(), strict=True):
         layer, follows = model.aggregation.layers[stage - 1], stages[stage - 1].retriever.follows_encoder
         how = f"reads what layer {layer} selects" if follows else f"on layer {layer} selects for itself"
@@ -125,17 +127,15 @@ def _rows(seen: Seen, rows: int) -> range:
     return range(length - rows, length)
 
 
-def _panels(count: int, columns: int = 2) -> tuple[Figure, Sequence[Axes]]:
-    """So many panels, some beside each other."""
-    rows = -(-count // columns)
-    height = HEIGHT if rows == 1 else 0.7 * HEIGHT
-    figure, panels = plots.figure(columns, WIDTH / columns, height, grid=False, rows=rows)
+def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    """So many panels of this height in inches, some beside each other."""
+    figure, panels = plots.figure(columns, WIDTH / columns, height, grid=False, rows=-(-count // columns))
     for axes in panels[count:]:
         axes.remove()
     return figure, panels[:count]
 
 
-def _label_outer(panels: Sequence[Axes], columns: int = 2) -> None:
+def _label_outer(panels: Sequence[Axes], columns: int) -> None:
     """Leaves out what the panel beside or below says too."""
     for number, axes in enumerate(panels):
         if number % columns:
