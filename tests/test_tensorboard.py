@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard import default, program
 from tensorboard.backend import application
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
@@ -23,7 +24,7 @@ from gsm.experiments.asked import differing
 from gsm.experiments.compare import CONTENTS
 from gsm.experiments.fit import train
 from gsm.files import write_json
-from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, charts
+from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, TensorBoard, charts
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],
@@ -171,6 +172,22 @@ def test_no_run_has_a_point_of_what_it_has_not_measured(server: Client, logs: Pa
         events = EventAccumulator(str(logs / run), size_guidance={"scalars": 0}).Reload()
         for tag in of_run:
             assert all(point.step > 0 and math.isfinite(point.value) for point in events.Scalars(tag)), tag
+
+
+@pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
+def test_what_a_resumed_run_logs_again_is_there_once(tmp_path: Path, accumulator: Any):
+    """Both of TensorBoard's readers in Python; its slower server hid nothing where a run was resumed for the first
+    time."""
+    for after, steps in ((None, (5, 10, 15, 20)), (10, (15, 20, 25)), (20, (25, 30))):
+        logger = TensorBoard(str(tmp_path), name="", version="")
+        if after is not None:
+            logger.rewind(after)
+        for step in steps:
+            logger.log_metrics({"train/loss": float(step)}, step)
+        logger.finalize("success")
+    events = accumulator(str(tmp_path)).Reload()
+    points = events.Scalars("train/loss") if accumulator is EventAccumulator else events.Tensors("train/loss")
+    assert [point.step for point in points] == [5, 10, 15, 20, 25, 30]
 
 
 def test_what_is_seen_first_is_training_and_validation(server: Client):

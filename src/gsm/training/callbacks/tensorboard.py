@@ -89,7 +89,15 @@ COLUMNS = {  # of the HPARAMS tab: where in the configuration; what a model does
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, which can go back to a step."""
+    """Lightning's logger, which can go back to a step.
+
+    Its first event file begins with a mark, as that of a resumed run does: TensorBoard's slower loader
+    (``--load_fast=false``, and where there is no fast one) takes the first mark that it meets for the beginning of the
+    run, and hides nothing there.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"purge_step": 0, **options})
 
     def rewind(self, step: int) -> None:
         """Hides what was logged after ``step``; has to be called before anything is logged."""
