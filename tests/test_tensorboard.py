@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from tensorboard import default, program
@@ -23,6 +25,7 @@ from gsm.evaluation.held_out import HeldOut
 from gsm.experiments.asked import differing
 from gsm.experiments.compare import CONTENTS
 from gsm.experiments.fit import train
+from gsm.experiments.report import BOARD
 from gsm.files import write_json
 from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, TensorBoard, charts
 
@@ -131,6 +134,9 @@ def test_arms_differ_in_what_not_all_of_them_set_alike(tmp_path: Path):
     columns = Hyperparameters(config, 7, found)
     assert columns.first == ["arm", "seed", "state_size", "writer", "optimizer.betas"]
     assert columns.values["optimizer.betas"] == "[0.9, 0.95]" and columns.values["seed"] == "3"
+    for broken in ({"arms": ["a"]}, {"arms": {"a": "b"}}, {"arms": {"a": ["="]}}, {}):
+        write_json(tmp_path / "mine" / CONTENTS, broken)
+        assert differing(config) == [], "it is no experiment's, and training goes on"
     assert Hyperparameters(config, 7).first == ["arm", "seed", "parameters", "experiment", "steps"]
 
 
@@ -188,6 +194,15 @@ def test_what_a_resumed_run_logs_again_is_there_once(tmp_path: Path, accumulator
     events = accumulator(str(tmp_path)).Reload()
     points = events.Scalars("train/loss") if accumulator is EventAccumulator else events.Tensors("train/loss")
     assert [point.step for point in points] == [5, 10, 15, 20, 25, 30]
+
+
+def test_the_address_that_a_run_prints_gives_seeds_of_an_arm_one_colour():
+    """TensorBoard 2.21 colours runs alike for which the groups of the expression are the same."""
+    (pattern,) = parse_qs(urlsplit(BOARD).query)["runColorGroup"]
+    of = {run: re.match(pattern.removeprefix("regex:"), run).groups() for run in ("a/seed0", "a/seed12", "b/seed0")}
+    assert of["a/seed0"] == of["a/seed12"] != of["b/seed0"]
+    further = [re.match(pattern.removeprefix("regex:"), f"x/a/seed{n}/{run}").groups() for n in (0, 1) for run in "tu"]
+    assert further[0] == further[2] != further[1] == further[3], "of an arm's runs each has its colour"
 
 
 def test_what_is_seen_first_is_training_and_validation(server: Client):

@@ -139,7 +139,10 @@ def differing(config: Mapping[str, Any]) -> list[str]:
     """The paths in the configuration that arms of its experiment set differently, those of most arms first
     (``choices.model/writer``, ``model.state_size``); empty for a run that belongs to none."""
     contents = read_json(Path(config["logs"]) / str(config["name"]) / CONTENTS) or {}
-    arms = [{key_of(line): line for line in lines} for lines in contents.get("arms", {}).values()]
+    try:
+        arms = [{key_of(line): line for line in lines} for lines in read_arms(contents.get("arms")).values()]
+    except ConfigError:  # no such file, or none that an experiment has written
+        return []
     count = Counter(key for arm in arms for key in arm)
     differ = [key for key, _ in count.most_common() if len({arm.get(key) for arm in arms}) > 1]
     return [f"choices.{key}" if is_group(key) else key for key in differ]
