@@ -98,11 +98,11 @@ def lines(folder: Path) -> list[str]:
     return [line for line in text if line.split(",")[1] not in UNSTEADY]
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What TensorBoard shows; text, since a metric that is not measured yet is NaN."""
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: of every tag, its steps and values."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     tags = sorted(set(events.Tags()["scalars"]) - UNSTEADY)
-    return {tag: [(point.step, str(point.value)) for point in events.Scalars(tag)] for tag in tags}
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
 
 
 def below(root: int) -> list[int]:

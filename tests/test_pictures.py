@@ -15,12 +15,16 @@ from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
 import gsm
-from gsm.analysis.attention import decoder_attention
+from gsm.analysis import figures
+from gsm.analysis.attention import decoder_attention, selected_weights
+from gsm.analysis.views import shares, views
 from gsm.config.compose import compose
+from gsm.evaluation import plots
 from gsm.experiments.fit import assemble
 from gsm.observe import tap
 from gsm.paths import variants
-from gsm.training.callbacks.pictures import TAPS, Pictures, heat_map, histograms, images
+from gsm.training.callbacks import pictures
+from gsm.training.callbacks.pictures import TAPS, Pictures, histograms
 
 STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 
@@ -55,7 +59,7 @@ def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[di
     run.trainer.fit(run.task, datamodule=run.data)
     lines = (folder / "metrics.csv").read_text().splitlines()
     names = [line.split(",")[1] for line in lines]
-    skipped = [name in UNSTEADY or name.startswith(("overlap_sample/", "state/")) for name in names]
+    skipped = [name in UNSTEADY or name.startswith(("val/overlap_sample/", "val/state/")) for name in names]
     kept = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
     return run.model.state_dict(), kept, sizes.seen
 
@@ -126,17 +130,53 @@ def test_every_reader_of_the_state_is_drawn(reader: str):
     with gsm.record(*TAPS) as seen:
         model(random_tokens(2, 20), rows=5)
     assert torch.allclose(decoder_attention(model, seen).sum(1), torch.ones(4))
-    maps = {name: heat_map(value_YX) for name, value_YX in images(model, seen)}
-    assert all(one.dtype == torch.uint8 for one in maps.values()) and "decoder/attention" in maps
+    found = {name: plots.pixels(picture, 30) for name, picture in views(model, seen)}
+    assert list(found) == ["decoder_reads", "decoder_reads_by_row", "stages_select", "state_is_made_of"]
+    assert all(one.dtype == np.uint8 and one.ndim == 3 for one in found.values())
 
 
-def test_rows_that_are_all_padding_draw_nothing():
+def test_rows_that_are_all_padding_are_grey():
     model = build("gsm-writer=additive")
     documents = torch.tensor([[0] * 10 + [-1] * 10])
     with gsm.record(*TAPS) as seen:
         model(random_tokens(1, 20), documents=documents, rows=5)
-    maps = {name: heat_map(value_YX) for name, value_YX in images(model, seen)}
-    assert (maps["decoder/attention"].flatten(1) == maps["decoder/attention"][:, 0, 0, None]).all()
+    pictured = dict(views(model, seen))["decoder_reads"]
+    assert pictured.axes[0].images[0].get_array().mask.all()
+    assert plots.pixels(pictured, 30).any()
+
+
+@pytest.mark.parametrize(
+    "documents", [[0] * 30, [0] * 9 + [1] * 21, [0] * 22 + [-1] * 8], ids=["one", "two", "padding"]
+)
+def test_what_a_stage_selects_is_drawn_at_the_tokens_of_its_slots(documents: list[int]):
+    model, ratio, rows = build("gsm-retriever=separate_indexer"), GEOMETRY.encoder_ratio, 12
+    with gsm.record(*TAPS, "*/bank") as seen:
+        model(random_tokens(1, 30), documents=torch.tensor([documents]), rows=rows)
+    for stage, map_RT in selected_weights(model, seen, rows).items():
+        chosen_RK, weight_RE = (
+            seen[f"stage/{stage}/top_k"][0, -rows:],
+            seen[f"stage/{stage}/weights"][0, -rows:].mean(1),
+        )
+        slots = chosen_RK.shape[1]
+        for row in range(rows):
+            start = documents.index(documents[30 - rows + row])
+            first = sum(documents.count(earlier) // ratio for earlier in set(documents[:start]))
+            want_T = torch.full((30,), torch.nan)
+            for slot, weight in zip(chosen_RK[row].tolist(), weight_RE[row, -1 - slots : -1].tolist(), strict=True):
+                if slot >= 0:
+                    at = start + (slot - first) * ratio
+                    want_T[at : at + ratio] = weight
+            assert torch.allclose(map_RT[row].float(), want_T, equal_nan=True), (stage, row)
+
+
+def test_what_the_state_is_made_of_sums_to_one_without_padding():
+    model = build("gsm-writer=gated")
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(2, 20), documents=torch.tensor([[0] * 20, [-1] * 5 + [0] * 15]))
+    found = shares(model, seen)
+    assert list(found) == ["state/share/encoder", "state/share/stage1", "state/share/stage2"]
+    assert sum(found.values()) == pytest.approx(1) and min(found.values()) > 0
+    assert shares(build("gsm-stages=none"), seen) == {}
 
 
 def test_a_writers_gate_has_a_histogram():
@@ -144,17 +184,51 @@ def test_a_writers_gate_has_a_histogram():
     with gsm.record(*TAPS) as seen:
         model(random_tokens(1, 8))
         tap("state/gate", torch.full((1, 8, 16), 0.25))
-    assert [(name, value.unique().tolist()) for name, value in histograms(model, seen)] == [("state/gate", [0.25])]
+    assert [(name, value.unique().tolist()) for name, value in histograms(model, seen)] == [("state_gate", [0.25])]
 
 
-def test_a_heat_map_has_the_colours_of_its_ends_and_grows_brighter_between_them():
-    picture = heat_map(torch.tensor([[0.0, 0.01, 0.25, 1.0]]))
-    assert picture.dtype == torch.uint8 and picture.shape == (3, 8, 32)
-    cells = picture[:, 0, ::8].T
-    assert cells[0].tolist() == [68, 1, 84] and cells[-1].tolist() == [253, 231, 37]
-    brightness = cells.float() @ torch.tensor([0.2126, 0.7152, 0.0722])
-    assert (brightness.diff() > 0).all()
-    assert torch.equal(heat_map(torch.zeros(1, 1))[:, 0, 0], cells[0]), "nothing there is dark, not a division by zero"
+def test_every_picture_names_its_axes_and_its_scale():
+    model = build("gsm-retriever=separate_indexer")
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(1, 30), rows=12)
+    for name, pictured in views(model, seen):
+        panels = [axes for axes in pictured.axes if axes.get_label() != "<colorbar>"]
+        assert all(axes.get_title() for axes in panels), name
+        assert panels[0].get_ylabel() and (panels[-1].get_xlabel() or pictured.get_supxlabel()), name
+        bars = [axes.get_ylabel() for axes in pictured.axes if axes not in panels]
+        assert bars == ([] if name == "state_is_made_of" else ["attention weight, mean over heads"]), name
+
+
+def test_weights_have_one_scale_in_all_pictures_and_none_is_grey():
+    _, (left, right) = plots.figure(2)
+    for axes, most in ((left, 0.01), (right, 1.0)):
+        figures.state_read(axes, torch.tensor([[0.0, most, most / 2, 1e-9]]), torch.arange(2, -1, -1), [5], "layer")
+    shown = [axes.images[0] for axes in (left, right)]
+    assert [(one.norm.vmin, one.norm.vmax) for one in shown] == [(1e-3, 1)] * 2
+    for one in shown:
+        assert one.get_array().mask.tolist() == [[True, False, False, False]], "nothing there, and too little to tell"
+
+
+def test_a_long_sequence_keeps_all_that_was_selected():
+    _, (axes,) = plots.figure()
+    map_RT = torch.full((3, 5000), torch.nan)
+    map_RT[1, 4321] = 0.5
+    figures.selected(axes, map_RT)
+    drawn = axes.images[0].get_array()
+    assert drawn.shape[1] <= figures.COLUMNS and drawn.count() == 1 and drawn.max() == 0.5
+    left, right, _, _ = axes.images[0].get_extent()
+    assert (left + (right - left) * (drawn.argmax() % drawn.shape[1] + 0.5) / drawn.shape[1]) == pytest.approx(
+        4321, abs=5
+    )
+
+
+def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(pictures, "_can_draw", lambda: False)
+    trained(config, tmp_path)
+    assert capsys.readouterr().err.count("TensorBoard gets no pictures: pictures need matplotlib: pip install") == 1
+    assert "val/state/share/stage2" in (tmp_path / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize("field", ["every", "sequences", "rows"])

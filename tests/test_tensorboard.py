@@ -1,24 +1,33 @@
-"""What TensorBoard shows of runs, asked of TensorBoard's own server: one schema for all models, charts, pictures."""
+"""What TensorBoard shows of runs, asked of TensorBoard's own server: what differs first, nothing that was not measured,
+charts, pictures."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from tensorboard import default, program
 from tensorboard.backend import application
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from test_train_cli import arguments
 from werkzeug.test import Client
 
 from gsm.config.compose import compose
 from gsm.evaluation.held_out import HeldOut
+from gsm.experiments.asked import differing
+from gsm.experiments.compare import CONTENTS
 from gsm.experiments.fit import train
-from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS
+from gsm.experiments.report import BOARD
+from gsm.files import write_json
+from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, TensorBoard, charts
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],
@@ -29,10 +38,10 @@ RUNS = {
 }
 LACKS = {  # the metrics that a model has nothing to measure of, besides the accuracy, which text has not
     "gsm": set(),
-    "no_stages": {"overlap/mean"},
-    "baseline": {"overlap/mean"},
-    "transformer": {"overlap/mean", "train/indexer_recall"},
-    "gated_delta_net": {"overlap/mean", "train/indexer_recall"},
+    "no_stages": {"val/overlap/mean"},
+    "baseline": {"val/overlap/mean"},
+    "transformer": {"val/overlap/mean", "train/indexer_recall"},
+    "gated_delta_net": {"val/overlap/mean", "train/indexer_recall"},
 }
 QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
 
@@ -41,6 +50,8 @@ QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one step: of two arms of one model, and of others, of which two are among the comparators."""
     folder = tmp_path_factory.mktemp("runs")
+    (folder / "logs/default").mkdir(parents=True)
+    write_json(folder / "logs/default" / CONTENTS, {"arms": RUNS})  # as the parent of an experiment does
     with pytest.MonkeyPatch.context() as patch:
         # Files of events are read in the order of their names: second, process, count. A run begins a second one when
         # it is done, here within the same second; 10 would then be read before 9.
@@ -101,16 +112,43 @@ def test_all_runs_have_the_same_columns(server: Client):
     assert found["gsm"]["hparams"]["retriever"] == "separate_indexer"
 
 
-def test_metrics_are_those_of_the_summaries_and_nan_where_nothing_was_measured(server: Client, logs: Path):
+def test_the_table_opens_on_what_differs_between_arms_and_on_the_seed(server: Client):
+    columns = [info["name"] for info in ask(server, "hparams/experiment", {"experimentName": ""})["hparamInfos"]]
+    assert set(columns[:SHOWN]) == {"arm", "seed", "model", "retriever", "stages"}
+    metrics = [info["name"]["tag"] for info in ask(server, "hparams/experiment", {"experimentName": ""})["metricInfos"]]
+    assert metrics[0] == "val/bits_per_byte"
+
+
+def test_arms_differ_in_what_not_all_of_them_set_alike(tmp_path: Path):
+    config = {"logs": str(tmp_path), "name": "mine", "arm": "a", "seed": 3, "optimizer": {"betas": [0.9, 0.95]}}
+    assert differing(config) == [], "a run of its own"
+    arms = {
+        "a": ["model.state_size=32", "data=recall", "optimizer.betas=[0.9,0.99]"],
+        "b": ["model/writer=gated", "model.state_size=32", "data=recall"],
+        "c": ["model/writer=delta", "data=recall"],
+    }
+    (tmp_path / "mine").mkdir()
+    write_json(tmp_path / "mine" / CONTENTS, {"arms": arms})
+    found = differing(config)
+    assert found == ["model.state_size", "choices.model/writer", "optimizer.betas"]
+    columns = Hyperparameters(config, 7, found)
+    assert columns.first == ["arm", "seed", "state_size", "writer", "optimizer.betas"]
+    assert columns.values["optimizer.betas"] == "[0.9, 0.95]" and columns.values["seed"] == "3"
+    for broken in ({"arms": ["a"]}, {"arms": {"a": "b"}}, {"arms": {"a": ["="]}}, {}):
+        write_json(tmp_path / "mine" / CONTENTS, broken)
+        assert differing(config) == [], "it is no experiment's, and training goes on"
+    assert Hyperparameters(config, 7).first == ["arm", "seed", "parameters", "experiment", "steps"]
+
+
+def test_metrics_are_those_of_the_summaries_and_missing_where_nothing_was_measured(server: Client, logs: Path):
     for arm, group in groups(server).items():
-        values = {value["name"]["tag"]: float(value.get("value", "nan")) for value in group["metricValues"]}
+        values = {value["name"]["tag"]: float(value["value"]) for value in group["metricValues"]}
         summary = json.loads((logs / arm / "seed0" / "summary.json").read_text())
         assert values["val/loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
         assert values["val/bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
-        unmeasured = {name for name, value in values.items() if not math.isfinite(value)}
-        assert unmeasured == {"val/accuracy"} | LACKS[arm]
+        assert set(METRICS) - values.keys() == {"val/accuracy"} | LACKS[arm]
         if arm == "gsm":
-            assert values["overlap/mean"] == pytest.approx(summary["overlap"]["mean"], rel=1e-6)
+            assert values["val/overlap/mean"] == pytest.approx(summary["overlap"]["mean"], rel=1e-6)
 
 
 def test_summaries_say_what_every_model_remembers(logs: Path):
@@ -131,31 +169,84 @@ def test_a_comparator_is_evaluated_like_any_other_model(logs: Path):
     assert result["overlap"] is None
 
 
-def test_every_run_has_the_scalars_of_the_table(server: Client):
+def test_no_run_has_a_point_of_what_it_has_not_measured(server: Client, logs: Path):
     tags = ask(server, "scalars/tags")
     assert set(tags) == {f"{arm}/seed0" for arm in RUNS}
     for run, of_run in tags.items():
-        assert set(METRICS) <= set(of_run), run
+        assert set(METRICS) - set(of_run) == {"val/accuracy"} | LACKS[run.partition("/")[0]]
         assert "hp_metric" not in of_run
+        events = EventAccumulator(str(logs / run), size_guidance={"scalars": 0}).Reload()
+        for tag in of_run:
+            assert all(point.step > 0 and math.isfinite(point.value) for point in events.Scalars(tag)), tag
 
 
-def test_charts_put_the_curves_of_all_runs_together(server: Client):
+@pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
+def test_what_a_resumed_run_logs_again_is_there_once(tmp_path: Path, accumulator: Any):
+    """Both of TensorBoard's readers in Python; its slower server hid nothing where a run was resumed for the first
+    time."""
+    for after, steps in ((None, (5, 10, 15, 20)), (10, (15, 20, 25)), (20, (25, 30))):
+        logger = TensorBoard(str(tmp_path), name="", version="")
+        if after is not None:
+            logger.rewind(after)
+        for step in steps:
+            logger.log_metrics({"train/loss": float(step)}, step)
+        logger.finalize("success")
+    events = accumulator(str(tmp_path)).Reload()
+    points = events.Scalars("train/loss") if accumulator is EventAccumulator else events.Tensors("train/loss")
+    assert [point.step for point in points] == [5, 10, 15, 20, 25, 30]
+
+
+def test_the_address_that_a_run_prints_gives_seeds_of_an_arm_one_colour():
+    """TensorBoard 2.21 colours runs alike for which the groups of the expression are the same."""
+    (pattern,) = parse_qs(urlsplit(BOARD).query)["runColorGroup"]
+    of = {run: re.match(pattern.removeprefix("regex:"), run).groups() for run in ("a/seed0", "a/seed12", "b/seed0")}
+    assert of["a/seed0"] == of["a/seed12"] != of["b/seed0"]
+    further = [re.match(pattern.removeprefix("regex:"), f"x/a/seed{n}/{run}").groups() for n in (0, 1) for run in "tu"]
+    assert further[0] == further[2] != further[1] == further[3], "of an arm's runs each has its colour"
+
+
+def test_what_is_seen_first_is_training_and_validation(server: Client):
+    """TensorBoard opens the first two groups of the TIME SERIES tab, and sorts them by name."""
+    tags = [
+        tag
+        for plugin in ("scalars", "images", "histograms")
+        for of in ask(server, f"{plugin}/tags").values()
+        for tag in of
+    ]
+    assert sorted({tag.partition("/")[0] for tag in tags}) == ["train", "val", "view"]
+
+
+def test_charts_put_the_curves_of_all_runs_together_and_none_is_empty(server: Client):
     layout = ask(server, "custom_scalars/layout")
     tabs = {
         tab["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in tab["chart"]}
         for tab in layout["category"]
     }
-    assert tabs == LAYOUT
-    for run in ask(server, "scalars/tags"):
-        assert curves(server, run, tabs["loss"]["training and validation"]) == {"train/loss", "val/loss"}
-        assert curves(server, run, tabs["speed"]["tokens per second"]) == {"train/tokens_per_second"}
-    stages = tabs["retrieval"]["indexer recall by stage"]
-    assert curves(server, "gsm/seed0", stages) == {f"train/indexer_recall/stage{s}" for s in (1, 2)}
-    assert curves(server, "baseline/seed0", stages) == set()
-    overlap = tabs["retrieval"]["overlap of stages with the encoder, of a few sequences"]
-    assert curves(server, "gsm/seed0", overlap) == {"overlap_sample/stage1", "overlap_sample/stage2"}
-    for run, drawn in (("gsm/seed0", {"state/effective_rank"}), ("baseline/seed0", set())):
-        assert curves(server, run, tabs["state"]["effective rank of the state"]) == drawn
+    of_questions = "held-out questions answered (fraction)"
+    text = {name: patterns for name, patterns in LAYOUT["loss"].items() if name != of_questions}
+    assert tabs == {**LAYOUT, "loss": text}, "text asks no questions; all others belong to one of the runs"
+    runs = ask(server, "scalars/tags")
+    drawn = {
+        name: {run: curves(server, run, tags) for run in runs} for of in tabs.values() for name, tags in of.items()
+    }
+    for name, of in drawn.items():
+        assert any(of.values()), f"{name} is empty"
+    for run in runs:
+        assert drawn["loss in training and held out (nats per token)"][run] == {"train/loss", "val/loss"}
+        assert drawn["tokens per second"][run] == {"train/tokens_per_second"}
+    recall = drawn["recall by layer and stage"]
+    assert {f"train/indexer_recall/stage{s}" for s in (1, 2)} < recall["gsm/seed0"]
+    assert recall["baseline/seed0"] and not recall["transformer/seed0"]
+    overlap = drawn["overlap with the encoder, of a few sequences"]
+    assert overlap["gsm/seed0"] == {"val/overlap_sample/stage1", "val/overlap_sample/stage2"}
+    assert {run for run, of in drawn["effective rank of the state"].items() if of} == {"gsm/seed0", "no_stages/seed0"}
+
+
+def test_a_run_has_the_charts_of_what_it_logs():
+    assert charts([]) == {}
+    assert charts(["val/accuracy", "train/lossy"]) == {
+        "loss": {"held-out questions answered (fraction)": ["Multiline", ["val/accuracy$"]]}
+    }
 
 
 def curves(server: Client, run: str, patterns: list[str]) -> set[str]:
@@ -166,8 +257,8 @@ def curves(server: Client, run: str, patterns: list[str]) -> set[str]:
 
 def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     images, shapes = ask(server, "images/tags"), ask(server, "histograms/tags")
-    distances = {"retrieval_distance/stage1", "retrieval_distance/stage2"}
+    distances = {"view/retrieval_distance/stage1", "view/retrieval_distance/stage2"}
     drawn = {run.partition("/")[0]: set(of_run) for run, of_run in images.items() if of_run}
-    attention = {"decoder/attention", *(f"decoder/{layer}/attention" for layer in (5, 6, 7, 8))}
-    assert drawn == {"gsm": attention, "no_stages": attention}
+    reads = {"view/decoder_reads", "view/decoder_reads_by_row"}
+    assert drawn == {"gsm": reads | {"view/stages_select", "view/state_is_made_of"}, "no_stages": reads}
     assert {run.partition("/")[0]: set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gsm import paths
-from gsm.analysis import figures
-from gsm.analysis.attention import attention_map, decoder_attention
+from gsm.analysis import figures, views
+from gsm.analysis.attention import attention_map
 from gsm.analysis.rollout import Routes
 from gsm.config.compose import compose
 from gsm.config.load import build_model, instantiate, load_model, read_checkpoint, vetted_node
@@ -254,16 +254,7 @@ def show_increments(seen: Seen) -> Figure:
 
 def show_state(model: GSM, seen: Seen) -> Figure:
     """The decoder's attention over the shared state: a line a layer, a column an entry, the sink at the right."""
-    weight_LE, first = decoder_attention(model, seen), model.geometry.encoder_layers + 1
-    figure, (axes,) = plots.figure(width=WIDTH, height=2.2, grid=False)
-    picture = axes.imshow(weight_LE.cpu(), vmin=0, aspect="auto", interpolation="nearest")
-    entries = weight_LE.shape[1] - 1
-    ticks = [*range(0, entries - 1, -(-entries // 8)), entries]
-    axes.set_xticks(ticks, [*map(str, ticks[:-1]), "sink"])
-    axes.set_yticks(range(len(weight_LE)), [str(first + layer) for layer in range(len(weight_LE))])
-    axes.set(xlabel="entry of the state, from the oldest to the row's own; then the sink", ylabel="decoder layer")
-    figure.colorbar(picture, label="mean weight")
-    return figure
+    return views.decoder(model, seen)
 
 
 @torch.no_grad()

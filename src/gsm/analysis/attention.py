@@ -43,7 +43,7 @@ def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tup
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
     row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
-    position_RW = row_R1 - positions_back(model, name, window).to(weight_RE.device)
+    position_RW = row_R1 - entries_back(model, name, window).to(weight_RE.device)
     near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
     near_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
     if chosen_BRK is not None:
@@ -67,7 +67,7 @@ def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
     return plan_slots(position_BT, ratio, None).end_BG - (ratio - 1)
 
 
-def positions_back(model: GSM, name: str, entries: int) -> Tensor:
+def entries_back(model: GSM, name: str, entries: int) -> Tensor:
     """How many positions before its row each of the entries was written that an attention sees besides those of a bank,
     int64 [W]: of a decoder layer the state's, and then those of a window of its own."""
     own, each = 0, 1
@@ -122,7 +122,7 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
     slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
     position_BR1 = last(seen["position"], weight_BRE.shape[1])[..., None]
-    back_W = positions_back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
+    back_W = entries_back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
     distance_BRE = back_W.expand(*weight_BRE.shape[:2], -1)
     if chosen_BRK is not None:
         far_BRK = position_BR1 - chosen_BRK * model.geometry.encoder_ratio
@@ -133,8 +133,9 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     return total_D / (position_BR1 >= 0).sum()
 
 
-def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
-    """By stage, how many tokens before its row every selected entry begins, int64 [N]; of a call without a memory."""
+def selections(model: GSM, seen: Seen) -> dict[int, Tensor]:
+    """By stage, how many tokens before its row every selected entry begins, int64 [B, R, K], -1 for none; of a call
+    without a memory."""
     ratio, found = model.geometry.encoder_ratio, {}
     for stage in range(1, len(model.aggregation.layers) + 1):
         chosen_BRK = seen.get(f"stage/{stage}/top_k")
@@ -143,5 +144,34 @@ def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
         rows, position_BT = chosen_BRK.shape[1], seen["position"]
         first_BR = last(plan_slots(position_BT, ratio, None).first_BT, rows)
         entry_BRK = (chosen_BRK - first_BR[..., None]) * ratio
-        found[stage] = (last(position_BT, rows)[..., None] - entry_BRK)[chosen_BRK >= 0]
+        found[stage] = (last(position_BT, rows)[..., None] - entry_BRK).where(chosen_BRK >= 0, -1)
+    return found
+
+
+def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
+    """The same without the places of rows and slots that hold none, int64 [N]."""
+    return {stage: back_BRK[back_BRK >= 0] for stage, back_BRK in selections(model, seen).items()}
+
+
+def selected_weights(model: GSM, seen: Seen, rows: int, sequence: int = 0) -> dict[int, Tensor]:
+    """By stage, how much the last rows read of what they have selected, float [R, T], by place in the sequence: the
+    mean over heads, of an entry at each of its tokens; NaN at tokens that are not selected.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory (``position``, ``stage/<s>/top_k`` and ``stage/<s>/weights``).
+        rows: how many.
+        sequence: which of the batch.
+    """
+    length, found = seen["position"].shape[1], {}
+    for stage, back_BRK in selections(model, seen).items():
+        back_RK = back_BRK[sequence, -rows:]
+        weight_RE = seen[f"stage/{stage}/weights"][sequence, -rows:].float().mean(dim=1)
+        weight_RK = weight_RE[:, weight_RE.shape[1] - 1 - back_RK.shape[1] : -1]
+        row_R1 = torch.arange(length - len(back_RK), length, device=back_RK.device)[:, None]
+        map_RT = weight_RE.new_full((len(back_RK), length + 1), torch.nan)  # the last column: slots that hold none
+        for offset in range(model.geometry.encoder_ratio):
+            place_RK = (row_R1 - back_RK + offset).where(back_RK >= 0, length)
+            map_RT.scatter_(1, place_RK, weight_RK)
+        found[stage] = map_RT[:, :length]
     return found

@@ -21,7 +21,9 @@ from gsm.observe import Seen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+COLUMNS = 512  # of a map, at most: more would not be seen
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for what nothing was done to
 
 
@@ -83,6 +85,69 @@ def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
     picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=most), interpolation="nearest")
     finish(axes, "position that is read", "position that reads", title)
     _scale(axes, picture, "weight", extend="max")
+
+
+def selected(axes: Axes, map_RT: Tensor, title: str = "") -> None:
+    """What the last rows of a sequence have selected from its history (``attention.selected_weights``): a line for each
+    row, a column for each token (of a long sequence, for several: the highest of them), grey where nothing is selected;
+    the dashed line is the row itself."""
+    rows, length = map_RT.shape
+    width = -(-length // COLUMNS)
+    whole_RT = torch.nn.functional.pad(map_RT.nan_to_num(0.0), (0, -length % width))
+    ends = (-0.5, whole_RT.shape[1] - 0.5, length - 0.5, length - rows - 0.5)
+    _weights(axes, whole_RT.unflatten(1, (-1, width)).amax(dim=2), extent=ends)
+    axes.set_xlim(-0.5, length - 0.5)
+    axes.plot([length - rows, length - 1], [length - rows, length - 1], "--", color="#D55E00", linewidth=0.8)
+    finish(axes, "token that is read", "token that reads", title)
+
+
+def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int], y: str, title: str = "") -> None:
+    """What is read of the state: a line for each of ``rows`` (layers, or tokens one after another), a column for each
+    entry that a decoder layer sees, by how many tokens before the row's own it was written, and then the sink.
+
+    Args:
+        axes: to draw on.
+        weight_YE: weights; a line sums to 1.
+        back_W: as of ``attention.entries_back``, one less than E.
+        rows: their numbers, ascending by 1.
+        y: what they are.
+        title: of the picture.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    entries = len(back_W)
+    wide = max(1, entries // 12)  # the sink, so that it can be seen beside many entries
+    ends = (-0.5, entries + wide - 0.5, rows[-1] + 0.5, rows[0] - 0.5)
+    _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), extent=ends)
+    axes.axvline(entries - 0.5, color="white", linewidth=1.5)
+    step = max(1, entries // 3)
+    ticks = range(entries - 1 - step, 0, -step)  # a tick at the row's own would run into that of the sink
+    axes.set_xticks([*ticks, entries + (wide - 1) / 2], [*(str(int(back_W[tick])) for tick in ticks), "sink"])
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    finish(axes, "state entry (tokens back)", y, title)
+
+
+def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One colour bar for all panels of ``selected`` and ``state_read``, the same in every picture: from 0.1 %
+    to all, logarithmic."""
+    bar = figure.colorbar(panels[0].images[0], ax=list(panels), extend="min", aspect=30, pad=0.02)
+    bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.set_label("attention weight, mean over heads", fontsize=SMALL)
+
+
+def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") -> None:
+    """What each row's z is made of (``rollout.parts_of_state``): what the encoder says, and what each stage adds, one
+    upon the other."""
+    names = ["encoder", *(f"stage {stage}" for stage in range(1, len(share_SR)))]
+    means = share_SR.mean(dim=1).tolist()
+    labels = [f"{name}, mean {mean:.0%}" for name, mean in zip(names, means, strict=True)]
+    colours = [style.colour for style in plots.styles(names).values()]
+    axes.stackplot(list(rows), share_SR.float().cpu().numpy(), labels=labels, colors=colours, alpha=0.85, linewidth=0)
+    axes.set_xlim(rows[0], rows[-1])
+    axes.set_ylim(0, 1)
+    finish(axes, "token", "share of z, by length", title, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
 
 def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
@@ -184,6 +249,17 @@ def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
     axes.axhline(most, color="#888888", linewidth=1, label="at most")
     axes.set_ylim(0, None)
     finish(axes, "position (tokens)", "effective rank of the state")
+
+
+def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float]) -> None:
+    """Weights in colours of one logarithmic scale; grey where there is none."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+
+    shown_YX = weight_YX.float().clamp(min=1e-3).where(weight_YX > 0, torch.nan).cpu().numpy()
+    colours = colormaps["viridis"].with_extremes(bad="#e4e4e4", under=colormaps["viridis"](0.0))
+    how: dict[str, Any] = {"norm": LogNorm(1e-3, 1), "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(shown_YX, extent=extent, **how)
 
 
 def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -121,6 +124,16 @@ def svg(made: Figure, name: str) -> str:
     text = re.sub(r'width="(\S+)" height="\S+"', r'style="width: \1; min-width: calc(.6 * \1)"', text, count=1)
     text = re.sub(r' id="(?![mp][0-9a-f]{10}")[^"]*"| xmlns:xlink="[^"]*"', "", text).replace("xlink:href=", "href=")
     return re.sub(r'style="[^"]*"', lambda style: style[0].replace("#000000", "currentColor"), text)
+
+
+def pixels(made: Figure, dots_per_inch: int = 150) -> NDArray[np.uint8]:
+    """The figure as uint8 [height, width, 3]; drawn once, where ``png`` lays it out first and then draws it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    made.set_dpi(dots_per_inch)
+    canvas = FigureCanvasAgg(made)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
 def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from hydra.errors import HydraException
 from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.evaluation import commands
+from gsm.experiments.compare import CONTENTS
 from gsm.experiments.table import COLUMNS
+from gsm.files import read_json
 
 OWN = {"arm", "arms", "seed", "seeds", "jobs", "force", "table"}  # the parent's keys; a job gets its own
 NOT_FOR_ARMS = {*OWN, "name", "logs", "folder", "experiment", "resume"}
@@ -130,6 +133,19 @@ def _line(run: str, name: str, value: Any) -> str:
 def is_group(name: str) -> bool:
     """Whether it is a folder of variants, of the project or of the user's own."""
     return any((place / name).is_dir() for place in paths.config_folders())
+
+
+def differing(config: Mapping[str, Any]) -> list[str]:
+    """The paths in the configuration that arms of its experiment set differently, those of most arms first
+    (``choices.model/writer``, ``model.state_size``); empty for a run that belongs to none."""
+    contents = read_json(Path(config["logs"]) / str(config["name"]) / CONTENTS) or {}
+    try:
+        arms = [{key_of(line): line for line in lines} for lines in read_arms(contents.get("arms")).values()]
+    except ConfigError:  # no such file, or none that an experiment has written
+        return []
+    count = Counter(key for arm in arms for key in arm)
+    differ = [key for key, _ in count.most_common() if len({arm.get(key) for arm in arms}) > 1]
+    return [f"choices.{key}" if is_group(key) else key for key in differ]
 
 
 def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:

@@ -29,6 +29,7 @@ from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
 from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import pace, report, trainers, weights
+from gsm.experiments.asked import differing
 from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.folder import Start, locked, prepare, sequences_a_step
 from gsm.experiments.jobs import leaving_with_this
@@ -157,7 +158,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
         "kernels": explain(),
     }
     summary = Summary(Path(config["folder"]) / "summary.json", facts)
-    trainer = trainers.build(config, task, summary)
+    trainer = trainers.build(config, task, summary, differing(config))
     if start.checkpoint:
         refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
         for logger in trainer.loggers:
@@ -246,7 +247,7 @@ def _conclude(run: Run) -> dict[str, Any]:
         )
         if found["overlap"] and found["overlap"]["mean"] is not None:
             for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
-                logger.log_metrics({"overlap/mean": found["overlap"]["mean"]}, trainer.global_step + 1)
+                logger.log_metrics({"val/overlap/mean": found["overlap"]["mean"]}, trainer.global_step + 1)
                 logger.finalize("success")
         facts = run.summary.add(trainer, status=status, **found)  # the last that is written: what is cut off goes on
         is_text = data.tokenizer is not None and data.token_bytes_V is not None

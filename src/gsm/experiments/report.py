@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
+# TensorBoard's address, with a colour for each arm rather than for each run, and curves as they are.
+BOARD = "http://localhost:6006/?runColorGroup=regex:(.*)/seed[0-9]*(.*)&smoothing=0"
 
 
 def header(
@@ -62,7 +64,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     generate, evaluate = (shown(ROOT / script) for script in ("generate.py", "evaluate.py"))
-    lines += ["Next:", "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent))]
+    lines += ["Next:", "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)), f"  {BOARD}"]
     if writes:
         lines += ["  " + typed("python", generate, f"checkpoint={shown(folder)}", "prompt=def ")]
         lines += ["  " + typed("python", evaluate, f"checkpoint={shown(folder)}")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -30,15 +30,20 @@ PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what 
 SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-def build(config: Mapping[str, Any], task: LanguageModeling, summary: Summary) -> lightning.Trainer:
+def build(
+    config: Mapping[str, Any], task: LanguageModeling, summary: Summary, differ: Sequence[str] = ()
+) -> lightning.Trainer:
     """The trainer; every run is long enough to be logged at least once, and no checkpoint is half written.
+
+    ``differ`` are the paths in the configuration in which arms of its experiment differ (``asked.differing``).
 
     Raises ConfigError for values that Lightning refuses, and for what cannot be where every rank has only its share of
     the model.
     """
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    parts += [Interruption(), Hyperparameters(config, summary.facts["parameters"]), summary, ResumeState()]
+    columns = Hyperparameters(config, summary.facts["parameters"], differ)
+    parts += [Interruption(), columns, summary, ResumeState()]
     saves = any(isinstance(part, Checkpoint) for part in parts)
     chosen.setdefault("enable_checkpointing", saves)  # or Lightning would add a callback that nobody asked for
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gsm.analysis.attention import attention_map, attention_parts, names_of, positions_back, slot_starts
+from gsm.analysis.attention import attention_map, attention_parts, entries_back, names_of, slot_starts
 from gsm.analysis.interventions import ablations
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.models.base import LanguageModel, Output
@@ -209,7 +209,7 @@ def _reading(model: GSM, seen: Seen, name: str) -> Reading:
     return Reading(
         name=name,
         layer=layer,
-        back_E=positions_back(model, name, near),
+        back_E=entries_back(model, name, near),
         near_THE=weight_THE[..., :near],
         own=own,
         chosen_TK=chosen_TK,

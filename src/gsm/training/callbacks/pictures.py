@@ -1,14 +1,17 @@
-"""Pictures of a GSM in training, for TensorBoard: where its stages and its decoder look.
+"""Pictures of a GSM in training, for TensorBoard: what its stages select, what its state is made of, what its decoder
+reads.
 
-Drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still there. Heat
-maps are plain tensors, so that a run needs no library for plots.
+Drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still there. They
+are those of ``gsm.analysis.views``, for which matplotlib is needed; a run without it has the numbers and histograms.
 
 B sequences, T positions, N values.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -18,33 +21,30 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from gsm.analysis.attention import decoder_attention, selected_distances
+from gsm.analysis.attention import selected_distances
 from gsm.analysis.state import state_facts
-from gsm.evaluation import overlap
+from gsm.analysis.views import TAPS as VIEWED
+from gsm.analysis.views import shares, views
+from gsm.evaluation import overlap, plots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
 
-TAPS = (*overlap.TAPS, "state/*", "decoder/*/weights")
-PIXELS = 8  # of a cell of a heat map, along each side
-# Dark to light through hues that colour-blind readers tell apart: eight points of matplotlib's viridis.
-COLOURS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
-COLOURS += ((253, 231, 37),)
+TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 
 
 class Pictures(lightning.Callback):
     """Writes, where the model has it, and nothing for models other than GSM:
 
-    * ``overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.evaluation.overlap``), of these
-      few sequences; ``overlap/mean`` of the finished run, which its summary has too, is of more;
-    * ``state/norm`` and ``state/effective_rank``: scalars (``gsm.analysis.state``);
-    * ``retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
-    * ``state/gate``: histogram of a writer's gate;
-    * ``decoder/attention``: an image, one line a layer from the first at the top, and a column for each entry of the
-      state, from the oldest to the row's own, and then the sink; the mean over rows and heads, on a square-root scale;
-    * ``decoder/<l>/attention``: an image of one layer, one line a row of the first sequence, likewise.
+    * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.evaluation.overlap``), of
+      these few sequences; ``val/overlap/mean`` of the finished run, which its summary has too, is of more;
+    * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, how much
+      of the state comes by each way: scalars;
+    * ``view/retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
+    * ``view/state_gate``: histogram of a writer's gate;
+    * ``view/<name>``: images, those of ``gsm.analysis.views``.
 
     Weights, random numbers and the mode of the model stay as they were.
 
@@ -72,6 +72,8 @@ class Pictures(lightning.Callback):
             return
         if isinstance(trainer.strategy, Sharded):
             return
+        if _writers(trainer) and not _can_draw():
+            print(f"TensorBoard gets no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
             name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents") if name in chosen[0]
@@ -94,17 +96,19 @@ class Pictures(lightning.Callback):
 
     def _draw(self, trainer: lightning.Trainer, task: LanguageModeling) -> None:
         model, step = task.model, trainer.global_step
-        writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        told = {name: value for name, value in scalars(model, seen).items() if math.isfinite(value)}  # not of padding
+        told = {f"val/{name}": value for name, value in scalars(model, seen).items() if math.isfinite(value)}
         task.log_dict(told, rank_zero_only=True)
-        for writer in writers:
-            for name, value_N in histograms(model, seen):
-                writer.add_histogram(name, value_N, step)
-            for name, value_YX in images(model, seen):
-                writer.add_image(name, heat_map(value_YX), step)
+        writers = _writers(trainer)
+        for name, value_N in histograms(model, seen):
+            for writer in writers:
+                writer.add_histogram(f"view/{name}", value_N, step)
+        for name, picture in views(model, seen) if writers and _can_draw() else ():
+            pixels = plots.pixels(picture)
+            for writer in writers:
+                writer.add_image(f"view/{name}", pixels, step, dataformats="HWC")
 
     @torch.no_grad()
     def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Seen:
@@ -123,10 +127,11 @@ class Pictures(lightning.Callback):
 
 
 def scalars(model: GSM, seen: Seen) -> dict[str, float]:
-    """Facts of the state; of stages that select for themselves also the overlap, if a row sees more than K entries."""
+    """Facts of the state, not finite where all is padding; of stages that select for themselves also the overlap, if a
+    row sees more than K entries."""
     found = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
     shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in found.items() if len(one_N)}
-    return {**state_facts(model, seen), **shared}
+    return {**state_facts(model, seen), **shares(model, seen), **shared}
 
 
 def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
@@ -135,22 +140,12 @@ def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
         if len(distance_N):
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:
-        yield "state/gate", seen["state/gate"].float().flatten()
+        yield "state_gate", seen["state/gate"].float().flatten()
 
 
-def images(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
-    """Names and values [lines, columns] of the decoder's attention over the state: all layers, then each by itself."""
-    yield "decoder/attention", decoder_attention(model, seen)
-    for layer in range(model.geometry.encoder_layers + 1, model.geometry.depth + 1):
-        yield f"decoder/{layer}/attention", seen[f"decoder/{layer}/weights"][0].float().mean(dim=1)
+def _writers(trainer: lightning.Trainer) -> list[Any]:
+    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def heat_map(value_YX: Tensor) -> Tensor:
-    """Values from 0 to their highest as a picture, uint8 [3, height, width], on a square-root scale."""
-    colour_N3 = torch.tensor(COLOURS, dtype=torch.float32)
-    value_YX = value_YX.nan_to_num()  # a mean over no rows, where all are padding
-    level_YX = (value_YX.cpu() / value_YX.max().cpu().clamp(min=1e-12)).clamp(0, 1).sqrt() * (len(COLOURS) - 1)
-    below_YX = level_YX.long().clamp(max=len(COLOURS) - 2)
-    part_YX1 = (level_YX - below_YX)[..., None]
-    picture_YX3 = colour_N3[below_YX].lerp(colour_N3[below_YX + 1], part_YX1)
-    return picture_YX3.round().byte().permute(2, 0, 1).repeat_interleave(PIXELS, 1).repeat_interleave(PIXELS, 2)
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None

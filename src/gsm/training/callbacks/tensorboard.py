@@ -1,52 +1,62 @@
 """What TensorBoard shows of a run beside its curves: events that a resumed run continues, charts that compare runs, and
-the same hyper-parameters in every run."""
+a table of hyper-parameters that begins with what differs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore # made at run time
+from torch.utils.tensorboard.summary import hparams
 
 from gsm.training.resume import hide_after
 
 # The CUSTOM SCALARS tab: what belongs together on one chart, of all runs at once. tab -> chart -> tags, as regular
-# expressions. Tags that a model does not log are left out of its lines.
+# expressions. A run adds the charts for which it has something. TensorBoard 2.21 drops charts that a third run adds to
+# a tab which the second has begun: so a model has all charts of a tab but the first, or none.
 LAYOUT = {
     "loss": {
-        "training and validation": ["train/loss$", "val/loss$"],
-        "bits per byte": ["val/bits_per_byte$"],
-        "accuracy": ["val/accuracy$"],
-    },
-    "retrieval": {
-        "indexer recall by stage": [r"train/indexer_recall/stage\d+$"],
-        "indexer recall by layer": [r"train/indexer_recall/(encoder|decoder)\d+$"],
-        "overlap of stages with the encoder, of a few sequences": [r"overlap_sample/stage\d+$"],
-        "length of what was retrieved, up to each stage": [r"train/retrieved_norm/stage\d+$"],
-    },
-    "state": {
-        "length of z": ["state/norm$"],
-        "effective rank of the state": ["state/effective_rank$"],
+        "bits per byte of held-out text": ["val/bits_per_byte$"],
+        "held-out questions answered (fraction)": ["val/accuracy$"],
+        "loss in training and held out (nats per token)": ["train/loss$", "val/loss$"],
     },
     "speed": {
         "tokens per second": ["train/tokens_per_second$"],
-        "peak memory in GiB": ["train/peak_memory_gib$"],
+        "peak memory (GiB)": ["train/peak_memory_gib$"],
+    },
+    "state": {
+        "effective rank of the state": ["val/state/effective_rank$"],
+        "length of z": ["val/state/norm$"],
+    },
+    "stages": {
+        "share of the state by way: encoder, stages": [r"val/state/share/\w+$"],
+        "length of what was retrieved, up to each stage": [r"train/retrieved_norm/stage\d+$"],
+    },
+    "stages that select for themselves": {
+        "overlap with the encoder, of a few sequences": [r"val/overlap_sample/stage\d+$"],
+    },
+    "indexers": {
+        "recall by layer and stage": [r"train/indexer_recall/(encoder|decoder|stage)\d+$"],
     },
 }
-METRICS = (  # of the HPARAMS tab
-    "train/loss",
-    "train/tokens_per_second",
-    "train/peak_memory_gib",
-    "train/indexer_recall",
-    "val/loss",
-    "val/perplexity",
+METRICS = (  # of the HPARAMS tab, in this order; the first five are shown at first
     "val/bits_per_byte",
     "val/accuracy",
-    "overlap/mean",
+    "val/loss",
+    "val/overlap/mean",
+    "train/tokens_per_second",
+    "train/loss",
+    "train/indexer_recall",
+    "train/peak_memory_gib",
+    "val/perplexity",
 )
+SHOWN = 5  # columns of hyper-parameters that TensorBoard 2.21 shows at first
+ALWAYS = ("arm", "seed")  # among them, and what fills them up where arms differ in less:
+USUALLY = ("parameters", "experiment", "steps")
 COLUMNS = {  # of the HPARAMS tab: where in the configuration; what a model does not have becomes "-"
     "experiment": "name",
     "arm": "arm",
@@ -81,46 +91,102 @@ COLUMNS = {  # of the HPARAMS tab: where in the configuration; what a model does
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, which can go back to a step.
 
-    Attributes:
-        continues: the folder holds the events of an earlier part of this run, hyper-parameters included.
+    Its first event file begins with a mark, as that of a resumed run does: TensorBoard's slower loader
+    (``--load_fast=false``, and where there is no fast one) takes the first mark that it meets for the beginning of the
+    run, and hides nothing there.
     """
 
-    continues: bool = False
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"purge_step": 0, **options})
 
     def rewind(self, step: int) -> None:
         """Hides what was logged after ``step``; has to be called before anything is logged."""
-        self.continues = any(Path(self.log_dir).glob("events.out.tfevents.*"))
         hide_after(self, step)
 
 
 class Charts(lightning.Callback):
-    """Writes the layout once a run, when its training starts; TensorBoard merges those of all runs."""
+    """Writes the layout of the charts for which the run has something, again when there is more; TensorBoard shows the
+    last one of a run, and merges those of all runs."""
 
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Gives every TensorBoard logger the layout."""
-        layout = {tab: {name: ["Multiline", tags] for name, tags in of.items()} for tab, of in LAYOUT.items()}
-        for logger in _beginning(trainer):
-            logger.experiment.add_custom_scalars(layout)
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """After metrics were logged for the first time."""
+        self._write(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """After those of a validation were."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """After the last step."""
+        self._write(trainer)
+
+    def _write(self, trainer: lightning.Trainer) -> None:
+        before, self._logged = self._logged, {*trainer.logged_metrics, *self._logged}
+        layout = charts(self._logged)
+        if layout != charts(before):
+            for logger in _boards(trainer):
+                logger.experiment.add_custom_scalars(layout)
 
 
 class Hyperparameters(lightning.Callback):
-    """Writes the HPARAMS record when training starts for the first time: the same columns in every run.
+    """Writes the HPARAMS record when training starts; TensorBoard keeps the first one of a run.
 
-    The tab takes its columns from the record of one run and ignores a second record of the same run. So all keys are
-    written at the start of every run, metrics as NaN; their values arrive later as scalars of the same name.
+    The tab takes its columns from the record of one run, whichever it meets first, and shows those first of which the
+    record says that they differ. So all runs of an experiment have the same record. Metrics are named in it without a
+    value: a run that does not have one leaves its cell empty.
 
     Args:
         config: the composed configuration, plain containers.
         parameters: how many parameters the model has.
+        differ: the paths in the configuration in which arms of the run's experiment differ.
     """
 
-    def __init__(self, config: Mapping[str, Any], parameters: int) -> None:
-        self.values = {column: look_up(config, path) for column, path in COLUMNS.items()} | {"parameters": parameters}
+    def __init__(self, config: Mapping[str, Any], parameters: int, differ: Sequence[str] = ()) -> None:
+        named = {path: column for column, path in COLUMNS.items()}
+        columns = COLUMNS | {path: path for path in differ if path not in named}
+        self.values = {column: look_up(config, path) for column, path in columns.items()} | {"parameters": parameters}
+        self.values["seed"] = str(self.values["seed"])  # a name, not an amount: TensorBoard writes 1 as 1.0000
+        first = dict.fromkeys((*ALWAYS, *(named.get(path, path) for path in differ), *USUALLY))
+        self.first = list(first)[:SHOWN]
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Writes all hyper-parameters, and all metrics as not yet measured."""
-        for logger in _beginning(trainer):
-            logger.log_hyperparams(self.values, dict.fromkeys(METRICS, math.nan))
+        """Writes all hyper-parameters, and the names of all metrics."""
+        for logger in _boards(trainer):
+            logger.hparams.update(self.values)  # for hparams.yaml
+            for record in records(self.values, self.first, METRICS):
+                logger.experiment._get_file_writer().add_summary(record)  # as Lightning does it
+
+
+def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """The part of the layout for which there are tags, as ``SummaryWriter.add_custom_scalars`` takes it."""
+    tags = list(tags)
+    found = {
+        tab: {
+            name: ["Multiline", patterns]
+            for name, patterns in of.items()
+            if any(re.match(pattern, tag) for pattern in patterns for tag in tags)
+        }
+        for tab, of in LAYOUT.items()
+    }
+    return {tab: of for tab, of in found.items() if of}
+
+
+def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[str]) -> list[Any]:
+    """What the HPARAMS tab reads of a run, protobufs: the columns, those in ``first`` marked as different among runs,
+    and its values. No scalar is written, as ``add_hparams`` and Lightning's ``log_hyperparams`` do for every metric."""
+    columns, start, end = hparams(dict(values), dict.fromkeys(metrics))
+    content = columns.value[0].metadata.plugin_data.content
+    experiment = metadata.parse_experiment_plugin_data(content)
+    for info in experiment.hparam_infos:
+        info.differs = info.name in first
+    marked = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
+    columns.value[0].metadata.CopyFrom(marked)
+    return [columns, start, end]
 
 
 def look_up(config: Mapping[str, Any], path: str) -> str | int | float | bool:
@@ -133,8 +199,6 @@ def look_up(config: Mapping[str, Any], path: str) -> str | int | float | bool:
     return value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def _beginning(trainer: lightning.Trainer) -> Iterator[TensorBoardLogger]:
-    """The TensorBoard loggers of a run that is not continued: a second record at step 0 would draw lines back to it."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and not getattr(logger, "continues", False):
-            yield logger
+def _boards(trainer: lightning.Trainer) -> list[TensorBoardLogger]:
+    """The TensorBoard loggers, on the rank that writes."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero]

@@ -1,0 +1,146 @@
+"""Views of one recorded call of a GSM: whole pictures, for TensorBoard and notebooks. Each needs matplotlib.
+
+    with gsm.record(*views.TAPS) as seen:
+        model(tokens)
+    views.selection(model, seen)
+
+Weights are means over heads, all on one scale, so that pictures of several steps and runs can be set side by side.
+
+B sequences, T positions, R rows, E entries, L layers, S ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gsm.analysis import figures
+from gsm.analysis.attention import decoder_attention, entries_back, selected_weights
+from gsm.analysis.rollout import parts_of_state
+from gsm.evaluation import plots
+from gsm.models.gsm import GSM
+from gsm.observe import Seen
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TAPS = ("position", "stage/*", "state/e", "decoder/*/weights")
+WIDTH, HEIGHT = 4.8, 2.9  # inches: letters can still be read on a card of TensorBoard
+
+
+def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
+    """Names and pictures of all that the model has: its decoder over the state, as a mean and by row; what its stages
+    select; what the state is made of. The latter three are of the first sequence.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory (``TAPS``).
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    yield "decoder_reads", decoder(model, seen)
+    yield "decoder_reads_by_row", decoder_rows(model, seen)
+    if any(f"stage/{stage}/top_k" in seen for stage in _stages(model)):
+        yield "stages_select", selection(model, seen)
+    if model.aggregation.layers:
+        yield "state_is_made_of", state_parts(model, seen)
+
+
+def decoder(model: GSM, seen: Seen) -> Figure:
+    """What each decoder layer reads of the state, a mean over all rows that see a whole one."""
+    weight_LE, layers = decoder_attention(model, seen), _decoder(model)
+    figure, panels = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
+    back_W = entries_back(model, f"decoder/{layers[0]}", weight_LE.shape[1] - 1)
+    title = "what decoder layers read of the shared state"
+    figures.state_read(panels[0], weight_LE, back_W, layers, "decoder layer", title)
+    figures.weight_scale(figure, panels)
+    return figure
+
+
+def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+    """What each row of a sequence reads of the state: a panel for each decoder layer."""
+    layers = _decoder(model)
+    figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
+    for axes, layer in zip(panels, layers, strict=True):
+        weight_RE = seen[f"decoder/{layer}/weights"][sequence].float().mean(dim=1)
+        back_W = entries_back(model, f"decoder/{layer}", weight_RE.shape[1] - 1)
+        figures.state_read(axes, weight_RE, back_W, _rows(seen, len(weight_RE)), "token that reads", f"layer {layer}")
+    figure.supxlabel(panels[0].get_xlabel(), fontsize=9)
+    _label_outer(panels, columns=min(4, len(layers)))
+    for axes in panels:
+        axes.set_xlabel("")
+    figures.weight_scale(figure, panels)
+    return figure
+
+
+def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+    """What each stage selects from the history, and how much of it the stage then reads: a panel for each stage."""
+    rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
+    found, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
+    figure, panels = _panels(len(found), columns=1, height=HEIGHT if len(found) == 1 else 0.55 * HEIGHT)
+    for axes, (stage, map_RT) in zip(panels, found.items(), strict=True):
+        layer, follows = model.aggregation.layers[stage - 1], stages[stage - 1].retriever.follows_encoder
+        how = f"reads what layer {layer} selects" if follows else f"on layer {layer} selects for itself"
+        figures.selected(axes, map_RT, f"stage {stage} {how}")
+    figures.weight_scale(figure, panels)
+    _label_outer(panels, columns=1)
+    return figure
+
+
+def state_parts(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+    """What each row's z is made of: how much of its length is lost when the encoder's part, or a stage's, is left
+    out."""
+    share_SR = parts_of_state(model, seen, sequence)
+    figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
+    figures.parts(axes, share_SR, _rows(seen, share_SR.shape[1]), "what is written to the shared state")
+    return figure
+
+
+def shares(model: GSM, seen: Seen) -> dict[str, float]:
+    """``state/share/encoder``, ``state/share/stage<s>``: how much of z comes by each way, a mean over all rows but
+    padding. Empty without stages."""
+    if not model.aggregation.layers:
+        return {}
+    sequences, rows = seen["state/e"].shape[:2]
+    share_SN = torch.cat([parts_of_state(model, seen, sequence) for sequence in range(sequences)], dim=1)
+    counted_N = (seen["position"][:, -rows:] >= 0).flatten()
+    names = ["encoder", *(f"stage{stage}" for stage in _stages(model))]
+    means = share_SN[:, counted_N].mean(dim=1).tolist()
+    return {f"state/share/{name}": mean for name, mean in zip(names, means, strict=True)}
+
+
+def _stages(model: GSM) -> range:
+    return range(1, len(model.aggregation.layers) + 1)
+
+
+def _decoder(model: GSM) -> range:
+    return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
+
+
+def _rows(seen: Seen, rows: int) -> range:
+    """The places in the sequence of its last rows."""
+    length = seen["position"].shape[1]
+    return range(length - rows, length)
+
+
+def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    """So many panels of this height in inches, some beside each other."""
+    figure, panels = plots.figure(columns, WIDTH / columns, height, grid=False, rows=-(-count // columns))
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, panels[:count]
+
+
+def _label_outer(panels: Sequence[Axes], columns: int) -> None:
+    """Leaves out what the panel beside or below says too."""
+    for number, axes in enumerate(panels):
+        if number % columns:
+            axes.set_ylabel("")
+            axes.tick_params(labelleft=False)
+        if number + columns < len(panels):
+            axes.set_xlabel("")
+            axes.tick_params(labelbottom=False)
