@@ -23,7 +23,12 @@ ELSEWHERE = ("make ", "source ", "jupyter ", "tensorboard ", "pip ")
 BEFORE = {"logs/default": "python train.py", "logs/needle": "python train.py experiment=needle"}  # who leaves a folder
 SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "FOLDER"}  # in the one sentence of what cannot run here
 LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
-SMALL = {"size=tiny": "size=pico", "/path/to/texts": "texts", "data.lengths=[256]": "data.lengths=[192]"}
+SMALL = {
+    "size=tiny": "size=pico",
+    "max_steps=1000": "max_steps=2",
+    "/path/to/texts": "texts",
+    "data.lengths=[256]": "data.lengths=[192]",
+}
 TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
 FEW: dict[str, tuple[str, ...]] = {
     "train.py": (*TRAIN, "sample=false", "logs=logs"),
