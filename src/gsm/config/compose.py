@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
+from gsm.config import naming
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
@@ -62,8 +64,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     if not chosen.get("experiment") and all(one.key_or_group in groups for one in parse(job.overrides.task)):
         reference = config
     else:
-        given = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-        reference = _remembered(given, tuple(folders), paths.stamp(folders), script)
+        reference = _remembered(_variants_chosen(chosen), tuple(folders), paths.stamp(folders), script)
     if script == "train":
         plain = {**dict.fromkeys(NAMED_PARTS), **plain}
         plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
@@ -179,15 +180,23 @@ def _remembered(overrides: tuple[str, ...], folders: tuple[Path, ...], stamp: fl
     return _hydra(overrides, folders, script)
 
 
+def _variants_chosen(choices: Mapping[str, str | None]) -> tuple[str, ...]:
+    """The variants of a job as overrides, without its experiment."""
+    theirs = {group: choice for group, choice in choices.items() if not group.startswith("hydra/") and choice}
+    return tuple(f"{group}={choice}" for group, choice in theirs.items() if group != "experiment")
+
+
 def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
+    * ``${named:experiment}``, ``${named:arm}``: what these are called by default, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
+    OmegaConf.register_new_resolver("named", _named, replace=True)
 
 
 def _fill_in(config: dict[str, Any]) -> None:
@@ -219,6 +228,44 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
         state_size=entries,
         reach=(entries - 1 if word == "beyond_delta" else 0) + size["decoder_layers"] * (own - 1),
     )
+
+
+def _named(what: str, _root_: DictConfig) -> str:
+    """The default name of an experiment, or of its arm; what was overridden stands in that which tells apart what is
+    trained: the arm's of one run, the experiment's where the runs are arms of its own."""
+    job, folders, several = HydraConfig.get(), tuple(_job_folders()), _root_.get("arms") is not None
+    choices = job.runtime.choices
+    first = choices.model if what == "arm" else choices.experiment or "default"
+    if (what == "arm") == several:
+        return first
+    divided = OmegaConf.select(_root_, "global_batch") is not None
+    lines = tuple(cast(list, OmegaConf.to_container(job.overrides.task)))  # one may refer to ${arm}
+    known = tuple((str(group), str(choice)) for group, choice in choices.items() if choice)
+    return _overridden(first, lines, known, several, divided, folders, paths.stamp(folders), job.job.config_name)
+
+
+@functools.lru_cache(maxsize=64)
+def _overridden(
+    first: str,
+    lines: tuple[str, ...],
+    choices: tuple[tuple[str, str], ...],
+    several: bool,
+    divided: bool,
+    folders: tuple[Path, ...],
+    stamp: float,
+    script: str,
+) -> str:
+    """What ``_named`` finds, kept: every path below a run's folder asks for it."""
+    chosen = dict(choices)
+    own = [f"experiment={chosen['experiment']}"] if "experiment" in chosen else []
+    base, all_chosen = [*own, *([] if several else [f"model={chosen['model']}"])], [*own, *_variants_chosen(chosen)]
+    asked = [one for one in parse(lines) if one.key_or_group not in ("experiment", *([] if several else ["model"]))]
+
+    def composed(first: Sequence[str], more: Iterable[str]) -> DictConfig:
+        return _remembered((*first, *more), folders, stamp, script)
+
+    groups = _groups(folders)
+    return naming.name(first, asked, groups, partial(composed, base), partial(composed, all_chosen), divided)
 
 
 def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
