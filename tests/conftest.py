@@ -25,7 +25,7 @@ __all__ = ["variants"]  # test modules parametrise over `variants("model/writer"
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores among the test processes: more threads than cores make every test slower."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))  # OMP_NUM_THREADS may say fewer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,14 @@ def arguments(folder: Path) -> list[str]:
         text.mkdir(parents=True)
         for number in range(12):
             (text / f"{number}.txt").write_text(f"This is text number {number}, which says little. " * 8)
-    return [*TINY, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"logs={folder / 'logs'}", "trainer=cpu", BY_MODEL]
+    return [
+        *TINY,
+        f"data.path={text}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"logs={folder / 'logs'}",
+        "trainer=cpu",
+        BY_MODEL,
+    ]
 
 
 def script(name: str, *given: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -103,8 +104,12 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
 def _job_folders() -> list[Path]:
     """The folders of yaml files of the Hydra job that is running, the project's first."""
-    sources = HydraConfig.get().runtime.config_sources
-    return list(dict.fromkeys([paths.configs(), *(Path(one.path) for one in sources if one.schema == "file")]))
+    return _folders_of(HydraConfig.get())
+
+
+def _folders_of(job: HydraConf) -> list[Path]:
+    found = [Path(one.path) for one in job.runtime.config_sources if one.schema == "file"]
+    return list(dict.fromkeys([paths.configs(), *found]))
 
 
 def check_overrides(overrides: Sequence[str], script: str = "train") -> None:
@@ -233,43 +238,53 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 def _named(what: str, _root_: DictConfig) -> str:
     """The default name of an experiment, or of its arm; what was overridden stands in that which tells apart what is
     trained: the arm's of one run, the experiment's where the runs are arms of its own."""
-    job, folders, several = HydraConfig.get(), tuple(_job_folders()), _root_.get("arms") is not None
-    choices = job.runtime.choices
-    first = choices.model if what == "arm" else choices.experiment or "default"
+    job = _root_.get("hydra") or HydraConfig.get()  # a sweep is asked before it has a job
+    choices = {str(group): str(choice) for group, choice in job.runtime.choices.items() if choice}
+    several = _root_.get("arms") is not None
+    first = choices["model"] if what == "arm" else choices.get("experiment", "default")
     if (what == "arm") == several:
         return first
+    experiment = [f"experiment={choices['experiment']}"] if "experiment" in choices else []
+    base = (*experiment, *([] if several else [f"model={first}"]))
+    lines = cast(list, OmegaConf.to_container(job.overrides.task))  # one may refer to ${arm}
     divided = OmegaConf.select(_root_, "global_batch") is not None
-    lines = tuple(cast(list, OmegaConf.to_container(job.overrides.task)))  # one may refer to ${arm}
-    known = tuple((str(group), str(choice)) for group, choice in choices.items() if choice)
-    return _overridden(first, lines, known, several, divided, folders, paths.stamp(folders), job.job.config_name)
+    folders = tuple(_folders_of(job))
+    stamp, script = paths.stamp(folders), str(job.job.config_name)
+    told = (base, (*experiment, *_variants_chosen(choices)), tuple(lines), tuple(sorted(_set_by_arms(_root_.arms))))
+    return _overridden(first, *told, divided, folders, stamp, script)
 
 
 @functools.lru_cache(maxsize=64)
 def _overridden(
     first: str,
+    base: tuple[str, ...],
+    chosen: tuple[str, ...],
     lines: tuple[str, ...],
-    choices: tuple[tuple[str, str], ...],
-    several: bool,
+    theirs: tuple[str, ...],
     divided: bool,
     folders: tuple[Path, ...],
     stamp: float,
     script: str,
 ) -> str:
     """What ``_named`` finds, kept: every path below a run's folder asks for it."""
-    chosen = dict(choices)
-    own = [f"experiment={chosen['experiment']}"] if "experiment" in chosen else []
-    base, all_chosen = [*own, *([] if several else [f"model={chosen['model']}"])], [*own, *_variants_chosen(chosen)]
-    asked = [one for one in parse(lines) if one.key_or_group not in ("experiment", *([] if several else ["model"]))]
 
     def composed(first: Sequence[str], more: Iterable[str]) -> DictConfig:
         return _remembered((*first, *more), folders, stamp, script)
 
-    groups = _groups(folders)
-    return naming.name(first, asked, groups, partial(composed, base), partial(composed, all_chosen), divided)
+    asked = [one for one in parse(lines) if f"{one.key_or_group}={one.value()}" not in base]
+    with_base, with_chosen = partial(composed, base), partial(composed, chosen)
+    return naming.name(first, asked, _groups(folders), with_base, with_chosen, divided, theirs)
 
 
-def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
-    known = _groups(_job_folders()).get(group, set())
+def _set_by_arms(arms: Any) -> set[str]:
+    """The keys of arms' overrides as far as they can be read: what is wrong with them is said elsewhere."""
+    arms = OmegaConf.to_container(arms) if OmegaConf.is_config(arms) else arms  # an override may refer to ${name}
+    lists = arms.values() if isinstance(arms, Mapping) else ()
+    return {str(line).partition("=")[0].lstrip("+~") for lines in lists if isinstance(lines, list) for line in lines}
+
+
+def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:
+    known = _groups(_folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
     for name in (first, *without):
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")

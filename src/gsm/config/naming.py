@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -34,7 +34,13 @@ Holds = Callable[[Override, DictConfig], bool]
 
 
 def name(
-    first: str, overrides: Sequence[Override], groups: Iterable[str], base: Compose, chosen: Compose, divided: bool
+    first: str,
+    overrides: Sequence[Override],
+    groups: Iterable[str],
+    base: Compose,
+    chosen: Compose,
+    divided: bool = False,
+    overruled: Collection[str] = (),
 ) -> str:
     """``first``, then the overrides that it takes to train what they all train.
 
@@ -45,6 +51,7 @@ def name(
         base: composes what ``first`` stands for, with more overrides, and Hydra's own node.
         chosen: the same with all variants that were chosen.
         divided: a step has as many sequences however it is divided, as ``global_batch`` says.
+        overruled: keys that arms of an experiment set by themselves, so that even their default changes something.
     """
     asked = {_key(one): one for one in overrides if _enters(one, divided)}
     variants = {key: one for key, one in asked.items() if one.key_or_group in groups}
@@ -52,11 +59,14 @@ def name(
 
     def is_variant(one: Override, composed: DictConfig) -> bool:
         if composed.hydra.runtime.choices.get(_key(one)) == _plain(one):
-            return True
+            return _key(one) not in overruled
         return one.key_or_group == "trainer" and _train_alike(composed, chosen(()), divided)
 
-    found = _needed(variants, base, is_variant) + sorted(_needed(values, chosen, _is_value))
-    said = [_said(key, asked[key].value()) for key in found]
+    def is_value(one: Override, composed: DictConfig) -> bool:
+        return _value_in(composed, one.key_or_group) == _plain(one) and _key(one) not in overruled
+
+    found = [*_needed(variants, base, is_variant), *_needed(values, chosen, is_value)]
+    said = [_said(key, _plain(asked[key])) for key in found]
     return "-".join([first, *_cut(said)])
 
 
@@ -76,29 +86,28 @@ def _enters(one: Override, divided: bool) -> bool:
 
 
 def _needed(asked: Mapping[str, Override], compose: Compose, holds: Holds) -> list[str]:
-    """The keys of those overrides without which some would not hold, in order: what the others say is so without them.
+    """The keys of those overrides without which some would not hold; what the others say is so without them.
 
     One may be so by default only as long as another is not given (``size=tiny recipe=nano``), so all are looked at
-    again with those that are needed. Where nothing can be composed without the others, all are.
+    again with those that are needed. Where nothing can be composed without the others, all are. The model's come first.
     """
     needed: dict[str, Override] = {}
     while len(needed) < len(asked):
         try:
             composed = compose(str(one.input_line) for one in needed.values())
         except ConfigError:
-            return sorted(asked)
+            needed = dict(asked)
+            break
         more = {key: one for key, one in asked.items() if key not in needed and not holds(one, composed)}
         if not more:
             break
         needed |= more
-    return sorted(needed)
+    return sorted(needed, key=lambda key: (not key.startswith("model"), key))
 
 
-def _is_value(one: Override, composed: DictConfig) -> bool:
-    there = OmegaConf.select(composed, one.key_or_group, throw_on_resolution_failure=False)
-    if OmegaConf.is_config(there):
-        there = OmegaConf.to_container(there)
-    return _plain(one) == there
+def _value_in(composed: DictConfig, key: str) -> Any:
+    there = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
+    return OmegaConf.to_container(there) if OmegaConf.is_config(there) else there
 
 
 def _train_alike(one: DictConfig, two: DictConfig, divided: bool) -> bool:
