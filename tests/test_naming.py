@@ -43,6 +43,10 @@ def folder(*words: str) -> str:
         ("model/writer=multi_slot model.writer.slots=3", "default/gsm-writer_multi_slot-writer.slots_3/seed0"),
         ("model=baseline model/residual=plain name=mine", "mine/baseline-residual_plain/seed0"),
         ("size=tiny trainer.max_steps=1000", "default/gsm-size_tiny-trainer.max_steps_1000/seed0"),
+        (
+            "data=folder data.path=/path/to/texts",
+            "default/gsm-data_folder-data.path_path.to.texts.x477a4dbf/seed0",
+        ),
         ("model/writer=gated arm=mine", "default/mine/seed0"),
         ("model/writer=gated folder=/logs/here", "here"),
         ("~callbacks", "default/gsm-callbacks_null/seed0"),
