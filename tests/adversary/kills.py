@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from short_runs import BY_MODEL, TINY, below, called, lines, scalars
+from short_runs import TINY, below, called, lines, scalars
 
 from adversary import inside
 from adversary.damage import same
@@ -168,7 +168,7 @@ class Killer:
         text = self.world.home / ("long" if name == "encoding" else "text")
         places = [f"data.path={text}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
         own = f"--config-dir={self.world.home / 'own'}"
-        return Command([own, *TINY, *QUICK, *places, "name=killed", BY_MODEL, *KINDS[name].words], home / "said.log")
+        return Command([own, *TINY, *QUICK, *places, "name=killed", *KINDS[name].words], home / "said.log")
 
 
 class Command:
