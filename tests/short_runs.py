@@ -31,6 +31,7 @@ TINY += (
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"
 ).split()
+BY_MODEL = "arm=${hydra:runtime.choices.model}"  # in a folder that is named after the model alone
 UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
 
 
@@ -86,7 +87,7 @@ def run_here(config: dict[str, Any], log: Path, death: Callable[[], None]) -> No
 
 def arguments(home: Path, name: str, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
-    return [*TINY, *places, f"name={name}", *more]
+    return [*TINY, *places, f"name={name}", BY_MODEL, *more]
 
 
 def no_death() -> None:

@@ -149,7 +149,7 @@ def test_an_experiment_has_arms_of_any_name(tmp_path: Path):
     assert (config["arms"]["small"], config["seeds"], config["jobs"]) == (["model.state_size=4"], [0, 1], 1)
     alone = compose(["experiment=mine", "arms=null", "seeds=null", "arm=small", "seed=1"], [folder])
     assert (alone["arms"], alone["seeds"]) == (None, None)
-    assert alone["folder"].endswith("/default/small/seed1")
+    assert alone["folder"].endswith("/mine/small/seed1")
 
 
 def test_a_new_variant_is_one_more_arm_of_the_experiment_on_its_slot(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_tasks
 import tiny_text
-from short_runs import TINY
+from short_runs import BY_MODEL, TINY
 
 import gsm.evaluation
 from gsm.config.check import ConfigError
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / "text").mkdir()
     tiny_text.write(folder / "text")
-    given = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"logs={folder}"]
+    given = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"logs={folder}", BY_MODEL]
     for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
         train(compose([*TINY, *given, "name=logs", "trainer.max_steps=2", f"model={model}", f"seed={seed}"]))
     tiny_tasks.write(folder / "data")

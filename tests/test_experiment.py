@@ -130,9 +130,9 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
         == trials[1].overrides
         == (
             "experiment=toy",
-            *("arms=null", "seeds=null", "arm=plain", "seed=0"),
+            *("arms=null", "seeds=null", "arm=plain", "seed=0", "name=mine"),
             *("model/residual=plain", "model.state_size=9"),
-            *(f"logs={tmp_path / 'logs'}", "model.state_size=11", "name=mine"),
+            *(f"logs={tmp_path / 'logs'}", "model.state_size=11"),
         )
     )
 

@@ -74,7 +74,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_every_log(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    words = [*WORDS.split(), f"logs={mine.parent / 'logs'}", "+callbacks.mine._target_=own_parts.Counted"]
+    words = [*WORDS.split(), "arm=gsm", f"logs={mine.parent / 'logs'}", "+callbacks.mine._target_=own_parts.Counted"]
     facts = train(compose(words, [mine]))
     assert facts["status"] == "finished" and facts["val_loss"] > 0 and facts["bits_per_byte"] is None
     assert facts["memory_after_tokens"] == 24
@@ -207,7 +207,7 @@ def test_a_lightning_module_of_ones_own_trains_a_model(tmp_path: Path):
 
 
 def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
-    words = [*WORDS.split(), f"logs={mine.parent / 'logs'}", "trainer.max_steps=1"]
+    words = [*WORDS.split(), "arm=gsm", f"logs={mine.parent / 'logs'}", "trainer.max_steps=1"]
     train(compose(words, [mine]))
     last = mine.parent / "logs/default/gsm/seed0/checkpoints/last.ckpt"
     checkpoint = torch.load(last, weights_only=True)

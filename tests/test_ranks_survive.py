@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import TINY, below, called, composed, count_calls, lines, no_death, run_here, sent
+from short_runs import BY_MODEL, TINY, below, called, composed, count_calls, lines, no_death, run_here, sent
 from test_experiment import until
 from test_jobs import running
 
@@ -45,7 +45,7 @@ WAYS = {  # the same steps, of 8 sequences
 def given(home: Path, name: str, way: str, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
     words = [word for word in TINY if not word.startswith(("trainer=", "data.batch", "global_batch", "callbacks."))]
-    return [*words, *WAYS[way][1].split(), *FEW.split(), *places, f"name={name}", *more]
+    return [*words, *WAYS[way][1].split(), *FEW.split(), *places, f"name={name}", BY_MODEL, *more]
 
 
 def in_float64(config: dict[str, Any], log: Path, death: Callable[[], None]) -> None:

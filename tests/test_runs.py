@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
-from short_runs import TINY, composed
+from short_runs import BY_MODEL, TINY, composed
 
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
@@ -106,7 +106,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
     def make(*given: str) -> Experiment:
-        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
+        of_model = [] if any(word.startswith("arms=") for word in given) else [BY_MODEL]
+        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *of_model, *given]
         return Experiment(composed(tuple(overrides)), overrides)
 
     return make

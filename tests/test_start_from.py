@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
-from short_runs import TINY
+from short_runs import BY_MODEL, TINY
 
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, read_checkpoint
@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def given(home: Path, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
-    return [*TINY, *places, *more]
+    return [*TINY, *places, BY_MODEL, *more]
 
 
 def first(home: Path) -> str:

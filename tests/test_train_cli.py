@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_runs import BYTES, SIZES
+from short_runs import BY_MODEL, BYTES, SIZES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
@@ -18,6 +18,7 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, load_tokenizer
+from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
 from gsm.experiments.fit import train
 from gsm.paths import ROOT
@@ -32,7 +33,14 @@ def arguments(folder: Path) -> list[str]:
         text.mkdir(parents=True)
         for number in range(12):
             (text / f"{number}.txt").write_text(f"This is text number {number}, which says little. " * 8)
-    return [*TINY, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"logs={folder / 'logs'}", "trainer=cpu"]
+    return [
+        *TINY,
+        f"data.path={text}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"logs={folder / 'logs'}",
+        "trainer=cpu",
+        BY_MODEL,
+    ]
 
 
 def script(name: str, *given: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -218,3 +226,21 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, 
     assert "Going on with the unfinished run" in capsys.readouterr().out
     assert resumed["val_loss"] == straight["val_loss"]
     assert resumed["tokens"] == straight["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_variants_stand_side_by_side(tmp_path: Path):
+    """Both jobs went to logs/default/gsm/seed0, and the first was moved away as replaced."""
+    given = [word for word in arguments(tmp_path) if word != BY_MODEL]
+    given += ["trainer.max_steps=1", "ngrams=false", "sample=false"]
+    for words in (["-m", "model/writer=additive,gated", "seed=0,1"], ["model/writer=gated", "callbacks.progress=null"]):
+        done = script("train.py", *words, *given, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "is finished already" in done.stdout, "what only watches finds the run again"
+    found = [path.parents[1].relative_to(tmp_path / "logs/default") for path in checkpoints(str(tmp_path / "logs"))]
+    runs = {(path.parts[0].partition("-data_folder")[0], path.name) for path in found}
+    assert runs == {(arm, seed) for arm in ("gsm", "gsm-writer_gated") for seed in ("seed0", "seed1")}
+    assert len({path.parts[0] for path in found}) == 2 and not (tmp_path / "logs/.replaced").exists()
+    for path in found:
+        assert "model/writer" in (tmp_path / "logs/default" / path / ".hydra/overrides.yaml").read_text()

@@ -47,7 +47,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     folder = cache_folder() / "notebook" / arm / "seed0"
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
-            given = ["experiment=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
+            given = ["experiment=notebook", "name=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
             config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)

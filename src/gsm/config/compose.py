@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gsm import paths
+from gsm.config import naming
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
 from gsm.config.options import groups_of, listing, scripts_of
 from gsm.config.trust import vetted
@@ -63,8 +66,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     if not chosen.get("experiment") and all(one.key_or_group in groups for one in parse(job.overrides.task)):
         reference = config
     else:
-        given = tuple(f"{group}={choice}" for group, choice in chosen.items() if group != "experiment" and choice)
-        reference = _remembered(given, tuple(folders), paths.stamp(folders), script)
+        reference = _remembered(_variants_chosen(chosen), tuple(folders), paths.stamp(folders), script)
     if script == "train":
         plain = {**dict.fromkeys(NAMED_PARTS), **plain}
         plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
@@ -103,8 +105,12 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
 def _job_folders() -> list[Path]:
     """The folders of yaml files of the Hydra job that is running, the project's first."""
-    sources = HydraConfig.get().runtime.config_sources
-    return list(dict.fromkeys([paths.configs(), *(Path(one.path) for one in sources if one.schema == "file")]))
+    return _folders_of(HydraConfig.get())
+
+
+def _folders_of(job: HydraConf) -> list[Path]:
+    found = [Path(one.path) for one in job.runtime.config_sources if one.schema == "file"]
+    return list(dict.fromkeys([paths.configs(), *found]))
 
 
 def check_overrides(overrides: Sequence[str], script: str = "train") -> None:
@@ -185,10 +191,17 @@ def _remembered(overrides: tuple[str, ...], folders: tuple[Path, ...], stamp: fl
     return _hydra(overrides, folders, script)
 
 
+def _variants_chosen(choices: Mapping[str, str | None]) -> tuple[str, ...]:
+    """The variants of a job as overrides, without its experiment."""
+    theirs = {group: choice for group, choice in choices.items() if not group.startswith("hydra/") and choice}
+    return tuple(f"{group}={choice}" for group, choice in theirs.items() if group != "experiment")
+
+
 def register_resolvers() -> None:
     """What yaml files may ask for.
 
     * ``${root:}``: the folder of the repository;
+    * ``${named:experiment}``, ``${named:arm}``: what these are called by default, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
     * ``${options:script}``: what can be chosen, for ``--help``.
@@ -196,6 +209,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("options", _options, replace=True)
+    OmegaConf.register_new_resolver("named", _named, replace=True)
 
 
 def _fill_in(config: dict[str, Any]) -> None:
@@ -229,8 +243,56 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     )
 
 
-def _variants(group: str, first: str, *without: str) -> dict[str, list[str]]:
-    known = groups_of(_job_folders()).get(group, set())
+def _named(what: str, _root_: DictConfig) -> str:
+    """The default name of an experiment, or of its arm; what was overridden stands in that which tells apart what is
+    trained: the arm's of one run, the experiment's where the runs are arms of its own."""
+    job = _root_.get("hydra") or HydraConfig.get()  # a sweep is asked before it has a job
+    choices = {str(group): str(choice) for group, choice in job.runtime.choices.items() if choice}
+    several = _root_.get("arms") is not None
+    first = choices["model"] if what == "arm" else choices.get("experiment", "default")
+    if (what == "arm") == several:
+        return first
+    experiment = [f"experiment={choices['experiment']}"] if "experiment" in choices else []
+    base = (*experiment, *([] if several else [f"model={first}"]))
+    lines = cast(list, OmegaConf.to_container(job.overrides.task))  # one may refer to ${arm}
+    divided = OmegaConf.select(_root_, "global_batch") is not None
+    folders = tuple(_folders_of(job))
+    stamp, script = paths.stamp(folders), str(job.job.config_name)
+    told = (base, (*experiment, *_variants_chosen(choices)), tuple(lines), tuple(sorted(_set_by_arms(_root_.arms))))
+    return _overridden(first, *told, divided, folders, stamp, script)
+
+
+@functools.lru_cache(maxsize=64)
+def _overridden(
+    first: str,
+    base: tuple[str, ...],
+    chosen: tuple[str, ...],
+    lines: tuple[str, ...],
+    theirs: tuple[str, ...],
+    divided: bool,
+    folders: tuple[Path, ...],
+    stamp: float,
+    script: str,
+) -> str:
+    """What ``_named`` finds, kept: every path below a run's folder asks for it."""
+
+    def composed(first: Sequence[str], more: Iterable[str]) -> DictConfig:
+        return _remembered((*first, *more), folders, stamp, script)
+
+    asked = [one for one in parse(lines) if f"{one.key_or_group}={one.value()}" not in base]
+    with_base, with_chosen = partial(composed, base), partial(composed, chosen)
+    return naming.name(first, asked, groups_of(folders), with_base, with_chosen, divided, theirs)
+
+
+def _set_by_arms(arms: Any) -> set[str]:
+    """The keys of arms' overrides as far as they can be read: what is wrong with them is said elsewhere."""
+    arms = OmegaConf.to_container(arms) if OmegaConf.is_config(arms) else arms  # an override may refer to ${name}
+    lists = arms.values() if isinstance(arms, Mapping) else ()
+    return {str(line).partition("=")[0].lstrip("+~") for lines in lists if isinstance(lines, list) for line in lines}
+
+
+def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:
+    known = groups_of(_folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
     for name in (first, *without):
         if name not in known:
             raise unknown("variant", name, known, f"the group '{group}'")

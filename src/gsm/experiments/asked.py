@@ -20,8 +20,8 @@ from gsm.experiments.compare import CONTENTS
 from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
 
-OWN = {"arm", "arms", "seed", "seeds", "jobs", "force", "table"}  # the parent's keys; a job gets its own
-NOT_FOR_ARMS = {*OWN, "name", "logs", "folder", "experiment", "resume"}
+OWN = {"name", "arm", "arms", "seed", "seeds", "jobs", "force", "table"}  # the parent's keys; a job gets its own
+NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no overrides
 TOLD = ("checkpoint", "output")  # of evaluate.py's arguments, those that its job says

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config.check import ConfigError, contrast, few, flat
+from gsm.config.decisive import WATCHING, decides
 from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
@@ -23,19 +24,7 @@ from gsm.training.resume import STATE
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
-# What decides what is trained. Everything else in a configuration only says where it goes and what is shown of it.
-DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
-WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
-IDLE = {
-    *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
-    *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
-    *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
-}
 MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
-# What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
-BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
-# How a step is divided among processes: free, as long as it is a step of as many sequences.
-DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
 # Of the data, which is made only where there is something to compare.
 Fingerprint = Callable[[], Mapping[str, str | int]]
 
@@ -126,7 +115,7 @@ def finished(config: Mapping[str, Any]) -> bool:
 
 def identity(config: Mapping[str, Any]) -> str:
     """SHA-256 of all that decides what a configuration trains: the same for runs between which nothing differs."""
-    decisive = {key: value for key, value in sorted(flat(config).items()) if _matters(key, by_path=False)}
+    decisive = {key: value for key, value in sorted(flat(config).items()) if decides(key)}
     started = weights.digest(config.get("start_from"))
     return hashlib.sha256(json.dumps([decisive, started], default=str).encode()).hexdigest()
 
@@ -143,7 +132,7 @@ def differences(
     """
     first, second = flat(old), flat(new)
     keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-    return contrast(first, second, (key for key in keys if _matters(key, by_path, divided)))
+    return contrast(first, second, (key for key in keys if decides(key, by_path, divided)))
 
 
 @contextlib.contextmanager
@@ -322,17 +311,6 @@ def _why_over(changes: list[str], step: int) -> str:
             "depends on it (to prolong it all the same: resume=<its last.ckpt>)"
         )
     return f": it is finished and its configuration differs in {few(changes)}"
-
-
-def _matters(key: str, by_path: bool, divided: bool = False) -> bool:
-    head, _, rest = key.partition(".")
-    if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
-        return False
-    if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
-        return False
-    if head == "callbacks":
-        return rest.partition(".")[0] not in WATCHING
-    return not (by_path and head == "trainer" and key not in BOUND)
 
 
 def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:

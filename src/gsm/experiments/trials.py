@@ -208,8 +208,10 @@ class Experiment:
     def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
         mine = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
         theirs = [line for line in self.given if line not in mine and key_of(line).partition(".")[0] not in OWN]
+        name = f"name={quoted(self.config['name'])}"  # which follows from what is given here
         theirs = [line for line in theirs if line != "resume=never"]  # which the parent obeys, once
-        return (*mine, "arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", *self.arms[arm], *theirs)
+        own = ("arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", name)
+        return (*mine, *own, *self.arms[arm], *theirs)
 
     def _add_jobs(self, trial: Trial) -> None:
         """One for every run of a trial, or that of another arm which trains the same."""

@@ -1,0 +1,33 @@
+"""Which keys of a configuration decide what is trained. All others only say where it goes and what is shown of it."""
+
+from __future__ import annotations
+
+DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
+WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
+IDLE = {
+    *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
+    *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
+    *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
+}
+# What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
+BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+# How a step is divided among processes: free, as long as it is a step of as many sequences.
+DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
+
+
+def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:
+    """Whether a run with another value of this key trains something else.
+
+    Args:
+        key: the path to a value of a composed configuration.
+        by_path: ask only for what a checkpoint cannot do without.
+        divided: leave out how a step is divided among processes.
+    """
+    head, _, rest = key.partition(".")
+    if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
+        return False
+    if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
+        return False
+    if head == "callbacks":
+        return rest.partition(".")[0] not in WATCHING
+    return not (by_path and head == "trainer" and key not in BOUND)
