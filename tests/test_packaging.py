@@ -99,7 +99,9 @@ def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
     elsewhere = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     options = {"cwd": tmp_path, "env": elsewhere, "capture_output": True, "text": True, "timeout": 120}
     built = subprocess.run([sys.executable, "-c", build], **options, check=False)
-    assert built.stdout.startswith(str(tmp_path / "site")), f"the yamls and checkpoints come with it: {built.stdout}{built.stderr}"
+    assert built.stdout.startswith(str(tmp_path / "site")), (
+        f"the yamls and checkpoints come with it: {built.stdout}{built.stderr}"
+    )
 
 
 def _is_ours(spec: ModuleSpec | None) -> bool:

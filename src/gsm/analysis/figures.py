@@ -164,7 +164,7 @@ def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
         places = [place + width * (number - (len(found) - 1) / 2) for place in range(len(parts))]
         axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=label)
         for place, value in zip(places, values, strict=True):
-            axes.text(max(value, 0) + 0.01, place, f"{value:.2f}", va="center", fontsize=SMALL)
+            axes.text(max(value, 0) + 0.01, place, f"{round(value, 2) + 0.0:.2f}", va="center", fontsize=SMALL)
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()
     axes.set_xlim(min(0, axes.get_xlim()[0]), max(1.12, axes.get_xlim()[1]))
