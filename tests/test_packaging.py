@@ -70,7 +70,7 @@ def test_importing_gsm_is_light() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     import gsm
 
-    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, load_model, record"):
+    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, load_model, patch, record"):
         gsm.biuld_model  # noqa: B018
 
 
@@ -92,16 +92,19 @@ def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, cwd=tmp_path, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"gsm/__init__.py", "gsm/py.typed", "gsm_kernels/__init__.py"} <= set(names)
+    named = ("__init__.py", "py.typed", "trained/nano.ckpt", "experiments/page.html.jinja")
+    assert {"gsm_kernels/__init__.py", *(f"gsm/{name}" for name in named)} <= set(names)
     page = {path.name for path in (ROOT / "src/gsm/explorer").iterdir() if path.suffix in (".css", ".jinja", ".js")}
     assert len(page) > 4 and {f"gsm/explorer/{name}" for name in page} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"gsm", "gsm_kernels", "gsm_playground"}
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    build = "import gsm; print(gsm.__file__, gsm.build_model('gsm', 'pico').dim)"
+    build = "import gsm; print(gsm.__file__, gsm.build_model('gsm', 'pico').dim, gsm.load_model('nano').dim)"
     elsewhere = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     options = {"cwd": tmp_path, "env": elsewhere, "capture_output": True, "text": True, "timeout": 120}
     built = subprocess.run([sys.executable, "-c", build], **options, check=False)
-    assert built.stdout.startswith(str(tmp_path / "site")), f"the yamls come with it: {built.stdout}{built.stderr}"
+    assert built.stdout.startswith(str(tmp_path / "site")), (
+        f"the yamls and checkpoints come with it: {built.stdout}{built.stderr}"
+    )
 
 
 def _is_ours(spec: ModuleSpec | None) -> bool:

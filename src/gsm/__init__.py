@@ -6,6 +6,8 @@ Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when on
     model = gsm.load_model("logs/.../checkpoints/last.ckpt")
     with gsm.record("stage/*") as seen:
         model(tokens)
+    with gsm.patch("state/entries", lambda entry_BEC: 0 * entry_BEC):
+        model(tokens)
     gsm.explore(model, tokens[0]).save("explorer.html")
 """
 
@@ -18,16 +20,17 @@ if TYPE_CHECKING:
     from gsm.config.load import build_model, load_model
     from gsm.engine import Engine
     from gsm.explorer import explore
-    from gsm.observe import record
+    from gsm.observe import patch, record
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "__version__", "build_model", "load_model", "record", "explore"]
+__all__ = ["Engine", "__version__", "build_model", "explore", "load_model", "patch", "record"]
 
 _HOMES = {
     "Engine": "gsm.engine",
     "build_model": "gsm.config.load",
     "explore": "gsm.explorer",
     "load_model": "gsm.config.load",
+    "patch": "gsm.observe",
     "record": "gsm.observe",
 }
 

@@ -25,6 +25,7 @@ from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import check_sampling, continuation
+from gsm.observe import patching
 
 SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
 
@@ -42,7 +43,8 @@ class Engine:
 
     Results are the engine's own buffers where they come from a graph: valid until the next call, to be cloned if they
     are wanted longer. A graph reads the weights where they lie: values may change (an optimiser's step, a state dict),
-    places may not (``model.to(...)``), and autocast is as it was when the graph was recorded.
+    places may not (``model.to(...)``), and autocast is as it was when the graph was recorded. Inside of ``gsm.patch``
+    all calls are plain: a graph would repeat what was recorded, with the patch or without it.
 
     Args:
         model: any language model; it computes in evaluation mode, whatever mode it is in.
@@ -131,7 +133,7 @@ class Engine:
             raise ValueError(f"token_B must have the shape [{self.batch}] of the batch, got {list(token_B.shape)}")
         if token_B.is_meta and self.device.type != "meta":
             raise ValueError("token_B lies on the meta device, where tensors have no values; give it some")
-        if self._recorder is None:
+        if self._recorder is None or patching():
             return self._plain(token_B.to(self.device)[:, None])
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)
         self._memory.ledger.require(1)
@@ -168,7 +170,7 @@ class Engine:
     def warm_up(self) -> None:
         """Records now what would be recorded at its first use: the graph of decoding and, while the memory is empty,
         those of all prompts that fit. The memory is left as it was."""
-        if self._recorder is None:
+        if self._recorder is None or patching():
             return
         self._decoding()
         size = SHORTEST
@@ -192,7 +194,7 @@ class Engine:
         """Length of the graph that reads a prompt; None if it is to be read by plain calls: longer than a chunk or the
         longest graph, not the first in the memory, or of a length that is wasted on a memory which keeps padding."""
         length = tokens_BT.shape[1] if tokens_BT.ndim == 2 else 0
-        if self._recorder is None or self._memory.used or len(tokens_BT) != self.batch or not length:
+        if self._recorder is None or patching() or self._memory.used or len(tokens_BT) != self.batch or not length:
             return None
         size = max(SHORTEST, 1 << (length - 1).bit_length())
         if size > min(LONGEST, self.capacity, self.chunk) or size > length and self._memory.keeps_padding:

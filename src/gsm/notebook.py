@@ -15,7 +15,7 @@ from gsm.analysis import figures, views
 from gsm.analysis.attention import attention_map
 from gsm.analysis.rollout import Routes
 from gsm.config.compose import compose
-from gsm.config.load import build_model, instantiate, load_model, read_checkpoint, vetted_node
+from gsm.config.load import build_model, instantiate, load_model, load_tokenizer, read_checkpoint, vetted_node
 from gsm.costs.model import Cost, cost
 from gsm.data.cache import cache_folder, locked, read_json
 from gsm.data.synthetic import SyntheticData
@@ -37,13 +37,16 @@ WIDTH, HEIGHT = 7.3, 3.0  # inches of a picture as wide as a page
 
 
 def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
-    """A model of ``experiment=notebook`` with its task: found in the cache (``GSM_CACHE``), or trained now, which takes
-    a few minutes and is done once.
+    """A model of ``experiment=notebook`` with its task: the one that comes with the package; with overrides, one that
+    is found in the cache (``GSM_CACHE``), or trained now, which takes a few minutes and is done once.
 
     Args:
         arm: of ``configs/experiment/notebook.yaml``.
-        overrides: of the training, should there be one, as on the command line.
+        overrides: of the training, as on the command line.
     """
+    packaged = paths.trained().get(f"needle_{arm}")
+    if packaged and not overrides:
+        return load(packaged)
     folder = cache_folder() / "notebook" / arm / "seed0"
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
@@ -51,12 +54,18 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
             config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)
+            steps = config["trainer"]["max_steps"]
+            print(
+                f"Training {arm} for {steps} steps, once: up to {-(-steps // 120)} minutes on two CPU cores.",
+                flush=True,
+            )
             train(config)
     return load(folder)
 
 
 def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
-    """The model of a run on a synthetic task, ``logs/<name>/<arm>/seed<k>``, in evaluation mode, with its task.
+    """The model of a checkpoint on a synthetic task, such as the run ``logs/<name>/<arm>/seed<k>``, in evaluation mode,
+    with its task.
 
     Raises:
         ValueError: it was trained on text. FileNotFoundError, CheckpointError: as ``load_model``.
@@ -69,18 +78,33 @@ def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
 
 def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
     """The finished runs of an experiment, ``logs/<name>``; left out: of the one that ended last, or where there is none
-    at all, of ``trained``. Arms come in the experiment's order."""
+    at all, of the needle models that come with the package. Arms come in the experiment's order."""
     if folder is None:
         summaries = sorted((paths.ROOT / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime)
         folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
-        folder = folders[-1] if folders else None
-    wanted = ("gsm", "delta_net") if folder is None else ()  # the others of that experiment do another task
-    for arm in wanted:
-        trained(arm)
-    folder = folder or cache_folder() / "notebook"
+        folder = folders[-1] if folders else paths.TRAINED / "needle"
     arms = list((read_json(Path(folder) / CONTENTS) or {}).get("arms", ()))
-    runs = [run for run in read_runs(folder) if run.finished and (not wanted or run.arm in wanted)]
+    runs = [run for run in read_runs(folder) if run.finished]
     return sorted(runs, key=lambda run: arms.index(run.arm) if run.arm in arms else len(arms))
+
+
+def save(figure: Figure, name: str) -> list[Path]:
+    """Writes a figure for print, as ``name.pdf`` and ``name.svg``, whose letters stay letters, and as ``name.png`` with
+    300 dots an inch: ``notebook.save(notebook.show_state(model, seen), "figures/state")``."""
+    import matplotlib
+
+    files = [Path(f"{name}.{kind}") for kind in ("pdf", "svg", "png")]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+        for file in files:
+            figure.savefig(file, dpi=300)
+    return files
+
+
+def text(checkpoint: str | Path, source: str, tokens: int) -> Tensor:
+    """The first so many tokens of a text, as the model of a checkpoint reads it, int64 [T]; errors as of
+    ``gsm.load_model``."""
+    return torch.tensor(load_tokenizer(checkpoint).encode(source)[:tokens])
 
 
 def show_one(

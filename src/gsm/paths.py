@@ -22,6 +22,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]
 """The repository, seen from an editable install; see `configs` for what happens without one."""
+TRAINED = PACKAGE / "trained"
+"""Checkpoints that come with the package, and what some of their runs have written."""
 
 
 def hide_root() -> None:
@@ -56,6 +58,13 @@ def config_folders(more: Sequence[Path] = ()) -> list[Path]:
 def stamp(folders: Iterable[Path]) -> float:
     """When a yaml or a folder in these changed last."""
     return max(path.stat().st_mtime for folder in folders for path in [folder, *folder.rglob("*")])
+
+
+def trained() -> dict[str, Path]:
+    """The checkpoints that come with the package, by the name that stands for them wherever a checkpoint is asked for:
+    ``nano`` has read text, the others have learned to find needles. ``gsm/trained/README.md`` says how they were made.
+    """
+    return {file.stem: file for file in sorted(TRAINED.glob("*.ckpt"))}
 
 
 def variants(group: str) -> list[str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 512  # of a map, at most: more would not be seen
+BROUGHT_BACK = "of the answer, brought back"
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for what nothing was done to
 
 
@@ -217,6 +218,37 @@ def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: flo
     axes.set_ylim(0, 1.3)
     title = f"{' or '.join(str(count) for count in sorted(counts))} questions a bar"
     finish(axes, "", "questions answered (fraction)", title, ncols=5, loc="upper center")
+
+
+def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
+    """How much of an answer each part of a model brings back by itself (``gsm.analysis.patching``): a row for each
+    part, in it a bar for each model."""
+    parts, width = list(next(iter(found.values()))), 0.8 / len(found)
+    for number, (label, shares) in enumerate(found.items()):
+        values = [shares[part] for part in parts]
+        places = [place + width * (number - (len(found) - 1) / 2) for place in range(len(parts))]
+        axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=label)
+        for place, value in zip(places, values, strict=True):
+            axes.text(max(value, 0) + 0.01, place, f"{round(value, 2) + 0.0:.2f}", va="center", fontsize=SMALL)
+    axes.set_yticks(range(len(parts)), parts)
+    axes.invert_yaxis()
+    axes.set_xlim(min(0, axes.get_xlim()[0]), max(1.12, axes.get_xlim()[1]))
+    axes.axvline(1, color="#888888", linewidth=1)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    finish(axes, f"{BROUGHT_BACK} (0: nothing, 1: all)", ncols=len(found), **above)
+
+
+def restored_by_place(axes: Axes, found: Mapping[str, Mapping[int, float]], places: str) -> None:
+    """The same for one place at a time: a group of bars for each place, in it a bar for each name; ``places`` says what
+    they are counted in."""
+    width = 0.8 / len(found)
+    for number, (label, shares) in enumerate(found.items()):
+        at = [place + width * (number - (len(found) - 1) / 2) for place in shares]
+        axes.bar(at, list(shares.values()), width=0.92 * width, color=plots.COLOURS[number], label=label)
+    axes.set_xticks(list(next(iter(found.values()))))
+    axes.axhline(1, color="#888888", linewidth=1)
+    axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
+    finish(axes, places, BROUGHT_BACK, ncols=len(found), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:

@@ -6,7 +6,8 @@
 
 What is taken away becomes zeros: an entry of zeros gets a logit of 0 and gives nothing to whoever reads it. Nothing
 of the model is changed; outside of the block, and after an exception, it computes what it computed before. Blocks
-nest. A compiled model keeps what it was compiled with: intervene on the model as it was before ``torch.compile``.
+nest. Each is a patch of taps (``gsm.patch``) in the calls of one model; intervene on it as it was before
+``torch.compile``.
 
 B sequences, T positions, R rows, N answers.
 """
@@ -17,28 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gsm.layers.attended import SharedState
-from gsm.layers.residual import Streams
-from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
+from gsm.observe import patch
 from gsm.shapes import last
-
-
-@contextmanager
-def edited(module: nn.Module, edit: Callable[[Any], Any]) -> Iterator[None]:
-    """What the module gives back goes through ``edit`` inside of the block."""
-    handle = module.register_forward_hook(lambda module, given, out: edit(out))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -57,34 +45,23 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
         gone_BE = last(gone_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
         return entry_BEC.masked_fill(gone_BE[..., None], 0)
 
-    def edit(out: tuple[Tensor, SharedState, Any]) -> tuple[Tensor, SharedState, Any]:
-        z_BRD, state, caches = out
-        return z_BRD, state.map(gone), caches
+    def nothing(x: Tensor) -> Tensor:
+        gone_BR = last(gone_BT, x.shape[1])
+        return x.masked_fill(gone_BR.view(*gone_BR.shape, *[1] * (x.ndim - 2)), 0)
 
-    def begin(decoder: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        streams, *others = given
-        gone_BR1 = last(gone_BT, streams.mixed_BTD.shape[1])[..., None]
-        nothing = streams.value_BTXD.masked_fill(gone_BR1[..., None], 0), streams.mixed_BTD.masked_fill(gone_BR1, 0)
-        return Streams(*nothing), *others
-
-    handle = model.decoder.register_forward_pre_hook(begin) if start else None
-    try:
-        with edited(model.writer, edit):
-            yield
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-@contextmanager
-def without_state(model: GSM) -> Iterator[None]:
-    """The state without all that was written, at whatever positions: rows keep their own z, and read nothing else."""
-    with edited(model.writer, lambda out: (out[0], out[1].map(torch.zeros_like), out[2])):
+    with ExitStack() as stack:
+        stack.enter_context(patch(parts(model), gone, model))
+        if start:
+            stack.enter_context(patch(("decoder/streams", "decoder/start"), nothing, model))
         yield
 
 
-@contextmanager
-def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Iterator[None]:
+def without_state(model: GSM) -> AbstractContextManager[None]:
+    """The state without all that was written, at whatever positions: rows keep their own z, and read nothing else."""
+    return patch(parts(model), torch.zeros_like, model)
+
+
+def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> AbstractContextManager[None]:
     """A stage that retrieves nothing, for the writer and for the stages after it.
 
     Args:
@@ -95,18 +72,16 @@ def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Iter
     Raises:
         ValueError: there is no such stage.
     """
-    stages = list(model.aggregation)
-    if not 1 <= stage <= len(stages):
-        raise ValueError(f"stage must lie between 1 and {len(stages)}, the stages of this model; got {stage}")
+    stages = len(model.aggregation.layers)
+    if not 1 <= stage <= stages:
+        raise ValueError(f"stage must lie between 1 and {stages}, the stages of this model; got {stage}")
 
-    def edit(out: tuple[Tensor, Any, Any]) -> tuple[Tensor, Any, Any]:
-        increment_BRD, *rest = out
-        gone = torch.ones_like(increment_BRD[..., :1], dtype=torch.bool)
-        gone = gone if gone_BT is None else last(gone_BT, increment_BRD.shape[1])[..., None]
-        return increment_BRD.masked_fill(gone, 0), *rest
+    def nothing(increment_BRD: Tensor) -> Tensor:
+        if gone_BT is None:
+            return torch.zeros_like(increment_BRD)
+        return increment_BRD.masked_fill(last(gone_BT, increment_BRD.shape[1])[..., None], 0)
 
-    with edited(stages[stage - 1], edit):
-        yield
+    return patch(f"stage/{stage}/increment", nothing, model)
 
 
 @contextmanager
@@ -128,8 +103,7 @@ def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]
     return found
 
 
-@contextmanager
-def without_slots(model: GSM, gone_BF: Tensor) -> Iterator[None]:
+def without_slots(model: GSM, gone_BF: Tensor) -> AbstractContextManager[None]:
     """All banks of the encoder without some slots: their latents become zeros, for encoder layers, stages and indexers.
 
     Args:
@@ -138,14 +112,15 @@ def without_slots(model: GSM, gone_BF: Tensor) -> Iterator[None]:
             sequence, slot f holds the tokens from f x ratio on. What is not named stays.
     """
 
-    def edit(latent_BGC: Tensor) -> Tensor:
+    def nothing(latent_BGC: Tensor) -> Tensor:
         return latent_BGC.masked_fill(gone_BF[:, : latent_BGC.shape[1], None], 0)
 
-    with ExitStack() as stack:
-        for block in model.encoder:
-            if isinstance(block.attention, SparseAttention) and block.attention.compressor is not None:
-                stack.enter_context(edited(block.attention.compressor.norm, edit))  # the last thing that it does
-        yield
+    return patch("encoder/*/latent", nothing, model)
+
+
+def parts(model: GSM) -> list[str]:
+    """The taps of the state's parts: ``state/entries``, unless the reader asks for others."""
+    return [f"state/{part.name}" for part in model.writer.parts]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from gsm import paths
 from gsm.config.check import ConfigError, check, few
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
@@ -98,7 +99,8 @@ def load_model(
     """The trained model of a checkpoint, in evaluation mode. A stranger's file runs no code (``gsm.config.trust``).
 
     Args:
-        path: a ``.ckpt`` file, or the folder of a run, which stands for its ``checkpoints/last.ckpt``.
+        path: a ``.ckpt`` file; the folder of a run, which stands for its ``checkpoints/last.ckpt``; or the name of a
+            checkpoint that comes with the package: ``"nano"``.
         device: where the weights go.
         directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
         overrides: values of the model that are to differ from the checkpoint's: ``["model.candidate_pool=false"]``.
@@ -230,8 +232,9 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     path = checkpoint_file(path)
     if not path.is_file():
         beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        come_along = f"; those that come along are called {', '.join(paths.trained())}"
         raise FileNotFoundError(
-            f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else "")
+            f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else come_along)
         )
     verify = not mmap if verify is None else verify
     try:
@@ -260,9 +263,12 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
 
 
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """The file itself, or the last checkpoint of a run's folder, which need not be there yet."""
+    """The file itself; the last checkpoint of a run's folder, which need not be there yet; or where there is no such
+    file or folder, the checkpoint of that name that comes with the package (``gsm.paths.trained``)."""
     path = Path(path)
-    return path if path.suffix == ".ckpt" or path.is_file() else path / LAST
+    if path.suffix == ".ckpt" or path.is_file():
+        return path
+    return path / LAST if path.exists() else paths.trained().get(str(path), path / LAST)
 
 
 def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:

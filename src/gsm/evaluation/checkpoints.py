@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from gsm import paths
 from gsm.config.check import ConfigError
-from gsm.config.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
+from gsm.config.load import checkpoint_file, load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
 from gsm.experiments import weights
@@ -121,13 +122,14 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 
 def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path, or those of all runs below it, sorted; of runs after one another, that of the last.
+    """The checkpoint at a path or of a name, as ``load_model`` finds it, or those of all runs below it, sorted; of runs
+    after one another, that of the last.
 
     Raises FileNotFoundError if there is none.
     """
     folder = Path(path)
     if not folder.is_dir() or (folder / "checkpoints" / "last.ckpt").is_file():
-        return [folder / "checkpoints" / "last.ckpt" if folder.is_dir() else folder]
+        return [checkpoint_file(folder) if folder.is_dir() or path in paths.trained() else folder]
     found = sorted(folder.glob("**/checkpoints/last.ckpt"))
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     found = [file for file in found if _is_last(file)]
@@ -147,7 +149,9 @@ def _is_last(file: Path) -> bool:
 
 
 def home(file: Path) -> Path:
-    """The folder of a checkpoint's run."""
+    """The folder of a checkpoint's run; of one that comes with the package, where what is measured of it may lie."""
+    if file in paths.trained().values():
+        return Path("logs") / "trained" / file.stem
     return file.parent.parent if file.parent.name == "checkpoints" else file.parent
 
 

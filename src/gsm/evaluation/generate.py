@@ -32,7 +32,7 @@ def generate(
     """Prints a prompt and how a trained model goes on; it stops where the model ends its text, or at Ctrl-C.
 
     Args:
-        checkpoint: a .ckpt file, or the folder of a run
+        checkpoint: a .ckpt file, or the folder of a run; or nano, which comes along
         prompt: what the text begins with; empty: the beginning of a document
         prompt_file: a text file to begin with, instead of prompt
         max_new_tokens: at most so many tokens

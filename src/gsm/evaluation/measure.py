@@ -25,7 +25,8 @@ class Measure(ABC):
     gives it, and checks that when it is made; its ``measure`` takes any model and gives plain containers.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a folder above several runs, such as logs/<name>
+        checkpoint: a .ckpt file, the folder of a run, a folder above several runs, such as logs/<name>; or nano, which
+            comes along
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the file to write, tables and pictures beside it; left out: in the folder of the run, or above several
     """

@@ -20,6 +20,7 @@ from gsm.observe import tap
 from gsm.shapes import last, promoted
 from gsm.span import Span
 from gsm_kernels import attend_range, rotate
+from gsm_kernels.device import full_precision
 from gsm_kernels.slots import visible
 
 
@@ -123,7 +124,9 @@ class RangeAttention(nn.Module):
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
         """What the rows take from their history, [B, R, D]."""
         query_BRHC = rotate(self.query(x_BRD)[0], *angles)
-        tap(f"{self.name}/weights", lambda: range_weights(query_BRHC, history))
+        replaced_BRHF = tap(f"{self.name}/weights", lambda: range_weights(query_BRHC, history))
+        if replaced_BRHF is not None:
+            return self.output(range_mixture(replaced_BRHF, history).type_as(query_BRHC))
         mixed_BRHC = attend_range(
             query_BRHC,
             history.key_BFGC,
@@ -148,10 +151,24 @@ def shared_heads(heads: int) -> int:
 
 
 def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
-    """Attention weights for looking at, [B, R, H, F]: rows sum to 1, or to 0 where a row sees nothing."""
+    """Attention weights, which the kernels never write down, [B, R, H, F]: rows sum to 1, or to 0 where a row sees
+    nothing."""
     query_BRGYC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
-    logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
-    logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
-    seen_BRF = visible(history.first_BR, history.last_BR, slice(0, logit_BRHF.shape[-1]))
-    hidden_BR1F = ~seen_BRF[:, :, None]
-    return logit_BRHF.masked_fill(hidden_BR1F, float("-inf")).softmax(dim=-1).masked_fill(hidden_BR1F, 0)
+    with full_precision(query_BRGYC):
+        logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
+        logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
+        hidden_BR1F = _hidden(history)
+        lowest = torch.finfo(logit_BRHF.dtype).min  # not -inf: a row that sees nothing would have a gradient of NaN
+        return logit_BRHF.masked_fill(hidden_BR1F, lowest).softmax(dim=-1).masked_fill(hidden_BR1F, 0)
+
+
+def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
+    """What attention with these weights takes from its history, [B, R, H, C]; from what a row does not see, nothing."""
+    weight_BRGYF = weight_BRHF.masked_fill(_hidden(history), 0).unflatten(2, (history.value_BFGC.shape[2], -1))
+    with full_precision(weight_BRHF):
+        return torch.einsum("brgyf,bfgc->brgyc", weight_BRGYF, promoted(history.value_BFGC)).flatten(2, 3)
+
+
+def _hidden(history: History) -> Tensor:
+    """Which slots a row does not see, bool [B, R, 1, F]."""
+    return ~visible(history.first_BR, history.last_BR, slice(0, history.key_BFGC.shape[1]))[:, :, None]

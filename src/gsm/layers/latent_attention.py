@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from gsm.costs.primitives import AttentionCost, ProductCost, attention, products
 from gsm.layers.attended import Attended
@@ -19,6 +20,7 @@ from gsm.layers.search import Selection
 from gsm.observe import tap
 from gsm.shapes import promoted
 from gsm_kernels import IndexerLoss, attend, attend_band, rotate
+from gsm_kernels.device import full_precision
 
 
 class LatentAttention(nn.Module):
@@ -80,11 +82,8 @@ class LatentAttention(nn.Module):
             tap_name: what the weights are called behind the name of this layer.
         """
         band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
-        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK)
-        counts = slice(repeats - 1, None, repeats)
-        tap(f"{self.name}/{tap_name}", lambda: attention_weights(*band, *others)[:, counts])
-        mixed_BRHC = attend(*band, *others, bias_BRK) if others else attend_band(*band)
-        return mixed_BRHC if repeats == 1 else mixed_BRHC[:, counts]
+        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
+        return attend_tapped(f"{self.name}/{tap_name}", *band, *others, repeats=repeats)
 
     def choose(self, attended: Attended, found: Selection) -> Attended:
         """Adds the selection; in training also what its indexer learns by from whoever reads it."""
@@ -117,6 +116,49 @@ class LatentAttention(nn.Module):
         return self.training and torch.is_grad_enabled() and found.index is not None and found.chosen_BRK is not None
 
 
+def attend_tapped(
+    name: str,
+    query_BRHC: Tensor,
+    window_BEC: Tensor,
+    position_BR: Tensor,
+    width: int,
+    sink_H: Tensor,
+    cos_BRP: Tensor,
+    sin_BRP: Tensor,
+    entry_BFC: Tensor | None = None,
+    chosen_BRK: Tensor | None = None,
+    bias_BRK: Tensor | None = None,
+    *,
+    repeats: int = 1,
+) -> Tensor:
+    """Attention whose weights are shown under a name. The kernels never form them: they are computed for whoever looks,
+    and if somebody replaces them, what the rows take is computed from the replaced ones. [B, R, H, C].
+
+    Args:
+        name: of the tap.
+        repeats: every row is given so many times in a row, and the last of these counts.
+        query_BRHC, ..., bias_BRK: as of ``gsm_kernels.attend``, or without the last three of ``attend_band``.
+    """
+    band = (query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP)
+    counts = slice(repeats - 1, None, repeats)
+
+    def weights() -> Tensor:
+        return attention_weights(*band, entry_BFC, chosen_BRK, bias_BRK)[:, counts]
+
+    replaced_BRHE = tap(name, weights)
+    if replaced_BRHE is not None:
+        seen_BRKC, seen_BRK = (x[:, counts] for x in _seen(window_BEC, position_BR, width, entry_BFC, chosen_BRK))
+        value_BRKC = promoted(seen_BRKC).masked_fill(~seen_BRK[..., None], 0)
+        with full_precision(value_BRKC):
+            mixed_BRHC = torch.einsum("brhk,brkc->brhc", replaced_BRHE[..., :-1], value_BRKC)
+        return rotate(mixed_BRHC, cos_BRP[:, counts], sin_BRP[:, counts], inverse=True).type_as(query_BRHC)
+    if entry_BFC is None or chosen_BRK is None:
+        mixed_BRHC = attend_band(*band)
+    else:
+        mixed_BRHC = attend(*band, entry_BFC, chosen_BRK, bias_BRK)
+    return mixed_BRHC if repeats == 1 else mixed_BRHC[:, counts]
+
+
 def attention_weights(
     query_BRHC: Tensor,
     window_BEC: Tensor,
@@ -127,18 +169,33 @@ def attention_weights(
     sin_BRP: Tensor,
     entry_BFC: Tensor | None = None,
     chosen_BRK: Tensor | None = None,
+    bias_BRK: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights for looking at, not for computing with: the kernels never form them. Arguments as of
-    ``gsm_kernels.attend``, or without the last two of ``attend_band``.
+    """Attention weights, which the kernels never write down. Arguments as of ``gsm_kernels.attend``, or without the
+    last three of ``attend_band``.
 
     Returns:
         weights_BRHE: over the window (oldest first, ``width`` places), then the selected slots, then the sink. Rows
             sum to 1.
     """
     query_BRHC = promoted(rotate(query_BRHC, cos_BRP, sin_BRP))
-    rows, stored = query_BRHC.shape[1], window_BEC.shape[1]
-    row_R = torch.arange(stored - rows, stored, device=query_BRHC.device)
-    back_W = torch.arange(width - 1, -1, -1, device=query_BRHC.device)
+    seen_BRKC, seen_BRK = _seen(window_BEC, position_BR, width, entry_BFC, chosen_BRK)
+    with full_precision(query_BRHC):
+        logit_BRHK = torch.einsum("brhc,brkc->brhk", query_BRHC, promoted(seen_BRKC)) * query_BRHC.shape[-1] ** -0.5
+        if bias_BRK is not None and logit_BRHK.shape[-1] > width:
+            logit_BRHK = logit_BRHK + pad(promoted(bias_BRK), (width, 0))[:, :, None]
+        logit_BRHK = logit_BRHK.masked_fill(~seen_BRK[:, :, None], float("-inf"))
+        sink_BRH1 = promoted(sink_H)[:, None].expand(*logit_BRHK.shape[:3], 1)
+        return torch.cat([logit_BRHK, sink_BRH1], dim=-1).softmax(dim=-1)
+
+
+def _seen(
+    window_BEC: Tensor, position_BR: Tensor, width: int, entry_BFC: Tensor | None, chosen_BRK: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What stands at every place of a row's weights but the sink's, [B, R, K, C], and whether the row sees it."""
+    rows, stored = position_BR.shape[1], window_BEC.shape[1]
+    row_R = torch.arange(stored - rows, stored, device=position_BR.device)
+    back_W = torch.arange(width - 1, -1, -1, device=position_BR.device)
     index_RW = row_R[:, None] - back_W
     seen_BRKC = window_BEC[:, index_RW.clamp(min=0)]
     seen_BRK = back_W <= position_BR[..., None]
@@ -146,7 +203,4 @@ def attention_weights(
         row_BRK = chosen_BRK.clamp(min=0)
         picked_BRKC = entry_BFC[torch.arange(len(row_BRK), device=row_BRK.device)[:, None, None], row_BRK]
         seen_BRKC, seen_BRK = torch.cat([seen_BRKC, picked_BRKC], 2), torch.cat([seen_BRK, chosen_BRK >= 0], 2)
-    logit_BRHK = torch.einsum("brhc,brkc->brhk", query_BRHC, promoted(seen_BRKC)) * query_BRHC.shape[-1] ** -0.5
-    logit_BRHK = logit_BRHK.masked_fill(~seen_BRK[:, :, None], float("-inf"))
-    sink_BRH1 = promoted(sink_H)[:, None].expand(*logit_BRHK.shape[:3], 1)
-    return torch.cat([logit_BRHK, sink_BRH1], dim=-1).softmax(dim=-1)
+    return seen_BRKC, seen_BRK

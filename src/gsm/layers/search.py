@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gsm.layers.attended import Attended, Bank
 from gsm.layers.projections import IndexQuery
+from gsm.observe import tap
 from gsm_kernels import index_top_k
 
 
@@ -31,6 +33,30 @@ class Selection(NamedTuple):
     def by_layer(cls, attended: Attended) -> Selection:
         """The selection that the rows already have, of the layer below or of a stage's own layer, taken over."""
         return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
+
+    def tapped(self, name: str, bank: Bank | None) -> Selection:
+        """This selection, shown under a name, or what somebody replaces it with.
+
+        Raises:
+            ValueError: for one that names slots of the bank which a row may not see.
+        """
+        if self.chosen_BRK is None or bank is None:
+            return self
+        chosen_BRK = tap(name, self.chosen_BRK)
+        if chosen_BRK is self.chosen_BRK or torch.equal(chosen_BRK, self.chosen_BRK):
+            return self
+        hidden_BRK = (chosen_BRK < bank.first_BR[..., None]) | (chosen_BRK >= bank.last_BR[..., None])
+        wrong_NBRK = (hidden_BRK & (chosen_BRK != -1)).nonzero()
+        if len(wrong_NBRK):
+            sequence, row, place = wrong_NBRK[0].tolist()
+            first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
+            raise ValueError(
+                f"a patch of {name} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of sequence "
+                f"{sequence}, which may see slots from {first} on and before {last}; -1 stands for none"
+            )
+        # A taken-over bias teaches the indexer about the slots that it has selected, and about no others.
+        bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)
+        return self._replace(chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
 
 
 def search_bank(

@@ -35,7 +35,7 @@ from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import check_sampling, continuation
 from gsm.models.schedule import Schedule
-from gsm.observe import tap
+from gsm.observe import called, tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
@@ -193,11 +193,10 @@ class LanguageModel(nn.Module, ABC):
             span = replace(span, single_document=True) if memory is None else memory.continued(span)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
-        tap("position", position_BT)
-        tap("embedding", x_BTD)
-        trace = self.run(x_BTD, span, before)
-        tap("hidden", trace.hidden_BRD)
-        hidden_BRD = self.norm(trace.hidden_BRD)
+        called(self)
+        tap("position", position_BT, fixed="what a row sees follows from it; to count anew, give documents=")
+        trace = self.run(tap("embedding", x_BTD), span, before)
+        hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
         experts = report_balance(trace.balances)
         out = Output(

@@ -162,13 +162,13 @@ class GSM(LanguageModel):
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
         span = span.last(rows.writer).cut()  # the last encoder layer has produced exactly these rows
         retrieved = self.aggregation(encoded, span, memory.stages)
+        streams = streams._replace(mixed_BTD=tap("state/e", streams.mixed_BTD))
         z_BRD, state, state_cache = self.writer(
             streams.mixed_BTD, retrieved.increments, span.last(rows.state), memory.state
         )
-        tap("state/e", streams.mixed_BTD)
-        tap("state/z", z_BRD)
         span = span.last(rows.decoder_input).cut()
         streams = self.decoder_start(streams.last(rows.decoder_input), last(z_BRD, rows.decoder_input))
+        streams = Streams(tap("decoder/streams", streams.value_BTXD), tap("decoder/start", streams.mixed_BTD))
         streams, decoded = self.decoder(streams, span, rows.decoder, memory.decoder, state)
         after = replace(
             memory,

@@ -15,6 +15,7 @@ from gsm.layers.block import Block, LayerOutput, Mixer
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.residual import Residual, Streams
 from gsm.models.geometry import Geometry
+from gsm.observe import patching
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -89,7 +90,7 @@ class Stack(nn.Module):
             if not span.position_BT.shape[1]:  # nothing enters it: what is below goes on to those above
                 nothing_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=nothing_BTD, layer_output_BRD=nothing_BTD)
-            elif self.recompute and self.training:
+            elif self.recompute and self.training and not patching():  # backward may come when nobody patches any more
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
             else:
                 streams, out = block(streams, span, cache, below)

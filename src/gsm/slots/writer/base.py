@@ -134,11 +134,11 @@ class StateWriter(nn.Module, ABC):
         Returns:
             ``z_BTD``, from which the decoder starts; the state, stored and new entries; the caches after.
         """
-        z_BTD = self.fuse(encoded_BTD, increments)
+        z_BTD = tap("state/z", self.fuse(encoded_BTD, increments))
         x_BTD, state, after = self.norm(z_BTD), {}, []
         for part, cache in zip(self.parts, caches, strict=True):
-            state[part.name], cache = self.write(part, x_BTD, span, cache)
-            tap(f"state/{part.name}", state[part.name])
+            state_BEC, cache = self.write(part, x_BTD, span, cache)
+            state[part.name] = tap(f"state/{part.name}", state_BEC)
             after.append(cache)
         return z_BTD, SharedState(state), tuple(after)
 

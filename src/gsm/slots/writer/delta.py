@@ -22,16 +22,15 @@ from torch.nn.functional import pad
 
 from gsm.cache.store import WindowStore
 from gsm.layers.attended import StatePart
-from gsm.layers.latent_attention import attention_weights
+from gsm.layers.latent_attention import attend_tapped
 from gsm.layers.linear import Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
-from gsm.observe import tap
 from gsm.shapes import last
 from gsm.slots.writer.additive import Additive
 from gsm.span import Span
-from gsm_kernels import attend_band, rotate
+from gsm_kernels import rotate
 
 
 @dataclass(frozen=True)
@@ -154,5 +153,4 @@ class Correction(nn.Module):
         before_BEC = pad(plain_BEC[:, :-1], (0, 0, 1, 0))
         position_BR = (position_BR - 1).clamp(min=-1)
         band = (query_BRC[:, :, None], before_BEC, position_BR, self.reach, self.sink, *angles)
-        tap("state/weights", lambda: attention_weights(*band))
-        return attend_band(*band)[:, :, 0]
+        return attend_tapped("state/weights", *band)[:, :, 0]

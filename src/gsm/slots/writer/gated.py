@@ -38,6 +38,5 @@ class Gated(StateWriter):
         """Adds as much of the sum of all increments as the gates let through."""
         retrieved_BTD = retrieved(increments)
         both_BTU = torch.cat([encoded_BTD, retrieved_BTD], dim=-1)
-        gate_BTD = torch.sigmoid(self.gate(self.gate_norm(both_BTU)) + self.bias)
-        tap("state/gate", gate_BTD)
+        gate_BTD = tap("state/gate", torch.sigmoid(self.gate(self.gate_norm(both_BTU)) + self.bias))
         return encoded_BTD + gate_BTD * retrieved_BTD

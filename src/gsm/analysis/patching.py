@@ -1,0 +1,139 @@
+"""Which places carry an answer: a question is asked twice, of a needle and of the same one with another value, and
+parts of the first call are put into the second (activation patching).
+
+    clean       . . K3 V7 . . . . . . K3 ->      log p(V7) - log p(V2) is large
+    corrupted   . . K3 V2 . . . . . . K3 ->      it is as far below zero
+    patched     the corrupted call, in which one tensor, or one place of it, is that of the clean one
+
+``restored`` says how far the patched call is from the corrupted to the clean one: 0, nothing of the answer was there;
+1, all of it. What is found so is enough for the answer; what is needed for it, ``needles.needle_test`` tells. Parts
+that bring the same thing each restore all of it, and parts that only do together, nothing: shares need not sum to 1.
+
+N questions, T positions, P places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gsm.analysis.needles import Asked
+from gsm.data.recall import Needle
+from gsm.models.base import LanguageModel
+from gsm.observe import patch, record
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Questions in sequences of their own, as they are and with another value of the needle that is asked for.
+
+    Attributes:
+        clean_NT, corrupted_NT: int64, equal but for one token, ``told_N`` + 1.
+        row_N: int64, where the answer is due.
+        key_N, told_N: int64, where its key is asked, and was told.
+        right_N, wrong_N: int64, the values.
+    """
+
+    clean_NT: Tensor
+    corrupted_NT: Tensor
+    row_N: Tensor
+    key_N: Tensor
+    told_N: Tensor
+    right_N: Tensor
+    wrong_N: Tensor
+
+
+def corrupted(asked: Asked, task: Needle, seed: int = 0) -> Pair:
+    """The questions, and the same with another value, drawn with a seed."""
+    apart, every_N = asked.apart(), torch.arange(len(asked.row_N))
+    right_N = apart.target_BT[every_N, apart.row_N]
+    step_N = torch.randint(1, task.values, right_N.shape, generator=torch.Generator().manual_seed(seed))
+    wrong_N = task.keys + (right_N - task.keys + step_N) % task.values
+    corrupted_NT = apart.token_BT.clone()
+    corrupted_NT[every_N, apart.told_N + 1] = wrong_N
+    return Pair(apart.token_BT, corrupted_NT, apart.row_N, apart.key_N, apart.told_N, right_N, wrong_N)
+
+
+@torch.no_grad()
+def margins(model: LanguageModel, pair: Pair) -> tuple[Tensor, Tensor]:
+    """log p(right) - log p(wrong) of the clean call and of the corrupted one, means over the questions, in nats."""
+    with model.evaluating():
+        return _margin(model, pair.clean_NT, pair), _margin(model, pair.corrupted_NT, pair)
+
+
+@torch.no_grad()
+def restored(
+    model: LanguageModel,
+    pair: Pair,
+    taps: str | Sequence[str],
+    place_NP: Tensor | None = None,
+    between: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """How much of the answer comes back when taps of the corrupted call are those of the clean one.
+
+    Args:
+        model: any that was trained on the task.
+        pair: the questions.
+        taps: patterns as of ``gsm.record``; all tensors that match are put in together.
+        place_NP: int64, places along dimension 1 of these tensors, of each question; one at a time is put in. A place
+            that a tensor does not have is left as it is. None: the whole tensors at once.
+        between: ``margins``, where they are known.
+
+    Returns:
+        [P], or a scalar for whole tensors: the share of the way between the two margins.
+    """
+    patterns = [taps] if isinstance(taps, str) else list(taps)
+    clean, base = between or margins(model, pair)
+    found = []
+    with model.evaluating():
+        with record(*patterns) as seen:
+            model.forward(pair.clean_NT)
+        for place_N in [None] if place_NP is None else place_NP.unbind(1):
+            with ExitStack() as stack:
+                for name, x in seen.items():
+                    stack.enter_context(patch(name, partial(_put, x, place_N), model))
+                found.append((_margin(model, pair.corrupted_NT, pair) - base) / (clean - base))
+    return torch.stack(found) if place_NP is not None else found[0]
+
+
+def around(centre_N: Tensor, offsets: Sequence[int]) -> Tensor:
+    """Places at these offsets from each question's own, int64 [N, P]."""
+    return centre_N[:, None] + torch.tensor(offsets)
+
+
+def by_place(
+    model: LanguageModel, pair: Pair, taps: Sequence[str], centre_N: Tensor, offsets: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """``restored`` by the offset from a place of each question, for each tap."""
+    between, place_NP = margins(model, pair), around(centre_N, offsets)
+    value = {tap: restored(model, pair, tap, place_NP, between).tolist() for tap in taps}
+    return {tap: dict(zip(offsets, values, strict=True)) for tap, values in value.items()}
+
+
+def by_part(model: LanguageModel, pair: Pair, parts: Mapping[str, str | Sequence[str]]) -> dict[str, float]:
+    """``restored`` for whole tensors, by the name of the part."""
+    between = margins(model, pair)
+    return {name: float(restored(model, pair, taps, None, between)) for name, taps in parts.items()}
+
+
+def _put(clean: Tensor, place_N: Tensor | None, x: Tensor) -> Tensor:
+    """The clean tensor in place of another, or one place of each sequence of it."""
+    if place_N is None:
+        return clean
+    there_N = (place_N >= 0) & (place_N < x.shape[1])
+    line_N, place_N = torch.arange(len(x))[there_N], place_N[there_N]
+    x[line_N, place_N] = clean[line_N, place_N]
+    return x
+
+
+def _margin(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
+    """log p(right) - log p(wrong) where the answer is due, as a mean."""
+    logit_NTV = model.forward(token_NT).logits
+    logit_NV = logit_NTV[torch.arange(len(token_NT)), pair.row_N]
+    right_N, wrong_N = (logit_NV.gather(1, one_N[:, None])[:, 0] for one_N in (pair.right_N, pair.wrong_N))
+    return (right_N - wrong_N).mean()

@@ -1,0 +1,55 @@
+"""Parts of a clean call put into a corrupted one bring back what they carry, and no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import build
+
+from gsm import paths
+from gsm.analysis import patching
+from gsm.analysis.needles import ask
+from gsm.data.recall import Needle
+from gsm.notebook import load
+
+T = 24
+TASK = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
+INTO_DECODER = ["state/entries", "decoder/start", "decoder/streams"]
+
+
+def test_a_corrupted_text_differs_in_the_value_of_the_needle_that_is_asked_for():
+    asked = ask(TASK, T, 8)
+    pair, line = patching.corrupted(asked, TASK), torch.arange(len(asked.row_N))
+    differs_NT = pair.clean_NT != pair.corrupted_NT
+    assert differs_NT.sum(1).tolist() == [1] * len(line)
+    assert torch.equal(differs_NT.long().argmax(1), pair.told_N + 1)
+    assert torch.equal(pair.clean_NT[line, pair.told_N + 1], pair.right_N)
+    assert torch.equal(pair.corrupted_NT[line, pair.told_N + 1], pair.wrong_N)
+    assert ((TASK.keys <= pair.wrong_N) & (pair.wrong_N < TASK.keys + TASK.values)).all()
+    assert (pair.wrong_N != pair.right_N).all()
+
+
+@pytest.mark.parametrize("case", ["gsm", "gsm-residual=mhc_two_pass", "gsm-writer=multi_slot"])
+def test_all_that_a_model_is_given_brings_the_whole_answer_back(case: str):
+    model, pair = build(case), patching.corrupted(ask(TASK, T, 2), TASK)
+    parts = {"embedding": "embedding", "into the decoder": INTO_DECODER, "out": "hidden", "indexers": "*/top_k"}
+    found = patching.by_part(model, pair, parts)
+    assert [round(found[name], 9) for name in ("embedding", "into the decoder", "out")] == [1, 1, 1]
+    assert abs(found["indexers"]) != 1
+
+
+def test_one_place_is_put_in_at_a_time_and_none_where_there_is_none():
+    model, pair = build("gsm"), patching.corrupted(ask(TASK, T, 2), TASK)
+    offsets = [-50, 0, 1, 50]
+    found = patching.by_place(model, pair, ["embedding"], pair.told_N, offsets)["embedding"]
+    assert found == {-50: 0.0, 0: 0.0, 1: 1.0, 50: 0.0}, "the calls differ in the token behind the key alone"
+
+
+def test_the_packaged_model_has_the_answer_in_the_slot_of_the_value():
+    """And hands it on in the entry of the key."""
+    model, data = load(paths.trained()["needle_handed_on"])
+    pair = patching.corrupted(ask(data.task, data.context, 1), data.task)
+    slots = patching.by_place(model, pair, ["encoder/2/latent"], (pair.told_N + 1) // 2, [-1, 0, 1])
+    entries = patching.by_place(model, pair, ["state/entries"], pair.key_N, [-1, 0, 1])
+    for shares in (slots["encoder/2/latent"], entries["state/entries"]):
+        assert shares[0] > 0.9 and abs(shares[-1]) < 0.05 and abs(shares[1]) < 0.05

@@ -1,0 +1,96 @@
+"""The checkpoints that come with the package: small, known by name wherever a checkpoint is asked for, trusted no more
+than a stranger's, and as good as what they were made of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gsm
+from gsm import paths
+from gsm.analysis import needles
+from gsm.analysis.interventions import answers
+from gsm.config.check import ConfigError
+from gsm.config.load import checkpoint_file, load_tokenizer, read_checkpoint
+from gsm.evaluation.checkpoints import checkpoints, home
+from gsm.evaluation.generate import generate
+from gsm.experiments.consolidate import consolidate
+from gsm.notebook import finished_runs, load, text, trained
+
+NAMES = tuple(paths.trained())
+SOURCE = "def wrap(text, width=70, **kwargs):\n    return TextWrapper(width=width, **kwargs).wrap(text)\n"
+
+
+def test_they_are_small_and_said_to_be_there():
+    assert NAMES == ("nano", "needle_delta_net", "needle_gsm", "needle_handed_on", "needle_separate_indexer")
+    assert sum(file.stat().st_size for file in paths.trained().values()) < 10e6
+    listed = re.findall(r"^\| `(\w+)` \|", (paths.TRAINED / "README.md").read_text(), re.M)
+    assert sorted(listed) == list(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_holds_what_builds_it_and_neither_optimiser_nor_places(name: str):
+    """What is read passes the checks of any checkpoint: shapes, checksums, names that a yaml names."""
+    content = read_checkpoint(name)
+    assert not {"optimizer_states", "loops", "callbacks", "training_state"} & content.keys()
+    assert {x.dtype for x in content["state_dict"].values() if x.is_floating_point()} == {torch.bfloat16}
+    others = {key: value for key, value in content.items() if key not in ("state_dict", "tokenizer")}
+    assert "'/" not in str(others), "a place on the machine that it was trained on"
+    model = gsm.load_model(name)
+    assert not model.training and next(model.parameters()).dtype == torch.float32
+
+
+@torch.no_grad()
+def test_nano_has_learned_to_read_python():
+    model, token_T = gsm.load_model("nano"), text("nano", SOURCE, 100)
+    loss = model(token_T[None, :-1], targets=token_T[None, 1:]).loss
+    bits = float(loss) * (len(token_T) - 1) / len(SOURCE.encode()) / torch.log(torch.tensor(2.0))
+    assert load_tokenizer("nano").decode(token_T.tolist()) == SOURCE
+    assert bits < 2.2, "a uniform guess is 12 bits a token, 3.3 a byte"
+
+
+def test_needles_are_answered():
+    model, data = trained("gsm")
+    asked = needles.ask(data.task, data.context, sequences=4)
+    assert answers(model, asked.token_BT, asked.target_BT).accuracy > 0.95
+    assert load(paths.trained()["needle_gsm"])[1].task == data.task
+
+
+def test_a_name_is_looked_for_after_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_file("nano") == paths.TRAINED / "nano.ckpt" and checkpoints("nano") == [
+        paths.TRAINED / "nano.ckpt"
+    ]
+    with pytest.raises(FileNotFoundError, match="those that come along are called nano, needle_delta_net"):
+        gsm.load_model("nanno")
+    (tmp_path / "nano").mkdir()
+    assert checkpoint_file("nano") == Path("nano/checkpoints/last.ckpt")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at nano"):
+        gsm.load_model("nano")
+
+
+def test_commands_take_a_name_and_write_nothing_into_the_package(capsys: pytest.CaptureFixture[str]):
+    generate("nano", prompt="def ", max_new_tokens=3, device="cpu")
+    assert capsys.readouterr().out.startswith("def ")
+    assert home(checkpoints("nano")[0]) == Path("logs/trained/nano")
+
+
+def test_weights_alone_are_those_of_the_model_and_cannot_be_resumed(tmp_path: Path):
+    model = gsm.load_model("needle_gsm")
+    for kind in ("float32", "bfloat16"):  # whose values a float32 holds
+        file = consolidate("needle_gsm", str(tmp_path / f"{kind}.ckpt"), weights=kind)
+        for name, x in gsm.load_model(file).state_dict().items():
+            assert torch.equal(x, model.state_dict()[name])
+    assert file.stat().st_size < 1.1 * checkpoint_file("needle_gsm").stat().st_size, "an embedding is its head too"
+    with pytest.raises(ConfigError, match="weights is 'int8', but has to be bfloat16, float16, float32, or left out"):
+        consolidate("needle_gsm", str(file), weights="int8")
+
+
+def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    runs = finished_runs()
+    assert {run.arm for run in runs} == {"gsm", "delta_net", "separate_indexer"}
+    assert all((run.folder / "metrics.csv").is_file() for run in runs)
