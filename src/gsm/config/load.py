@@ -86,7 +86,8 @@ def build_model(
     Raises:
         ConfigError: an unknown name or key, or a value that the model refuses.
     """
-    config = compose([f"model={name}", f"size={size}", *overrides], directories)
+    # It is no run: named, so that nobody has to find out what it would be called.
+    config = compose([f"model={name}", f"size={size}", "arm=model", *overrides], directories)
     return instantiate_model(config, seed)
 
 
