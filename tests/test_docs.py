@@ -157,7 +157,7 @@ def pages_module() -> Any:
 def test_a_table_has_the_question_of_every_experiment():
     lines = pages_module().table("experiment")
     names = [match[1] for line in lines if (match := re.fullmatch(r"\| `(\w+)` \| \S.* \|", line))]
-    assert names == variants("experiment")
+    assert names == [name for name in variants("experiment") if not name.startswith("_")]
 
 
 def test_an_equation_becomes_mathml():

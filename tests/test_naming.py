@@ -96,7 +96,13 @@ def test_a_default_that_arms_set_otherwise_enters():
 @pytest.mark.parametrize(
     "key",
     [
-        *(*IDLE, *(f"callbacks.{name}.x" for name in WATCHING), "trainer.enable_checkpointing", "logger", "logger.x.y"),
+        *(
+            *sorted(IDLE),
+            *(f"callbacks.{name}.x" for name in sorted(WATCHING)),
+            "trainer.enable_checkpointing",
+            "logger",
+            "logger.x.y",
+        ),
         *("seed", "seeds", "name", "arm", "logs", "folder", "resume", "jobs", "force", "table", "ngrams", "sample"),
         *("compile", "arms", "arms.mine", "runs.ppl.evaluate.windows", "recipe.val_check_interval"),
     ],

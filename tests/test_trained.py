@@ -17,6 +17,7 @@ from gsm.config.check import ConfigError
 from gsm.config.load import checkpoint_file, load_tokenizer, read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints, home
 from gsm.evaluation.generate import generate
+from gsm.evaluation.held_out import HeldOut
 from gsm.experiments.consolidate import consolidate
 from gsm.notebook import finished_runs, load, text, trained
 
@@ -94,3 +95,10 @@ def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, mon
     runs = finished_runs()
     assert {run.arm for run in runs} == {"gsm", "delta_net", "separate_indexer"}
     assert all((run.folder / "metrics.csv").is_file() for run in runs)
+
+
+def test_the_loss_of_a_model_of_needles_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (result,) = HeldOut(checkpoint="needle_gsm", device="cpu", sequences=4).evaluate()
+    assert result["text"]["loss"] < 0.1 and result["text"]["targets"] == 40, "ten needles a sequence"
+    assert result["split_sequences"] == 4, "as many as were drawn"

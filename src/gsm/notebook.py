@@ -37,11 +37,11 @@ WIDTH, HEIGHT = 7.3, 3.0  # inches of a picture as wide as a page
 
 
 def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
-    """A model of ``experiment=notebook`` with its task: the one that comes with the package; with overrides, one that
+    """A model of ``experiment=_notebook`` with its task: the one that comes with the package; with overrides, one that
     is found in the cache (``GSM_CACHE``), or trained now, which takes a few minutes and is done once.
 
     Args:
-        arm: of ``configs/experiment/notebook.yaml``.
+        arm: of ``configs/experiment/_notebook.yaml``.
         overrides: of the training, as on the command line.
     """
     packaged = paths.trained().get(f"needle_{arm}")
@@ -50,7 +50,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     folder = cache_folder() / "notebook" / arm / "seed0"
     with locked(folder):  # another notebook may be training it
         if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
-            given = ["experiment=notebook", "name=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
+            given = ["experiment=_notebook", "name=notebook", f"logs={folder.parents[2]}", "resume=never", *overrides]
             config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -137,7 +137,7 @@ class HeldOut(Measure):
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
             **found,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
-            "split_sequences": len(getattr(data, f"{self.split}_set", None) or range(count)),
+            "split_sequences": _length(getattr(data, f"{self.split}_set", None)) or count,
             **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
             "seconds": round(time.perf_counter() - start, 3),
             **{"versions": versions(), "commit": commit()},
@@ -229,6 +229,11 @@ def measure(
         **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
         **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": by_position},
     }
+
+
+def _length(sequences: Any) -> int | None:
+    """How many there are; None of those that are drawn at will."""
+    return len(sequences) if isinstance(sequences, Sized) else None
 
 
 def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
