@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "train.py": (*TRAIN, "sample=false", "logs=logs"),
     "generate.py": ("max_new_tokens=4",),
     "evaluate.py": ("device=cpu",),
+    "explore.py": ("device=cpu", "tokens=64"),
     "compare.py": (),
     "benchmark.py": (),
 }
@@ -55,6 +57,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess
     folder = tmp_path_factory.mktemp("walk")
     (folder / "texts").mkdir()
     tiny_text.write(folder / "texts")
+    shutil.copy(ROOT / "README.md", folder)
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         for place, command in BEFORE.items():

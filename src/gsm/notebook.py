@@ -54,11 +54,6 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
             config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)
-            steps = config["trainer"]["max_steps"]
-            print(
-                f"Training {arm} for {steps} steps, once: up to {-(-steps // 120)} minutes on two CPU cores.",
-                flush=True,
-            )
             train(config)
     return load(folder)
 
