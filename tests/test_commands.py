@@ -21,14 +21,19 @@ from gsm.paths import ROOT
 PAGES = ("README.md", "docs/commands.md")
 # Not run here: the shell's own, what other tests run (test_packaging, test_notebooks, test_gpu_stage), and servers.
 ELSEWHERE = ("make ", "source ", "jupyter ", "tensorboard ", "pip ")
-BEFORE = {"logs/default": "python train.py", "logs/needle": "python train.py experiment=needle"}  # who leaves a folder
+# Who leaves what lies in a folder that is read: what has to be there, and the command.
+BEFORE = {
+    "logs/default": ("logs/default/gsm/seed0", "python train.py"),
+    "logs/needle": ("logs/needle/results.md", "python train.py experiment=needle"),
+}
 SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "FOLDER"}  # in the one sentence of what cannot run here
 LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
 SMALL = {
-    "size=tiny": "size=pico",
-    "max_steps=1000": "max_steps=2",
-    "/path/to/texts": "texts",
-    "data.lengths=[256]": "data.lengths=[192]",
+    **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
+    **{
+        "data.lengths=[256]": "data.lengths=[192]",
+        "ruler.lengths=160,256": "ruler.lengths=192,256",
+    },  # of smaller words
 }
 TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
 FEW: dict[str, tuple[str, ...]] = {
@@ -60,8 +65,8 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess
     shutil.copy(ROOT / "README.md", folder)
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
-        for place, command in BEFORE.items():
-            if place in line and not (folder / place).exists():
+        for place, (left, command) in BEFORE.items():
+            if place in line and not (folder / left).exists():
                 assert run(command).returncode == 0, place
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
