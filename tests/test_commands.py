@@ -33,7 +33,7 @@ SMALL = {
     **{
         "data.lengths=[256]": "data.lengths=[192]",
         "ruler.lengths=160,256": "ruler.lengths=192,256",
-    },  # of smaller words
+    },
 }
 TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
 FEW: dict[str, tuple[str, ...]] = {
