@@ -21,7 +21,7 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.evaluation import plots
 from gsm.experiments import experiment as experiments
-from gsm.experiments import trials
+from gsm.experiments import pace, trials
 from gsm.experiments.experiment import train_all
 from gsm.experiments.table import read_runs
 from gsm.experiments.trials import Experiment
@@ -105,6 +105,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(experiments.folder, "finished", is_finished)
     monkeypatch.setattr(trials, "compose", no_composition)
+    monkeypatch.setattr(pace, "seconds", lambda *_, **__: None)  # of runs that train nothing
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "fake.py").write_text(FAKE)

@@ -50,6 +50,9 @@ def folder(*words: str) -> str:
         ("model/writer=gated arm=mine", "default/mine/seed0"),
         ("model/writer=gated folder=/logs/here", "here"),
         ("~callbacks", "default/gsm-callbacks_null/seed0"),
+        ("model.stages=[]", "default/gsm-stages_none/seed0"),
+        ("model.stages=[2]", "default/gsm-stages_only.2/seed0"),
+        ("model.stages=[1,4]", "default/gsm-stages_1.and.4/seed0"),
         ("seeds=3 model.state_size=64", "default/gsm-state_size_64/seed0"),
         ("experiment=ablate_residual", "ablate_residual/gsm/seed0"),
         ("experiment=ablate_residual size=tiny jobs=2 seeds=[0] arm=plain", "ablate_residual-size_tiny/plain/seed0"),
@@ -126,7 +129,8 @@ def test_devices_do_not_enter_where_the_global_batch_is_given():
 
 
 VALUES = [
-    *("[]", "[1]", "[1,2]", "[12]", "'[1]'", "{a: 1}", "{a: 2}", "{a: [1]}"),
+    *("[]", "none", "[1]", "only.1", "[1,2]", "1.and.2", "[12]", "'[1]'", "[1.5]", "[a]", "[-1]"),
+    *("{a: 1}", "{a: 2}", "{a: [1]}"),
     *("1", "'1'", "1.5", "-1", "1e-5", "1e5", "1e20", "true", "'true'", "null", "'null'", "nan", "'nan'", "''", "' '"),
     *("a", "A", "a-b", "a_b", "a-b_c", "a.b", "a/b", "a b", "/a/b", "b", "'a=b'", "a:b", "ä", "${a}"),
     *("b.x00000000", "x00000000", f"{'a' * 40}b", f"{'b' * 40}b", f"{'a' * 40}c", "/" + "a/" * 90),
@@ -167,9 +171,7 @@ def test_many_overrides_are_cut_to_what_fits_and_still_told_apart():
 
 def test_a_name_is_that_of_other_machines():
     """Only a path as it was typed enters, and no hash is Python's own, which differs between processes."""
-    assert (
-        named("data.path=texts/mine", "model.stages=[5,8]") == "gsm-stages_5.8.xb9b53459-data.path_texts.mine.x7f348582"
-    )
+    assert named("data.path=texts/mine", "model.stages=[5,8]") == "gsm-stages_5.and.8-data.path_texts.mine.x7f348582"
 
 
 def test_a_variant_that_cannot_stand_alone_does_not_keep_a_run_from_its_name(tmp_path: Path):

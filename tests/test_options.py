@@ -37,6 +37,7 @@ def test_every_option_has_a_line_that_says_what_it_is(group: str):
     assert shown.keys() == (names if len(names) > 1 else set())
     for name, line in shown.items():
         assert len(line.replace("*", "").split()) > 3, f"{group}={name} says nothing"
+        assert not line.endswith("et al."), "a sentence does not end there"
 
 
 def test_a_star_is_before_what_is_chosen_and_nowhere_else():

@@ -70,7 +70,7 @@ def test_importing_gsm_is_light() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     import gsm
 
-    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, load_model, patch, record"):
+    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, explore, load_model, patch, record"):
         gsm.biuld_model  # noqa: B018
 
 

@@ -24,6 +24,7 @@ LONGEST = 100  # letters of all that was overridden
 LONGEST_KEY, LONGEST_VALUE, LONGEST_END = 48, 24, 18
 # A value as it is written; what follows a hyphen has no underscore, so that it cannot be taken for another override.
 PLAIN = re.compile(r"[a-z0-9_.]*(?:-[a-z0-9.]+)*")
+LISTED = re.compile(r"none|only\.\d+|\d+(\.and\.\d+)+")  # see `_listed`
 HASHED = re.compile(r"(?:.*\.)?x[0-9a-f]{8}")
 # A recipe's numbers that are used under these keys; a run is only measured with the others.
 RECIPE = {"recipe.batch_size": "data.batch_size", "recipe.val_check_interval": "trainer.val_check_interval"}
@@ -89,7 +90,8 @@ def _needed(asked: Mapping[str, Override], compose: Compose, holds: Holds) -> li
     """The keys of those overrides without which some would not hold; what the others say is so without them.
 
     One may be so by default only as long as another is not given (``size=tiny recipe=nano``), so all are looked at
-    again with those that are needed. Where nothing can be composed without the others, all are. The model's come first.
+    again with those that are needed. Where nothing can be composed without the others, all are. First come the
+    model's, then what the run starts from, which are the last to be cut.
     """
     needed: dict[str, Override] = {}
     while len(needed) < len(asked):
@@ -102,7 +104,7 @@ def _needed(asked: Mapping[str, Override], compose: Compose, holds: Holds) -> li
         if not more:
             break
         needed |= more
-    return sorted(needed, key=lambda key: (not key.startswith("model"), key))
+    return sorted(needed, key=lambda key: (not key.startswith("model"), key != "start_from", key))
 
 
 def _value_in(composed: DictConfig, key: str) -> Any:
@@ -130,14 +132,22 @@ def _said(key: str, value: Any) -> str:
     """One override in the name; the model's are its own, as the name begins with it."""
     short = re.sub(r"^model[./]", "", key)
     short = key if short.partition(".")[0] in DECISIVE else short
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    numbers = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    text = value if isinstance(value, str) else _listed(value) if numbers else json.dumps(value, default=str)
     exact = json.dumps(value, sort_keys=True, default=str)
     is_clear = not (isinstance(value, str) and _reads_as_other(text))
     return f"{_safe(short.replace('/', '.'), key, LONGEST_KEY)}_{_safe(text, exact, LONGEST_VALUE if is_clear else 0)}"
 
 
+def _listed(numbers: Sequence[int]) -> str:
+    """A list of whole numbers in words: none, only.2, 2.and.5."""
+    return ".and.".join(map(str, numbers)) if len(numbers) > 1 else f"only.{numbers[0]}" if numbers else "none"
+
+
 def _reads_as_other(text: str) -> bool:
-    """Whether a word looks like a number, true, false or null, which it is not."""
+    """Whether a word looks like a number, true, false, null or a list, which it is not."""
+    if LISTED.fullmatch(text):
+        return True
     try:
         return not isinstance(json.loads(text), str)
     except ValueError:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from gsm import paths
 
 WIDTH = 118
-SENTENCE = re.compile(r".*?[.?](?= |$)")
+SENTENCE = re.compile(r".*?(?<! al)[.?](?= |$)")
 TIME = re.compile(r"Two CPU cores take (.*?)\.")
 HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a program asks for
 

@@ -163,12 +163,15 @@ class _Work:
     def takes(self) -> str:
         """How long this machine will train, by a batch of every arm; empty below a minute."""
         left = [job for job in self.waiting if isinstance(job, Training)]
-        kinds = {job: folder.identity({**job.config, "seed": 0, "start_from": None}) for job in left}
-        once = {kind: job for job, kind in kinds.items()}
+        kinds = [folder.identity({**job.config, "seed": 0, "start_from": None}) for job in left]
+        once = dict(zip(kinds, left, strict=True))
         found = {kind: pace.seconds(job.config, gpu=False) for kind, job in once.items()}
-        known = [one for kind in kinds.values() if (one := found[kind]) is not None]
+        known = [one for kind in kinds if (one := found[kind]) is not None]
         takes = pace.told(sum(known))
-        return f"training takes {takes} here, by a batch of every arm that was timed just now" if takes else ""
+        least = "at least " if len(known) < len(kinds) else ""
+        measured = len(self.waiting) - len(left)
+        then = f"; then {measured} evaluations" if measured else ""
+        return f"training takes {least}{takes} here, by a batch of every arm timed just now{then}" if takes else ""
 
     def complaints(self) -> str:
         """Which jobs have failed, with their last words."""

@@ -40,34 +40,45 @@ def seconds(config: Mapping[str, Any], begin: int = 0, world: int = 1, gpu: bool
         gpu: whether a GPU may be asked; a process that waits for others leaves it to them.
 
     Returns:
-        Seconds; None where they are fewer than it is worth asking for, where data or trainer do not say their sizes, or
-        where ranks divide the model.
+        Seconds; None where they are fewer than it is worth asking for, where the data do not say their sizes, for a
+        model that is compiled or divided among ranks, and where no step of it can be computed.
     """
     chosen, data = trainers.settings(config), config["data"]
-    steps, on_gpu = chosen["max_steps"] - begin, chosen.get("accelerator") != "cpu" and torch.cuda.is_available()
-    named = data.keys() >= {"batch_size", "context"} and chosen.get("max_epochs") is None
-    if steps < SHORT or not named or config["compile"] or isinstance(chosen.get("strategy"), Mapping):
+    steps, strategy = chosen["max_steps"] - begin, chosen.get("strategy")
+    divided = isinstance(strategy, Mapping) and "Sharded" in str(strategy.get("_target_"))
+    if steps < SHORT or not data.keys() >= {"batch_size", "context"} or config["compile"] or divided:
         return None
+    on_gpu = chosen.get("accelerator") != "cpu" and torch.cuda.is_available()
     if on_gpu and not gpu:
         return None
-    device = torch.device("cuda" if on_gpu else "cpu")
     try:
-        model = instantiate_model(config).to(device).train()
-    except (ConfigError, RuntimeError):  # what is wrong with it, the run says
+        each, forward = _timed(config, chosen, world, torch.device("cuda" if on_gpu else "cpu"))
+    except (ConfigError, RuntimeError, ValueError, TypeError):  # what is wrong with it, the run says
         return None
-    lengths = _lengths(data)
-    step = _Step(model, config, str(chosen.get("precision", "32")))
-    step.time(1, min(lengths))  # the first one sets up what later ones find
-    least, most = min(lengths), max(lengths)
-    long = batch = step.time(data["batch_size"], most)
-    if least < most:
-        short = step.time(data["batch_size"], least)
-        batch = short + (long - short) / (most - least) * (sum(lengths) / len(lengths) - least)
+    finally:
+        if on_gpu:
+            torch.cuda.empty_cache()
     interval, count = chosen.get("val_check_interval"), data.get("validation_sequences") or 0
-    validations = -(-steps // interval) if interval else 1
-    batches = min(count / data["batch_size"], chosen.get("limit_val_batches") or count)
-    each = trainers.batches_a_step(config, world) * batch + step.optimizer()
-    return steps * each + validations * batches / world * FORWARD * long
+    validations, whole = -(-steps // interval) if interval else 1, count / data["batch_size"] / world
+    limit = chosen.get("limit_val_batches")
+    batches = whole if limit is None else limit * whole if isinstance(limit, float) else min(limit, whole)
+    return steps * each + validations * batches * forward
+
+
+def _timed(
+    config: Mapping[str, Any], chosen: Mapping[str, Any], world: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of one step, and of a batch that is only validated."""
+    model = instantiate_model(config).to(device).train()
+    lengths, batch_size = _lengths(config["data"]), config["data"]["batch_size"]
+    least, most = min(lengths), max(lengths)
+    step = _Step(model, config, str(chosen.get("precision", "32")))
+    step.time(1, least)  # the first one sets up what later ones find
+    long = batch = step.time(batch_size, most)
+    if least < most:
+        short = step.time(batch_size, least)
+        batch = short + (long - short) / (most - least) * (sum(lengths) / len(lengths) - least)
+    return trainers.batches_a_step(config, world) * batch + step.optimizer(), FORWARD * long
 
 
 def told(found: float | None) -> str:
@@ -86,9 +97,12 @@ class _Step:
 
     def __init__(self, model: LanguageModel, config: Mapping[str, Any], precision: str) -> None:
         self.model, self.device = model, next(model.parameters()).device
-        self.groups = instantiate(config["optimizer"], "optimizer").build(model.parameter_groups())
-        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-        self.context = torch.autocast(self.device.type, half) if half else contextlib.nullcontext()
+        half = torch.bfloat16 if precision.startswith("bf16") else torch.float16 if precision.startswith("16") else None
+        if half and precision.endswith("true"):
+            model.to(half)
+        self.optimiser = instantiate(config["optimizer"], "optimizer").build(model.parameter_groups())
+        mixed = half and precision.endswith("mixed")
+        self.context = torch.autocast(self.device.type, half) if mixed else contextlib.nullcontext()
 
     def time(self, batch: int, length: int) -> float:
         """Seconds of forward and backward; of what would take long, a part is timed and the whole counted up."""
@@ -104,9 +118,9 @@ class _Step:
 
     def optimizer(self) -> float:
         """Seconds of the optimiser."""
-        self.groups.step()  # the first one makes its state
+        self.optimiser.step()  # the first one makes its state
         begin = self._now()
-        self.groups.step()
+        self.optimiser.step()
         return self._now() - begin
 
     def _flops(self, sequences: int, tokens: int) -> float:

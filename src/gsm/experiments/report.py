@@ -64,10 +64,17 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     generate, evaluate = (shown(ROOT / script) for script in ("generate.py", "evaluate.py"))
-    lines += ["Next:", "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)), f"  {BOARD}"]
+    lines += [
+        "Next:",
+        "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
+        f"  # a colour for each arm: {BOARD}",  # a comment, as a shell would take the address apart
+    ]
     if writes:
         lines += ["  " + typed("python", generate, f"checkpoint={shown(folder)}", "prompt=def ")]
         lines += ["  " + typed("python", evaluate, f"checkpoint={shown(folder)}")]
+    if "shared_state" in (facts["memory_bytes"] or {}):
+        given = ["text_file=README.md"] if writes else []
+        lines += ["  " + typed("python", shown(ROOT / "explore.py"), f"checkpoint={shown(folder)}", *given)]
     return "\n".join(lines)
 
 
