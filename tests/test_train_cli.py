@@ -71,7 +71,7 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
         assert len(line) <= 80 or whole, f"longer than a terminal is wide: {line}"
     conclusion = printed[printed.index("default/gsm/seed1: ") :].splitlines()
     assert len(conclusion) <= 24
-    for expected in ("gsm, size nano", "5-gram model", "unigram model", "tensorboard --logdir", "python generate.py"):
+    for expected in ("gsm, size nano", "5-gram model", "unigram model", "tensorboard --logdir", "generate.py"):
         assert expected in printed
 
 
