@@ -195,14 +195,13 @@ def write(
     report = Report(folder, folders, table, notes, pictures, missing, runs, _states(folders))
     contents = {
         f"{stem}.md": report.markdown().encode(),
-        f"{stem}.html": report.html().encode(),
         f"{stem}.csv": table.csv().encode(),
         f"{stem}.json": (json.dumps({**table.plain(), "notes": list(notes)}, indent=2) + "\n").encode(),
         **{name: picture.png for name, picture in pictures.items()},
     }
     for name, content in contents.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+        _put(folder / name, content)
+    _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not depend on what lies beside the runs
     said = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
@@ -212,6 +211,11 @@ def write(
         said.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
     said.append(f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
     return [*said, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
+
+
+def _put(place: Path, content: bytes) -> None:
+    with replacing(place) as file:
+        file.write(content)
 
 
 def _picture(figure: Figure, name: str) -> Picture:
