@@ -226,7 +226,8 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
     """The pictures with a panel for each column of the table, and for each task that was tested at several lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
-        figure, panels = plots.figure(columns=len(known), height=1.1 + 0.35 * len(by_arm))
+        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
+        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
         for axes, column in zip(panels, known, strict=True):
             plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
         for axes in panels[1:]:
