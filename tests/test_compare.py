@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,40 @@ def test_runs_that_were_tested_at_several_lengths_get_a_panel_for_each_task(tmp_
     assert [list(line.get_ydata()) for line in parity.get_lines()] == [[1.0, 0.75]] * 2, "means over seeds"
     assert [label.get_text() for label in s5.get_xticklabels()] == ["8", "32"]
     assert "comparison_lengths.png" in (tmp_path / "logs/tracking/comparison.md").read_text()
+
+
+def test_arms_are_drawn_with_what_they_differ_in():
+    shared = "data_folder-data.path_books.x477a4dbf"
+    drawn = plots.named([f"gsm-{shared}", f"gsm-writer_gated-{shared}", f"gsm-lr_1e-4-{shared}"])
+    assert list(drawn.values()) == ["gsm", "writer_gated", "lr_1e-4"], "a hyphen in a value divides nothing"
+    assert list(plots.named(["paper", "control"]).values()) == ["paper", "control"]
+    assert list(plots.named(["gsm-size_pico"]).values()) == ["gsm-size_pico"], "one alone has nothing in common"
+    turned = ["m-a_1-b_2", "m-b_2-a_1"]
+    assert list(plots.named(turned).values()) == turned, "two arms never share a label"
+
+
+def test_arms_with_long_names_leave_room_for_what_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[Any]
+):
+    """Legends covered the axes, and matplotlib said that it could not lay them out."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plots, "png", lambda figure, *_: [drawn.append(figure), png(figure)][1])
+    for folder, own in (("like", "-size_pico-data_needle"), ("unlike", "")):
+        for letter in "ab":
+            arm = f"gsm{own}-" + "_".join([letter * 8] * 10)[: 90 - len(own) - 4]
+            assert len(arm) == 90
+            tested = {"parity": {"8": 1.0, "32": 0.5}}
+            write_run(tmp_path / folder, arm, 0, 0.5, by_length=tested, cache_bytes=ord(letter))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compare(str(tmp_path / folder), columns="accuracy,val_loss", x="cache_bytes", y="accuracy")
+        assert arm in (tmp_path / folder / "comparison.md").read_text(), "the table has the full name"
+    for figure in drawn:
+        for axes in figure.axes:
+            box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+            assert box.width > 1.2 and box.height > 1
+            legend = axes.get_legend()
+            assert legend is None or not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_final_values_and_pairs_are_those_of_the_summaries(experiment: Path, drawn: list[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -88,6 +89,14 @@ def test_links_and_pictures_are_there(name: str):
         assert not anchor or anchor in anchors(target), f"{name} leads to {link}, and {target.name} has no such heading"
         inside = target.is_relative_to(DOCS) or not page.is_relative_to(DOCS)
         assert inside, f"{name} leads to {link}, which is no part of the site: name it as code"
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name != "README.md"])
+def test_every_column_of_a_table_has_a_heading(name: str):
+    lines = CODE.sub("code", (ROOT / name).read_text()).splitlines()
+    for heading, rule in itertools.pairwise(lines):
+        if heading.startswith("|") and re.fullmatch(r"\|( *:?-+:? *\|)+", rule):
+            assert all(cell.strip() for cell in heading[1:-1].split("|")), f"{name}: {heading}"
 
 
 @pytest.mark.parametrize("slot", sorted(HOME))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -183,6 +184,23 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int,
         explore(build(case), random_tokens(1, tokens)[0])
     with pytest.raises(ValueError, match=r"one sequence, \[T\], got the shape \[2, 5\]"):
         explore(build(case), random_tokens(2, 5))
+
+
+@pytest.mark.parametrize("name", ["documents", "targets"])
+def test_what_is_not_of_the_length_of_the_text_is_named(name: str):
+    with pytest.raises(ValueError, match=rf"{name} has the shape \[3\], but the text has {T} tokens"):
+        explore(build("gsm"), random_tokens(1, T)[0], **{name: torch.zeros(3).long()})
+
+
+def test_a_line_at_the_top_may_have_any_value():
+    """NaN came into the page as such, and no browser could read it."""
+    found, _ = packed(explore(build("gsm"), random_tokens(1, T)[0], about={"loss": math.nan}).html)
+    assert found["about"]["loss"] == "nan"
+
+
+def test_a_model_without_a_state_is_called_as_it_was_chosen():
+    with pytest.raises(SystemExit, match=r"needle_delta_net.ckpt: .* shared state, and delta_net has none: give it a"):
+        command_line.call(write, "explore.py", ["checkpoint=needle_delta_net"])
 
 
 # What tokens are called.

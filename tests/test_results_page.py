@@ -16,7 +16,7 @@ from test_experiment import fake, place, toy
 from gsm.evaluation import plots
 from gsm.experiments.compare import compare
 from gsm.experiments.experiment import train_all
-from gsm.experiments.page import _commands
+from gsm.experiments.page import Report, _commands
 
 __all__ = ["experiment", "fake"]  # fixtures
 
@@ -114,6 +114,7 @@ def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path, dam
     (experiment / "paper/seed0/.hydra/overrides.yaml").write_text(damaged)
     (experiment / "experiment.json").write_text('{"arms": {"paper": 3, "control": []}, "table": ["accuracy"]}')
     (experiment / "gone.json").symlink_to("nowhere")
+    (experiment / "other.json").write_text('{"tables": 5}')
     file = experiment / "control/seed0/summary.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "runs": 3, "choices": [], "versions": 1, "data": "x"}))
     compare(str(experiment))
@@ -165,6 +166,16 @@ def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monke
     hydra(tmp_path, ["experiment=mine"])
     monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
     assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
+    folders = f"{tmp_path}:{tmp_path / '.hydra'}"
+    monkeypatch.setenv("GSM_CONFIGS", folders)
+    assert _commands(tmp_path) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
+
+
+def test_a_page_that_cannot_be_made_costs_only_itself(experiment: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Report, "html", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare(str(experiment))
+    assert {file.suffix for file in experiment.glob("comparison*")} == {".md", ".csv", ".json", ".png"}
 
 
 def test_runs_after_one_another_show_each_configuration_and_all_of_their_time(tmp_path: Path):

@@ -150,7 +150,7 @@ def _is_last(file: Path) -> bool:
 
 def home(file: Path) -> Path:
     """The folder of a checkpoint's run; of one that comes with the package, where what is measured of it may lie."""
-    if file in paths.trained().values():
+    if file.resolve() in {one.resolve() for one in paths.trained().values()}:
         return Path("logs") / "trained" / file.stem
     return file.parent.parent if file.parent.name == "checkpoints" else file.parent
 

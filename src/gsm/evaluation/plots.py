@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL = (3.6, 2.8)  # inches
 FEW = 8  # points of a curve that are marked: of one alone there is no line
 SMALL = 8  # points of the smallest letters
+LINE = 28  # letters of an arm's name in a line
+MANY = 6  # arms whose names have a place among the lines
 REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'"
 LABELS = {
     "accuracy": "questions answered (fraction)",
@@ -65,6 +68,21 @@ def styles(arms: Iterable[str]) -> dict[str, Style]:
         line, marker = LINES[(place + again) % len(LINES)], MARKERS[(place + again) % len(MARKERS)]
         found[arm] = Style(COLOURS[place], line, marker)
     return found
+
+
+def named(arms: Iterable[str]) -> dict[str, str]:
+    """What each arm is called in a picture: without the choices that all of them made, as far as they differ then, in
+    lines of ``LINE`` letters. Tables have the full names.
+
+    An arm that made no other choice is called after its model: of ``gsm-size_pico`` and ``gsm-writer_gated-size_pico``
+    remain ``gsm`` and ``writer_gated``.
+    """
+    # What follows a hyphen and has no underscore belongs to the value before it, as in lr_1e-4.
+    parts = {arm: re.split(r"-(?=[^-]*_)", arm) for arm in arms}
+    common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
+    short = {arm: "-".join(part for part in own if part not in common) or own[0] for arm, own in parts.items()}
+    chosen = short if len(set(short.values())) == len(parts) else {arm: arm for arm in parts}
+    return {arm: textwrap.fill(name, LINE) for arm, name in chosen.items()}
 
 
 def label(name: str) -> str:
@@ -154,7 +172,7 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
         arms: by name, for each seed its values by step; of an arm, what all its seeds have is drawn.
         x, y: labels of the axes, with units.
     """
-    chosen = styles(arms)
+    chosen, names = styles(arms), named(arms)
     for arm, seeds in arms.items():
         steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
         if not steps:
@@ -162,14 +180,13 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
         values = [[seed[step] for seed in seeds] for step in steps]
         means, style = [statistics.fmean(column) for column in values], chosen[arm]
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "linewidth": 1.4, "markersize": 4}
-        axes.plot(steps, means, label=arm, marker=style.marker if len(steps) <= FEW else None, **how)
+        axes.plot(steps, means, label=names[arm], marker=style.marker if len(steps) <= FEW else None, **how)
         if len(seeds) > 1:
             spreads = [statistics.stdev(column) for column in values]
             low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
             high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
             axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    # So many names would lie upon the lines.
-    finish(axes, x, y, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(arms) > 6 else {}))
+    finish(axes, x, y, **_beside(names))
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:
@@ -180,13 +197,14 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
         arms: by name, at each value along x the value, the lower and the upper end of the band.
         x, y: labels of the axes, with units.
     """
+    names = named(arms)
     for (arm, points), style in zip(arms.items(), styles(arms).values(), strict=True):
         across = sorted(points)
         middle, low, high = zip(*(points[value] for value in across), strict=True)
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
-        axes.plot(across, middle, label=arm, linewidth=1.4, markersize=3.5, **how)
+        axes.plot(across, middle, label=names[arm], linewidth=1.4, markersize=3.5, **how)
         axes.fill_between(across, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    finish(axes, x, y)
+    finish(axes, x, y, **_beside(names))
 
 
 def lengths(
@@ -210,7 +228,7 @@ def lengths(
         curves(axes, arms, x, y if place is None or place.is_first_col() else "")
         axes.set_ylim(-0.03 * top, 1.03 * top)
         for line in axes.get_lines():
-            line.set_marker(styles(arms)[str(line.get_label())].marker)
+            line.set_marker(styles(named(arms).values())[str(line.get_label())].marker)
             line.set_markersize(4)
         ticks = sorted({length for seeds in arms.values() for seed in seeds for length in seed})
         axes.set_xscale("log", base=2)
@@ -221,7 +239,14 @@ def lengths(
         if legend:
             legend.remove()
     handles, names = panels[-1].get_legend_handles_labels()
-    panels[-1].figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    made = panels[-1].figure.get_figure(root=True)
+    lines = [name.splitlines() for name in names] or [[""]]
+    broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)  # inches: a line's sample, and its letters
+    columns = max(1, min(4, int(made.get_figwidth() / broad)))
+    rows = -(-len(lines) // columns)
+    made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # for more than one line of it
+    how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+    made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
 
 
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
@@ -233,7 +258,7 @@ def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
         axes.plot(values, [row] * len(values), style.marker, color=style.colour, markersize=5, alpha=0.7)
         if values:
             axes.plot(statistics.fmean(values), row, "|", color=style.colour, markersize=18, markeredgewidth=1.6)
-    axes.set_yticks(list(rows), list(arms))
+    axes.set_yticks(list(rows), list(named(arms).values()))
     axes.set_ylim(0.4, len(arms) + 0.6)
     axes.locator_params(axis="x", nbins=5)
     finish(axes, x)
@@ -249,17 +274,26 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    names = named(arms)
     for (arm, (across, up)), style in zip(arms.items(), styles(arms).values(), strict=True):
         if across and up:
             bars: dict[str, Any] = {"xerr": _spread(across), "yerr": _spread(up)}
             how: dict[str, Any] = {"color": style.colour, "markersize": 6, "capsize": 2, "linewidth": 1}
-            axes.errorbar(statistics.fmean(across), statistics.fmean(up), fmt=style.marker, label=arm, **bars, **how)
+            axes.errorbar(
+                statistics.fmean(across), statistics.fmean(up), fmt=style.marker, label=names[arm], **bars, **how
+            )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", rotation=30)
-    finish(axes, x, y)
+    finish(axes, x, y, **_beside(names))
+
+
+def _beside(names: Mapping[str, str]) -> dict[str, Any]:
+    """Where the legend goes: to the right, if so many names, or so long ones, would lie upon the lines."""
+    wide = len(names) > MANY or any("\n" in name for name in names.values())
+    return {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if wide else {}
 
 
 def _spread(values: Sequence[float]) -> float | None:

@@ -195,14 +195,13 @@ def write(
     report = Report(folder, folders, table, notes, pictures, missing, runs, _states(folders))
     contents = {
         f"{stem}.md": report.markdown().encode(),
-        f"{stem}.html": report.html().encode(),
         f"{stem}.csv": table.csv().encode(),
         f"{stem}.json": (json.dumps({**table.plain(), "notes": list(notes)}, indent=2) + "\n").encode(),
         **{name: picture.png for name, picture in pictures.items()},
     }
     for name, content in contents.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+        _put(folder / name, content)
+    _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not depend on what lies beside the runs
     said = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
@@ -214,6 +213,11 @@ def write(
     return [*said, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
 
 
+def _put(place: Path, content: bytes) -> None:
+    with replacing(place) as file:
+        file.write(content)
+
+
 def _picture(figure: Figure, name: str) -> Picture:
     return Picture(plots.png(figure), plots.svg(figure, name))
 
@@ -222,7 +226,8 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
     """The pictures with a panel for each column of the table, and for each task that was tested at several lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
-        figure, panels = plots.figure(columns=len(known), height=1.1 + 0.35 * len(by_arm))
+        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
+        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
         for axes, column in zip(panels, known, strict=True):
             plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
         for axes in panels[1:]:

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +20,7 @@ from markupsafe import Markup
 
 from gsm import paths
 from gsm.config.check import flat
+from gsm.config.options import opening
 from gsm.experiments.report import kernels
 from gsm.experiments.table import FOOTNOTE, Grid, RunSummary, Table
 from gsm.files import read_json
@@ -195,9 +195,7 @@ def _question(experiment: str) -> str:
     if not experiment.replace("_", "").isalnum():  # it becomes a part of a path
         return ""
     files = (folder / "experiment" / f"{experiment}.yaml" for folder in paths.config_folders())
-    text = next((_read(file) for file in files if file.is_file()), "")
-    lines = (line for line in text.splitlines() if not line.startswith("# @package"))
-    return " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
+    return opening(next((_read(file) for file in files if file.is_file()), ""))
 
 
 def _commands(folder: Path) -> list[str]:
@@ -205,8 +203,10 @@ def _commands(folder: Path) -> list[str]:
     given = _yaml(_read(folder / ".hydra/overrides.yaml"))
     if not isinstance(given, list):
         return []
-    own = [word for place in paths.config_folders()[1:] for word in ("--config-dir", str(place))]
-    return [shlex.join(["python", "train.py", *own, *map(str, given)])]
+    own = list(map(str, paths.config_folders()[1:]))
+    before = f"GSM_CONFIGS={shlex.quote(os.pathsep.join(own))} " if len(own) > 1 else ""  # Hydra takes one --config-dir
+    flag = ["--config-dir", *own] if len(own) == 1 else []
+    return [before + shlex.join(["python", "train.py", *flag, *map(str, given)])]
 
 
 def _yamls(run: RunSummary, name: str) -> dict[str, str]:
@@ -236,7 +236,8 @@ def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
     """What evaluations have said of several runs together, in files beside them: their tables, notes and picture."""
     for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
         said = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
-        tables = [grid for grid in (said or {}).get("tables") or [] if _is_grid(grid)]
+        found = (said or {}).get("tables")
+        tables = [grid for grid in found if _is_grid(grid)] if isinstance(found, list) else []
         if said is None or not tables:
             continue
         picture, notes = file.with_suffix(".png"), said.get("notes")

@@ -54,7 +54,7 @@ def write(
     source = _text(text, text_file)
     run = Trained(_one(checkpoint), usable(device))
     with refusals(str(run.file)):
-        check(run.model)
+        check(run.model, name=str(run.config.get("choices", {}).get("model") or ""))
     task, target_T = _task(run), None
     if task is None:
         if not source:

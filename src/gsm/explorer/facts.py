@@ -113,9 +113,13 @@ def gather(
         target_T: int64, -100 where nothing is asked; None: the next token, where it is of the same document.
 
     Raises:
-        ValueError: the model has no shared state, or there are too few or too many tokens.
+        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets are of
+            another length.
     """
     check(model, len(token_T))
+    for name, x in (("documents", document_T), ("targets", target_T)):
+        if x is not None and x.shape != token_T.shape:
+            raise ValueError(f"{name} has the shape {list(x.shape)}, but the text has {len(token_T):,} tokens")
     model = cast(GSM, model)
     token_T = token_T.to(model.embedding.weight.device)
     document_T = torch.zeros_like(token_T) if document_T is None else document_T.to(token_T)
@@ -153,11 +157,11 @@ def gather(
     )
 
 
-def check(model: LanguageModel, tokens: int | None = None) -> None:
-    """Raises ValueError for what the explorer cannot show, with the remedy."""
+def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> None:
+    """Raises ValueError for what the explorer cannot show, with the remedy; ``name``: what the model was chosen by."""
     if not isinstance(model, GSM):
         raise ValueError(
-            f"the explorer shows a shared state, and {type(model).__name__} has none: give it a GSM "
+            f"the explorer shows a shared state, and {name or type(model).__name__} has none: give it a GSM "
             "(evaluate.py measures any model)"
         )
     least = model.geometry.encoder_ratio + 1

@@ -69,7 +69,7 @@ def explore(
     *,
     documents: Tensor | None = None,
     targets: Tensor | None = None,
-    about: Mapping[str, str] | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> Page:
     """What a GSM does at every token of a text, as a page: shown in a notebook, or saved with ``page.save(path)``.
 
@@ -83,7 +83,8 @@ def explore(
         about: lines for the top of the page, by their names.
 
     Raises:
-        ValueError: the model has no shared state, or there are too few or too many tokens.
+        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets are of
+            another length.
     """
     token_T = torch.as_tensor(tokens).long().cpu()
     if token_T.dim() != 1:
@@ -110,7 +111,7 @@ def describe(model: GSM) -> dict[str, str]:
 
 
 def render(
-    facts: Facts, named: Tokenizer | Task | None, questions: Sequence[Question], about: Mapping[str, str]
+    facts: Facts, named: Tokenizer | Task | None, questions: Sequence[Question], about: Mapping[str, object]
 ) -> str:
     """The text of the file."""
     style = (HERE / STYLE).read_text(encoding="utf-8")
@@ -131,14 +132,14 @@ def _said(
     facts: Facts,
     named: Tokenizer | Task | None,
     questions: Sequence[Question],
-    about: Mapping[str, str],
+    about: Mapping[str, object],
     arrays: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """What is no array."""
     words = words_of(named, facts.token_T.tolist())
     others = {*facts.guess_TG.flatten().tolist(), *facts.target_T.tolist()} - {-1}
     return {
-        "about": dict(about),
+        "about": {name: str(value) for name, value in about.items()},  # NaN would be no JSON
         "tokens": len(words),
         "words": [word.text for word in words],
         "kinds": "".join(word.kind for word in words),
