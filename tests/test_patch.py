@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -299,6 +299,40 @@ def test_a_patch_of_one_model_leaves_others_alone():
     with without_state(one):
         got = [model(token_BT).logits for model in (one, other)]
     assert not torch.allclose(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@torch.no_grad()
+def test_a_patch_of_a_model_that_is_never_called_is_no_silent_one():
+    one, other, token_BT = build("gsm", geometry=SHALLOW), build("gsm", geometry=SHALLOW, seed=1), random_tokens(1, T)
+    with pytest.raises(ValueError, match="never the one to be patched"), gsm.patch("hidden", abs, one):
+        other(token_BT)
+    with gsm.patch("hidden", abs, one):
+        pass
+
+
+@pytest.mark.parametrize("around", [torch.compile, torch.nn.DataParallel, torch.nn.Sequential])
+def test_what_was_put_around_a_model_is_refused_in_its_place(around: Callable):
+    """Its calls are those of the model inside, so that nothing would have been patched."""
+    wrapper = around(build("gsm", geometry=SHALLOW))
+    with (
+        pytest.raises(TypeError, match=f"a {type(wrapper).__name__} is no .* the model as it was before torch.compile"),
+        gsm.patch("hidden", abs, wrapper),
+    ):
+        pytest.fail("the block was entered")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capacity", [None, T])
+def test_of_what_a_bank_keeps_the_latent_alone_is_kept_as_it_was_patched(capacity: int | None):
+    model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
+
+    def kept(*names: str) -> Tensor:
+        with gsm.patch(names, torch.zeros_like) if names else nullcontext():
+            memory = model.prefill(token_BT, model.start(1, capacity)).memory
+        return memory.encoder[1].bank.entry.value_BFC
+
+    assert torch.equal(kept("encoder/2/bank"), kept()) and kept().any()
+    assert not kept("encoder/2/latent").any()
 
 
 def test_a_model_that_recomputes_has_the_gradients_of_what_it_computed():
