@@ -78,7 +78,11 @@ def tap(name: str, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Ten
     return None if callable(value) else value
 
 
-def called(model: Any) -> None:
+class Calls:
+    """What says of each of its calls whose taps follow (`called`): language models."""
+
+
+def called(model: Calls) -> None:
     """Says whose the taps that follow are."""
     if _listening:
         _note(model)
@@ -106,7 +110,9 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
 
 
 @contextmanager
-def patch(pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Any = None) -> Iterator[None]:
+def patch(
+    pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Calls | None = None
+) -> Iterator[None]:
     """Replace what passes the taps whose names match, in every call inside of the block.
 
         with gsm.patch("stage/1/increment", torch.zeros_like):
@@ -142,9 +148,7 @@ def patch(pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], mo
             if models were called, but never `model`.
         KeyError: behind the block, if models were called and met no tap of such a name; it lists those they met.
     """
-    from gsm.models.base import LanguageModel  # late: models are made of taps
-
-    if model is not None and not isinstance(model, LanguageModel):
+    if model is not None and not isinstance(model, Calls):
         raise TypeError(
             f"a patch of one model knows it by its own calls, but a {type(model).__name__} is no language model: give "
             "the model as it was before torch.compile, or before whatever else was put around it"
@@ -186,7 +190,9 @@ class Patch:
     """What replaces the tensors of some taps; `met` holds the names of all that passed, and `others` says whether other
     models than the one to be patched were called."""
 
-    def __init__(self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Any = None) -> None:
+    def __init__(
+        self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Calls | None = None
+    ) -> None:
         self.patterns, self.function, self.model = patterns, function, model
         self.met: set[str] = set()
         self.others = False
