@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -164,20 +164,22 @@ def test_weights_of_zero_are_an_attention_that_brings_nothing(case: str):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["gsm", "transformer", "yoco"])
-def test_weight_on_what_a_row_does_not_see_brings_nothing(case: str):
+@pytest.mark.parametrize(
+    "case, layer", [("gsm", "encoder/2"), ("gsm", "decoder/4"), ("transformer", "decoder/4"), ("yoco", "decoder/4")]
+)
+def test_weight_on_what_a_row_does_not_see_brings_nothing(case: str, layer: str):
     """On the sink, on entries before the document, on slots that are not selected, on tokens to come."""
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(1, 9)
     documents = torch.tensor([[0] * 4 + [1] * 5])
-    name = "decoder/4/weights" if case == "gsm" else "decoder/4/weights"
-    with gsm.record(name) as seen:
+    name = f"{layer}/weights"
+    with gsm.record(name, "*/top_k") as seen:
         model(token_BT, documents)
-    for mask in (
-        seen[name] == 0,
-        torch.zeros_like(seen[name], dtype=torch.bool).index_fill(-1, torch.tensor([-1]), True),
-    ):
-        if case != "gsm" and mask is not None and not (seen[name] == 0)[mask].all():
-            continue  # no sink, and the last place is the last row's own
+    if layer == "encoder/2":
+        assert (seen["encoder/2/top_k"] == -1).any() and (seen["encoder/2/top_k"] >= 0).any()
+    unseen, sink = seen[name] == 0, torch.zeros_like(seen[name], dtype=torch.bool)
+    sink[..., -1] = True
+    for mask in (unseen, sink) if case == "gsm" else (unseen,):  # without a sink, the last place is the last row's own
+        assert mask.any()
         with gsm.patch(name, lambda w, mask=mask: w.where(~mask, 0)):
             want = model(token_BT, documents).logits
         with gsm.patch(name, lambda w, mask=mask: w.where(~mask, 7)):
@@ -259,10 +261,7 @@ def test_a_function_may_write_to_what_it_gets_and_the_memory_stays_as_it_was_rea
     want = read(model, token_BT, capacity)
     names = ("state/entries", "encoder/*/bank", "encoder/*/window")
     out = model(token_BT[:, :9], memory=model.start(1, capacity), rows=1)
-    for one in (out.memory.clone(), out.memory):
-        changed = model(token_BT[:, 9:12], memory=one).logits if one is not out.memory else None
-        if changed is not None:
-            before = changed
+    before = model(token_BT[:, 9:12], memory=out.memory.clone()).logits
     with gsm.patch(names, torch.Tensor.zero_):
         patched = model(token_BT[:, 9:12], memory=out.memory.clone()).logits
     assert not torch.allclose(patched, before)
@@ -300,6 +299,40 @@ def test_a_patch_of_one_model_leaves_others_alone():
     with without_state(one):
         got = [model(token_BT).logits for model in (one, other)]
     assert not torch.allclose(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@torch.no_grad()
+def test_a_patch_of_a_model_that_is_never_called_is_no_silent_one():
+    one, other, token_BT = build("gsm", geometry=SHALLOW), build("gsm", geometry=SHALLOW, seed=1), random_tokens(1, T)
+    with pytest.raises(ValueError, match="never the one to be patched"), gsm.patch("hidden", abs, one):
+        other(token_BT)
+    with gsm.patch("hidden", abs, one):
+        pass
+
+
+@pytest.mark.parametrize("around", [torch.compile, torch.nn.DataParallel, torch.nn.Sequential])
+def test_what_was_put_around_a_model_is_refused_in_its_place(around: Callable):
+    """Its calls are those of the model inside, so that nothing would have been patched."""
+    wrapper = around(build("gsm", geometry=SHALLOW))
+    with (
+        pytest.raises(TypeError, match=f"a {type(wrapper).__name__} is no .* the model as it was before torch.compile"),
+        gsm.patch("hidden", abs, wrapper),
+    ):
+        pytest.fail("the block was entered")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capacity", [None, T])
+def test_of_what_a_bank_keeps_the_latent_alone_is_kept_as_it_was_patched(capacity: int | None):
+    model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
+
+    def kept(*names: str) -> Tensor:
+        with gsm.patch(names, torch.zeros_like) if names else nullcontext():
+            memory = model.prefill(token_BT, model.start(1, capacity)).memory
+        return memory.encoder[1].bank.entry.value_BFC
+
+    assert torch.equal(kept("encoder/2/bank"), kept()) and kept().any()
+    assert not kept("encoder/2/latent").any()
 
 
 def test_a_model_that_recomputes_has_the_gradients_of_what_it_computed():

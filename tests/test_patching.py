@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small import build
@@ -33,9 +35,11 @@ def test_a_corrupted_text_differs_in_the_value_of_the_needle_that_is_asked_for()
 def test_all_that_a_model_is_given_brings_the_whole_answer_back(case: str):
     model, pair = build(case), patching.corrupted(ask(TASK, T, 2), TASK)
     parts = {"embedding": "embedding", "into the decoder": INTO_DECODER, "out": "hidden", "indexers": "*/top_k"}
+    parts["what the calls have in common"] = "position"
     found = patching.by_part(model, pair, parts)
     assert [round(found[name], 9) for name in ("embedding", "into the decoder", "out")] == [1, 1, 1]
-    assert abs(found["indexers"]) != 1
+    assert found["what the calls have in common"] == 0
+    assert 0.1 < abs(found["indexers"] - 1) < 1, "what is selected is not yet what stands there"
 
 
 def test_one_place_is_put_in_at_a_time_and_none_where_there_is_none():
@@ -43,6 +47,21 @@ def test_one_place_is_put_in_at_a_time_and_none_where_there_is_none():
     offsets = [-50, 0, 1, 50]
     found = patching.by_place(model, pair, ["embedding"], pair.told_N, offsets)["embedding"]
     assert found == {-50: 0.0, 0: 0.0, 1: 1.0, 50: 0.0}, "the calls differ in the token behind the key alone"
+
+
+def test_where_both_calls_are_answered_alike_there_is_nothing_to_restore():
+    pair = patching.corrupted(ask(TASK, T, 2), TASK)
+    with pytest.raises(ValueError, match=r"alike: log p\(right\) - log p\(wrong\) is .* in both"):
+        patching.by_part(build("gsm"), replace(pair, corrupted_NT=pair.clean_NT), {"out": "hidden"})
+
+
+def test_questions_follow_the_model_to_its_device():
+    """The meta device computes no numbers, but refuses tensors of another one."""
+    model, pair = build("gsm").to("meta"), patching.corrupted(ask(TASK, T, 2), TASK)
+    assert {margin.device.type for margin in patching.margins(model, pair)} == {"meta"}
+    between = torch.tensor(1.0), torch.tensor(0.0)
+    for places_NP in (None, patching.around(pair.told_N, [0, 1])):
+        assert patching.restored(model, pair, "embedding", places_NP, between).device.type == "meta"
 
 
 def test_the_packaged_model_has_the_answer_in_the_slot_of_the_value():

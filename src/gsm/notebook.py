@@ -273,7 +273,7 @@ def show_increments(seen: Seen) -> Figure:
 
 def show_state(model: GSM, seen: Seen) -> Figure:
     """The decoder's attention over the shared state: a line a layer, a column an entry, the sink at the right."""
-    return views.decoder(model, seen)
+    return views.decoder(model, seen, width=WIDTH, height=2.2)
 
 
 @torch.no_grad()

@@ -78,7 +78,11 @@ def tap(name: str, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Ten
     return None if callable(value) else value
 
 
-def called(model: Any) -> None:
+class Calls:
+    """What says of each of its calls whose taps follow (`called`): language models."""
+
+
+def called(model: Calls) -> None:
     """Says whose the taps that follow are."""
     if _listening:
         _note(model)
@@ -106,7 +110,9 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
 
 
 @contextmanager
-def patch(pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Any = None) -> Iterator[None]:
+def patch(
+    pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Calls | None = None
+) -> Iterator[None]:
     """Replace what passes the taps whose names match, in every call inside of the block.
 
         with gsm.patch("stage/1/increment", torch.zeros_like):
@@ -117,7 +123,9 @@ def patch(pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], mo
     read in the meantime stays in its memory as it was read.
 
     - Of what a memory stores (windows, banks, the state's entries) each call shows stored and new entries, and the
-      memory keeps them as they were: the function is applied once in each call, never to its own result.
+      memory keeps them as they were: the function is applied once in each call, never to its own result. Not so two
+      taps that later calls find changed: `encoder/<l>/latent` is stored as it was patched, and `decoder/<l>/state`,
+      which the call itself has read by then, changes nothing else.
     - Rows are the last R of the call's T new positions, and entries end with the newest. Token by token, as in one
       call: give each position the same, e.g. by its number in `seen["position"]` of a recording around it.
     - Replaced attention weights are what the rows take their mixture with: the weight of a place that a row does not
@@ -132,15 +140,24 @@ def patch(pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], mo
     Args:
         pattern: as of `record`; or several.
         function: from a copy of the tensor, which it may write to, to one of the same shape, dtype and device.
-        model: only in calls of this model; None: of any.
+        model: only in calls of this model, given as it was before `torch.compile`; None: of any.
 
     Raises:
-        ValueError: in the call, if the function gives anything else, or slots that a row may not see.
+        TypeError: at the block's entry, if `model` is no language model, such as one that `torch.compile` gave.
+        ValueError: in the call, if the function gives anything else, or slots that a row may not see; behind the block,
+            if models were called, but never `model`.
         KeyError: behind the block, if models were called and met no tap of such a name; it lists those they met.
     """
+    if model is not None and not isinstance(model, Calls):
+        raise TypeError(
+            f"a patch of one model knows it by its own calls, but a {type(model).__name__} is no language model: give "
+            "the model as it was before torch.compile, or before whatever else was put around it"
+        )
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
     with _listener(Patch(patterns, function, model)) as one:
         yield
+    if one.others and not one.met:
+        raise ValueError("models were called, but never the one to be patched: leave out model= to patch any")
     if one.met and not any(map(one.names, one.met)):
         raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} was met; met: {', '.join(sorted(one.met))}")
 
@@ -170,17 +187,22 @@ class Seen(dict[str, Tensor]):
 
 
 class Patch:
-    """What replaces the tensors of some taps; `met` holds the names of all that passed."""
+    """What replaces the tensors of some taps; `met` holds the names of all that passed, and `others` says whether other
+    models than the one to be patched were called."""
 
-    def __init__(self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Any = None) -> None:
+    def __init__(
+        self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Calls | None = None
+    ) -> None:
         self.patterns, self.function, self.model = patterns, function, model
         self.met: set[str] = set()
+        self.others = False
 
     def names(self, name: str) -> bool:
         return _matches(name, self.patterns)
 
     def wants(self, name: str) -> bool:
         if self.model is not None and self.model is not _called[0]:
+            self.others = True
             return False
         self.met.add(name)
         return self.names(name)

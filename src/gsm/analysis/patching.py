@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -47,9 +47,13 @@ class Pair:
     right_N: Tensor
     wrong_N: Tensor
 
+    def to(self, device: torch.device) -> Pair:
+        """The same on another device."""
+        return Pair(*(getattr(self, field.name).to(device) for field in fields(self)))
+
 
 def corrupted(asked: Asked, task: Needle, seed: int = 0) -> Pair:
-    """The questions, and the same with another value, drawn with a seed."""
+    """The questions, and the same with another value, drawn with a seed; on the CPU, as questions are."""
     apart, every_N = asked.apart(), torch.arange(len(asked.row_N))
     right_N = apart.target_BT[every_N, apart.row_N]
     step_N = torch.randint(1, task.values, right_N.shape, generator=torch.Generator().manual_seed(seed))
@@ -61,7 +65,9 @@ def corrupted(asked: Asked, task: Needle, seed: int = 0) -> Pair:
 
 @torch.no_grad()
 def margins(model: LanguageModel, pair: Pair) -> tuple[Tensor, Tensor]:
-    """log p(right) - log p(wrong) of the clean call and of the corrupted one, means over the questions, in nats."""
+    """log p(right) - log p(wrong) of the clean call and of the corrupted one, means over the questions, in nats,
+    on the model's device."""
+    pair = pair.to(model.embedding.weight.device)
     with model.evaluating():
         return _margin(model, pair.clean_NT, pair), _margin(model, pair.corrupted_NT, pair)
 
@@ -78,22 +84,31 @@ def restored(
 
     Args:
         model: any that was trained on the task.
-        pair: the questions.
+        pair: the questions, on any device.
         taps: patterns as of ``gsm.record``; all tensors that match are put in together.
         place_NP: int64, places along dimension 1 of these tensors, of each question; one at a time is put in. A place
             that a tensor does not have is left as it is. None: the whole tensors at once.
         between: ``margins``, where they are known.
 
     Returns:
-        [P], or a scalar for whole tensors: the share of the way between the two margins.
+        [P], or a scalar for whole tensors: the share of the way between the two margins; on the model's device.
+
+    Raises:
+        ValueError: the two margins are the same, so that there is no way between them.
     """
     patterns = [taps] if isinstance(taps, str) else list(taps)
     clean, base = between or margins(model, pair)
+    if clean == base:
+        raise ValueError(
+            "the model answers the clean and the corrupted call alike: log p(right) - log p(wrong) is "
+            f"{float(base):.3g} in both, and there is nothing to restore"
+        )
+    pair = pair.to(model.embedding.weight.device)
     found = []
     with model.evaluating():
         with record(*patterns) as seen:
             model.forward(pair.clean_NT)
-        for place_N in [None] if place_NP is None else place_NP.unbind(1):
+        for place_N in [None] if place_NP is None else place_NP.to(model.embedding.weight.device).unbind(1):
             with ExitStack() as stack:
                 for name, x in seen.items():
                     stack.enter_context(patch(name, partial(_put, x, place_N), model))
@@ -109,14 +124,14 @@ def around(centre_N: Tensor, offsets: Sequence[int]) -> Tensor:
 def by_place(
     model: LanguageModel, pair: Pair, taps: Sequence[str], centre_N: Tensor, offsets: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """``restored`` by the offset from a place of each question, for each tap."""
+    """``restored`` by the offset from a place of each question, for each tap; errors as there."""
     between, place_NP = margins(model, pair), around(centre_N, offsets)
     value = {tap: restored(model, pair, tap, place_NP, between).tolist() for tap in taps}
     return {tap: dict(zip(offsets, values, strict=True)) for tap, values in value.items()}
 
 
 def by_part(model: LanguageModel, pair: Pair, parts: Mapping[str, str | Sequence[str]]) -> dict[str, float]:
-    """``restored`` for whole tensors, by the name of the part."""
+    """``restored`` for whole tensors, by the name of the part; errors as there."""
     between = margins(model, pair)
     return {name: float(restored(model, pair, taps, None, between)) for name, taps in parts.items()}
 
@@ -125,15 +140,13 @@ def _put(clean: Tensor, place_N: Tensor | None, x: Tensor) -> Tensor:
     """The clean tensor in place of another, or one place of each sequence of it."""
     if place_N is None:
         return clean
-    there_N = (place_N >= 0) & (place_N < x.shape[1])
-    line_N, place_N = torch.arange(len(x))[there_N], place_N[there_N]
-    x[line_N, place_N] = clean[line_N, place_N]
-    return x
+    here_NP = torch.arange(x.shape[1], device=x.device) == place_N[:, None]
+    return clean.where(here_NP.view(*here_NP.shape, *[1] * (x.ndim - 2)), x)
 
 
 def _margin(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
     """log p(right) - log p(wrong) where the answer is due, as a mean."""
     logit_NTV = model.forward(token_NT).logits
-    logit_NV = logit_NTV[torch.arange(len(token_NT)), pair.row_N]
+    logit_NV = logit_NTV[torch.arange(len(token_NT), device=token_NT.device), pair.row_N]
     right_N, wrong_N = (logit_NV.gather(1, one_N[:, None])[:, 0] for one_N in (pair.right_N, pair.wrong_N))
     return (right_N - wrong_N).mean()

@@ -50,10 +50,11 @@ def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
         yield "state_is_made_of", state_parts(model, seen)
 
 
-def decoder(model: GSM, seen: Seen) -> Figure:
-    """What each decoder layer reads of the state, a mean over all rows that see a whole one."""
+def decoder(model: GSM, seen: Seen, width: float = WIDTH, height: float = HEIGHT) -> Figure:
+    """What each decoder layer reads of the state, a mean over all rows that see a whole one; so many inches wide and
+    high."""
     weight_LE, layers = decoder_attention(model, seen), _decoder(model)
-    figure, panels = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
+    figure, panels = plots.figure(width=width, height=height, grid=False)
     back_W = entries_back(model, f"decoder/{layers[0]}", weight_LE.shape[1] - 1)
     title = "what decoder layers read of the shared state"
     figures.state_read(panels[0], weight_LE, back_W, layers, "decoder layer", title)

@@ -35,7 +35,7 @@ from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import check_sampling, continuation
 from gsm.models.schedule import Schedule
-from gsm.observe import called, tap
+from gsm.observe import Calls, called, tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
@@ -91,7 +91,7 @@ class Trace:
     balances: list[Balance] = field(default_factory=list)
 
 
-class LanguageModel(nn.Module, ABC):
+class LanguageModel(nn.Module, ABC, Calls):
     """Embedding, a body (``run``), final norm and a head tied to the embedding.
 
     The embedding is drawn with variance 1 / D and scaled by sqrt(D) on the way in, so that the first norm meets unit
