@@ -30,11 +30,9 @@ SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "FOLDER"}  # in the one se
 LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
 SMALL = {
     **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
-    **{
-        "data.lengths=[256]": "data.lengths=[192]",
-        "ruler.lengths=160,256": "ruler.lengths=192,256",
-    },
+    **{"lengths=256:1024": "lengths=96:192", "ruler.lengths=160,256": "ruler.lengths=256"},
 }
+FEWER = {"data=ruler": "data.context=256", "ruler.template=short": "ruler.examples=2", "lengths=96:192": "windows=2"}
 TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
 FEW: dict[str, tuple[str, ...]] = {
     "train.py": (*TRAIN, "sample=false", "logs=logs"),
@@ -90,6 +88,7 @@ def typed(line: str) -> list[str]:
     few = [word for word in FEW[script] if word.partition("=")[0] not in {own.partition("=")[0] for own in words}]
     experiment = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
     few += [f"name={experiment}", "seeds=2"] if experiment else [] if "seeds=3" in words else []
+    few += [fewer for word, fewer in FEWER.items() if word in words]
     if script == "train.py" and not words:
         few += ["arm=gsm"]  # the folder of the run without any of these
     return [sys.executable, str(ROOT / script), *words, *few]
