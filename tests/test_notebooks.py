@@ -70,13 +70,11 @@ def run(path: Path) -> None:
 def test_a_model_in_the_cache_is_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """An arm that goes on from another one trains that first; each says how long it takes before it begins."""
+    """An arm that goes on from another one trains that first; each says so before it begins."""
     monkeypatch.setenv("GSM_CACHE", str(tmp_path))
     trained("handed_on", *BRIEF)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Training")]
-    assert said == [
-        f"Training {arm} for 4 steps, once: up to 1 minutes on two CPU cores." for arm in ("gsm", "handed_on")
-    ]
+    assert said == [f"Training {arm} for 4 steps, once:" for arm in ("gsm", "handed_on")]
     monkeypatch.setattr("gsm.notebook.train", lambda config: pytest.fail("trained once more"))
     model, data = trained("gsm", *BRIEF)
     assert not model.training and data.task.pairs == 10

@@ -54,6 +54,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
             config = Experiment(compose(given), given).trial(arm, 0).config
             if config["start_from"]:  # another arm's weights
                 trained(Path(config["start_from"]).parent.name, *overrides)
+            print(f"Training {arm} for {config['trainer']['max_steps']} steps, once:", flush=True)
             train(config)
     return load(folder)
 
