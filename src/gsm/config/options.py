@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,16 @@ def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
 
 def scripts_of(group: str) -> list[str]:
     """The scripts whose yamls have a group, or one above it, in their lists of defaults."""
-    top, found = group.split("/")[0], []
-    for file in sorted(paths.configs().glob("*.yaml")):
+    return [script for script, groups in _taken(paths.configs()).items() if group.split("/")[0] in groups]
+
+
+@functools.cache
+def _taken(folder: Path) -> dict[str, set[str]]:
+    """The groups of every script's list of defaults, read once: each override of a group asks for them."""
+    found = {}
+    for file in sorted(folder.glob("*.yaml")):
         config: Any = OmegaConf.load(file)
-        found += [file.stem] if any(not isinstance(one, str) and top in one for one in config["defaults"]) else []
+        found[file.stem] = {str(key) for one in config["defaults"] if not isinstance(one, str) for key in one}
     return found
 
 
