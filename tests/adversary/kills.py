@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -42,6 +43,7 @@ SAVED = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")  # of
 # What no two runs share: of a summary what was measured with a clock, the repository's commit, and the digest of a
 # checkpoint, which holds times and places; of the cache's notes when a file was written, and the checksum over that.
 OWN = {"tokens_per_second", "train_seconds", "seconds", "peak_memory_bytes", "commit", "checkpoint", "changed", "crc32"}
+CLOCK = re.compile(rb"\b\d+(:\d\d)+\b")  # how long runs have trained, on the page of results
 ARMS = """# @package _global_
 # Does the rate matter?
 name: two_arms
@@ -272,6 +274,7 @@ def found(home: Path) -> dict[str, Any]:
             kept[name] = {part: saved[part] for part in SAVED}
         else:
             content = path.read_bytes().replace(str(home).encode(), b"HOME")
+            content = CLOCK.sub(b"TIME", content) if path.suffix == ".html" else content
             kept[name] = _without(json.loads(content), OWN) if path.suffix == ".json" else content
     return kept
 
