@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
+CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
 
 
 class KernelBuildError(RuntimeError):

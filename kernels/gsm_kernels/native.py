@@ -1,0 +1,115 @@
+"""When loops for the CPU are chosen, how they are compiled, and how they are shared among threads.
+
+Every operation with such loops has two files beside its reference: `numba.py` (when it refuses, shapes, autograd; it
+imports no Numba, so that the package can be imported without it) and `loops.py` (the compiled functions), which the
+first imports when it runs. Numba compiles a loop at its first call, in about a second, and keeps the code on disk.
+
+A loop takes addresses and makes arrays of them: given arrays, Numba needs a microsecond for each, and a decoded token
+is a hundred calls. It works on items first to last; items are shared among `torch.get_num_threads()` threads, and what
+it writes does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+
+
+def missing() -> str | None:
+    """Why compiled loops can take no call on this machine, or None."""
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed"
+    try:
+        numba = importlib.import_module("numba")
+    except (ImportError, OSError, RuntimeError) as error:  # a NumPy that is too new, a library that cannot be loaded
+        return f"Numba cannot be imported ({error})"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+
+
+# A graph cannot ask for it; see `gsm_kernels.launch`.
+missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def unfit(*tensors: Tensor) -> str | None:
+    """Why tensors cannot go to a compiled loop, or None: on a CPU, in float32, bfloat16 or float16."""
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"runs on a CPU, got a tensor on {x.device.type}"
+        if x.dtype is torch.float64:
+            return "computes in float32, which is too coarse for float64"
+    return None
+
+
+def compiled(function: Callable[..., None]) -> Any:
+    """A decorator: the loop, compiled at its first call or read from the cache.
+
+    Sums may be computed in another order than they are written in; infinities and NaN stay what they are."""
+    import numba
+
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _cache_folder()
+    try:
+        options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+        return numba.njit(cache=bool(numba.config.CACHE_DIR), **options)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@functools.cache
+def _cache_folder() -> str:
+    """Where compiled code is kept; empty where nothing can be written.
+
+    Its name follows from the sources: Numba sees that a file has changed, but not one whose functions it has inlined.
+    """
+    sources = sorted([*HERE.glob("*/loops.py"), HERE / "arrays.py"])
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
+    for folder in (HERE / "__pycache__", Path.home() / ".cache/gsm"):
+        try:
+            (folder / f"numba-{digest}").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        return str(folder / f"numba-{digest}")
+    return ""
+
+
+def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least: int = 1) -> None:
+    """Runs loop(first, last, *arguments) over all items, on as many threads as PyTorch uses.
+
+    Args:
+        arguments: numbers, and contiguous tensors, of which the loop is given the addresses.
+        least: items that are worth a thread; a thread's items begin at a multiple of it.
+    """
+    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    threads = min(torch.get_num_threads(), -(-items // least))
+    if threads <= 1:
+        loop(0, items, *given)
+        return
+    each = -(-items // (threads * least)) * least
+    starts = range(0, items, each)
+    pool = _pool(os.getpid())
+    others = [pool.submit(loop, start, min(start + each, items), *given) for start in starts[1:]]
+    loop(0, each, *given)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads beside the caller's own, made as they are needed; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(max_workers=256, thread_name_prefix="gsm_kernels")
