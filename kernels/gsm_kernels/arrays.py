@@ -67,6 +67,46 @@ def exp(x):
     return (p * r * r + r + np.float32(1)) * power if x > np.float32(-87) else np.float32(0)
 
 
+def _copy(short: bool) -> Any:
+    @intrinsic
+    def copy(typing: Any, given: Any, into: Any) -> Any:
+        def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            number, bits = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
+            kind = ir.VectorType(ir.IntType(16), 16) if short else number
+            line = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()), align=2 if short else 4)
+            if short:
+                line = builder.shl(builder.zext(line, bits), ir.Constant(bits, [16] * 16))
+            builder.store(builder.bitcast(line, number), builder.inttoptr(arguments[1], number.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generated
+
+    return copy
+
+
+_copy16, _widen16 = _copy(False), _copy(True)
+
+
+@compiled
+def read(address, size, count, into):
+    """Copies numbers from one address to another, where they are float32; they are float32, or of two bytes bfloat16."""
+    whole = count // 16 * 16
+    if size == 4:
+        for c in range(0, whole, 16):
+            _copy16(address + 4 * c, into + 4 * c)
+        if whole < count:
+            given, rest = floats(address + 4 * whole, (16,)), floats(into + 4 * whole, (16,))
+            for c in range(count - whole):
+                rest[c] = given[c]
+    else:
+        for c in range(0, whole, 16):
+            _widen16(address + 2 * c, into + 4 * c)
+        if whole < count:
+            short, rest = halves(address + 2 * whole, (16,)), floats(into + 4 * whole, (16,))
+            for c in range(count - whole):
+                rest[c] = np.uint32(np.uint32(short[c]) << np.uint32(16)).view(np.float32)
+
+
 def _tile(rows: int, lanes: int) -> Any:
     """A product of `rows` rows and `lanes` columns that stays in registers until it is finished.
 

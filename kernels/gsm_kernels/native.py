@@ -50,7 +50,7 @@ missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 def unfit(*tensors: Tensor) -> str | None:
     """Why tensors cannot go to a compiled loop, or None: on a CPU, in float32, bfloat16 or float16."""
     for x in tensors:
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             return f"runs on a CPU, got a tensor on {x.device.type}"
         if x.dtype is torch.float64:
             return "computes in float32, which is too coarse for float64"

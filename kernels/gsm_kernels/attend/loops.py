@@ -13,26 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import exp, floats, halves, integers, multiply
+from ..arrays import exp, floats, integers, multiply, read
 from ..native import compiled
 
 LANES = 32  # of which a loop has a constant number
 PART = 128  # entries that are mixed at a time: so many stay in the nearest cache
 ZERO, ONE = np.float32(0), np.float32(1)
 NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a maximum before anything was seen
-
-
-@compiled
-def _read(address, size, count, into):
-    """Copies numbers that are float32, or of two bytes bfloat16."""
-    if size == 4:
-        given = floats(address, (count,))
-        for c in range(count):
-            into[c] = given[c]
-    else:
-        short = halves(address, (count,))
-        for c in range(count):
-            into[c] = np.uint32(np.uint32(short[c]) << np.uint32(16)).view(np.float32)
 
 
 @compiled
@@ -93,12 +80,13 @@ def _reach(position_R, row, count, heads, before, width, begin, end):
 @compiled
 def _load(query_at, factor, count, heads, channels, pairs, cos_RP, sin_RP, row, natural, lanes_last):
     """The rotated vectors of a block, times a factor, lane by lane and with the lanes last."""
-    given = floats(query_at, (count * heads, channels))
-    for m in range(count * heads):
-        vector = natural[m]
-        for c in range(channels):
-            vector[c] = given[m, c] * factor
-        _turn(vector, channels, pairs, cos_RP[row + m // heads], sin_RP[row + m // heads], ONE)
+    for r in range(count):
+        cos, sin = cos_RP[row + r], sin_RP[row + r]
+        for m in range(r * heads, (r + 1) * heads):
+            given, vector = floats(query_at + 4 * m * channels, (channels,)), natural[m]
+            for c in range(channels):
+                vector[c] = given[c] * factor
+            _turn(vector, channels, pairs, cos, sin, ONE)
     for c in range(channels):
         into = lanes_last[c]
         for m in range(count * heads):
@@ -106,13 +94,11 @@ def _load(query_at, factor, count, heads, channels, pairs, cos_RP, sin_RP, row, 
 
 
 @compiled
-def _pick(bank_at, bank_size, slots, index_K, channels, picked):
-    """Copies the entries that one query has picked; zeros where there is none."""
+def _pick(bank_at, bank_size, slots, index_K, channels, wide, picked_at):
+    """Copies the entries that one query has picked; of those that are none, the first."""
     for k in range(index_K.shape[0]):
-        if 0 <= index_K[k] < slots:
-            _read(bank_at + index_K[k] * channels * bank_size, bank_size, channels, picked[k])
-        else:
-            picked[k] = ZERO
+        slot = index_K[k] if 0 <= index_K[k] < slots else 0
+        read(bank_at + slot * channels * bank_size, bank_size, channels, picked_at + 4 * k * wide)
 
 
 @compiled
@@ -165,15 +151,15 @@ def forward(
         near_at = window_at + (batch * window_step + low * channels) * window_size
         if not whole:
             for i in range(near):
-                _read(near_at + i * channels * window_size, window_size, channels, copied[i])
+                read(near_at + i * channels * window_size, window_size, channels, copied.ctypes.data + 4 * i * wide)
             near_at = copied.ctypes.data
         query, scores = lanes_last.ctypes.data, score.ctypes.data
         multiply(near_at, wide, 1, query, stride, scores, stride, near, channels, count * heads, False)
         far = scores + 4 * near * stride
         for r in range(count if picks else 0):
             index_K = integers(index_at + 8 * (start + r) * picks, (picks,))
-            _pick(bank_at + batch * bank_step * bank_size, bank_size, slots, index_K, channels, picked[r])
-            at, lane = picked[r].ctypes.data, 4 * r * heads
+            at, lane = picked.ctypes.data + 4 * r * picks * wide, 4 * r * heads
+            _pick(bank_at + batch * bank_step * bank_size, bank_size, slots, index_K, channels, wide, at)
             multiply(at, wide, 1, query + lane, stride, far + lane, stride, picks, channels, heads, False)
             bias_row = bias_at + 4 * (start + r) * picks if bias_at else 0
             _hide(index_K, bias_row, slots, heads, floats(far, (picks, stride)), r * heads)
@@ -186,11 +172,12 @@ def forward(
             part, at = min(PART, near - i), near_at + 4 * i * wide
             multiply(scores + 4 * i * stride, 1, stride, at, wide, into, wide, count * heads, part, channels, i > 0)
         for r in range(count if picks else 0):
-            weight, lane = far + 4 * r * heads, into + 4 * r * heads * wide
-            multiply(weight, 1, stride, picked[r].ctypes.data, wide, lane, wide, heads, picks, channels, True)
-        out = floats(out_at + line, (count * heads, channels))
-        for m in range(count * heads):
-            result, to, share = mixed[m], out[m], ONE / total[m]
-            _turn(result, channels, pairs, cos_RP[row + m // heads], sin_RP[row + m // heads], -ONE)
-            for c in range(channels):
-                to[c] = result[c] * share
+            weight, lane, at = far + 4 * r * heads, into + 4 * r * heads * wide, picked.ctypes.data + 4 * r * picks * wide
+            multiply(weight, 1, stride, at, wide, lane, wide, heads, picks, channels, True)
+        for r in range(count):
+            cos, sin = cos_RP[row + r], sin_RP[row + r]
+            for m in range(r * heads, (r + 1) * heads):
+                result, out, share = mixed[m], floats(out_at + line + 4 * m * channels, (channels,)), ONE / total[m]
+                _turn(result, channels, pairs, cos, sin, -ONE)
+                for c in range(channels):
+                    out[c] = result[c] * share

@@ -18,8 +18,7 @@ THREAD = 1 << 20  # multiplications that are worth a thread
 
 def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the loops."""
-    query, window, sink, bank, bias = inputs.learned
-    return unfit(*(x for x in (query, window, sink, inputs.cos_BRP, inputs.sin_BRP, bank, bias) if x is not None))
+    return unfit(*[x for x in inputs.learned if x is not None])
 
 
 def attend(inputs: Inputs) -> Tensor:
@@ -34,19 +33,18 @@ def _loops() -> Any:
 
 def _mixed(query, window, position, width, sink, cos, sin, bank, index, bias) -> Tensor:
     batch, rows, heads, channels = query.shape
-    window, bank = _entries(window), None if bank is None else _entries(bank)
-    slots, picks = (0, 0) if bank is None or index is None else (bank.shape[1], index.shape[2])
-    picks = picks if slots else 0
+    window, entries, picks = _entries(window), window.shape[1], 0
     queries = max(1, min(LANES // heads, rows))
-    out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-    sizes = (rows, window.shape[1], heads, channels, cos.shape[2], width, slots, picks, queries)
-    far = (0, 4, 0, 0, 0)
-    if picks:
-        far = (bank.stride(0), bank.element_size(), bank, index.contiguous(), 0 if bias is None else _wide(bias))
-    bank_step, bank_size, bank, index, bias = far
-    tensors = (_wide(query), window, bank, index, bias, position.contiguous(), _wide(cos), _wide(sin), _wide(sink), out)
+    out = torch.empty((batch, rows, heads, channels))
+    slots = bank_step = bank_size = 0
+    if bank is not None and index.shape[2] and bank.shape[1]:
+        bank, index, slots, picks = _entries(bank), index.contiguous(), bank.shape[1], index.shape[2]
+        bank_step, bank_size = bank.stride(0), bank.element_size()
+    far = (bank, index, 0 if bias is None else _wide(bias)) if picks else (0, 0, 0)
+    sizes = (rows, entries, heads, channels, cos.shape[2], width, slots, picks, queries)
     steps = (window.stride(0), window.element_size(), bank_step, bank_size)
-    each = queries * heads * channels * (min(width, window.shape[1]) + picks)
+    tensors = (_wide(query), window, *far, position.contiguous(), _wide(cos), _wide(sin), _wide(sink), out)
+    each = queries * heads * channels * (min(width, entries) + picks)
     run(_loops().forward, batch * -(-rows // queries), *sizes, *steps, *tensors, least=-(-THREAD // max(each, 1)))
     return out if query.dtype is torch.float32 else out.to(query.dtype)
 
@@ -60,4 +58,5 @@ def _entries(x: Tensor) -> Tensor:
     """The same, of dtypes that the loops read, without gaps inside a sequence: of a larger memory's first entries,
     nothing is copied."""
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    _, step, one = x.stride()
+    return x if one == 1 and step == x.shape[2] else x.contiguous()
