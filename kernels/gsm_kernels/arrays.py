@@ -67,24 +67,35 @@ def exp(x):
     return (p * r * r + r + np.float32(1)) * power if x > np.float32(-87) else np.float32(0)
 
 
-def _copy(short: bool) -> Any:
+def _lines(short: bool, add: bool) -> Any:
+    """Copies sixteen numbers, of two bytes if short, or adds them to what is there."""
+
     @intrinsic
-    def copy(typing: Any, given: Any, into: Any) -> Any:
+    def lines(typing: Any, given: Any, into: Any) -> Any:
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             number, bits = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
             kind = ir.VectorType(ir.IntType(16), 16) if short else number
             line = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()), align=2 if short else 4)
             if short:
-                line = builder.shl(builder.zext(line, bits), ir.Constant(bits, [16] * 16))
-            builder.store(builder.bitcast(line, number), builder.inttoptr(arguments[1], number.as_pointer()), align=4)
+                line = builder.bitcast(builder.shl(builder.zext(line, bits), ir.Constant(bits, [16] * 16)), number)
+            place = builder.inttoptr(arguments[1], number.as_pointer())
+            line = builder.fadd(builder.load(place, align=4), line) if add else line
+            builder.store(line, place, align=4)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), generated
 
-    return copy
+    return lines
 
 
-_copy16, _widen16 = _copy(False), _copy(True)
+_copy16, _widen16, _add16 = _lines(False, False), _lines(True, False), _lines(False, True)
+
+
+@compiled
+def add(address, count, into):
+    """Adds numbers at one address to those at another; a multiple of 16."""
+    for c in range(0, count, 16):
+        _add16(address + 4 * c, into + 4 * c)
 
 
 @compiled

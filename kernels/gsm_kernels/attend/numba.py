@@ -1,19 +1,25 @@
-"""Attention over a window and a selection on a CPU: compiled loops."""
+"""Attention over a window and a selection on a CPU: compiled loops.
+
+Backward keeps nothing but the inputs and computes the softmax again. What it adds to entries of window and bank, it
+adds up by parts of the rows, which do not depend on the number of threads, and then part by part.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..inputs import keep, kept, schema
 from ..native import run, unfit
 from .inputs import Inputs
 
 LANES = 32  # heads of neighbouring queries that are computed together; see `loops`
 THREAD = 1 << 20  # multiplications that are worth a thread
+PARTS, PART = 16, 256  # parts of a backward at most, and rows that are worth one
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -23,7 +29,9 @@ def refuses(inputs: Inputs) -> str | None:
 
 def attend(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
-    return _mixed(*inputs)
+    learns = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs.learned])
+    # The dispatcher that a custom operator goes through takes longer than the operation for a decoded token.
+    return (_forward if learns or torch.compiler.is_compiling() else _attended)(*inputs)
 
 
 @functools.cache
@@ -31,22 +39,52 @@ def _loops() -> Any:
     return importlib.import_module(".loops", __package__)
 
 
-def _mixed(query, window, position, width, sink, cos, sin, bank, index, bias) -> Tensor:
-    batch, rows, heads, channels = query.shape
-    window, entries, picks = _entries(window), window.shape[1], 0
-    queries = max(1, min(LANES // heads, rows))
-    out = torch.empty((batch, rows, heads, channels))
-    slots = bank_step = bank_size = 0
-    if bank is not None and index.shape[2] and bank.shape[1]:
-        bank, index, slots, picks = _entries(bank), index.contiguous(), bank.shape[1], index.shape[2]
+class _Given(NamedTuple):
+    """What both loops are given first, in their order."""
+
+    rows: int
+    entries: int
+    heads: int
+    channels: int
+    pairs: int
+    width: int
+    slots: int
+    picks: int
+    queries: int
+    window_step: int
+    window_size: int
+    bank_step: int
+    bank_size: int
+    query: Tensor
+    window: Tensor
+    bank: Tensor | int
+    index: Tensor | int
+    bias: Tensor | int
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+    sink: Tensor
+
+    @property
+    def least(self) -> int:
+        """Blocks of queries that are worth a thread."""
+        each = self.queries * self.heads * self.channels * (min(self.width, self.entries) + self.picks)
+        return -(-THREAD // max(each, 1))
+
+
+def _given(query, window, position, width, sink, cos, sin, bank, index, bias) -> _Given:
+    _, rows, heads, channels = query.shape
+    window, slots, picks, bank_step, bank_size, far = _entries(window), 0, 0, 0, 0, (0, 0, 0)
+    if bank is not None and bank.shape[1] and index.shape[2]:
+        bank, slots, picks = _entries(bank), bank.shape[1], index.shape[2]
         bank_step, bank_size = bank.stride(0), bank.element_size()
-    far = (bank, index, 0 if bias is None else _wide(bias)) if picks else (0, 0, 0)
-    sizes = (rows, entries, heads, channels, cos.shape[2], width, slots, picks, queries)
-    steps = (window.stride(0), window.element_size(), bank_step, bank_size)
-    tensors = (_wide(query), window, *far, position.contiguous(), _wide(cos), _wide(sin), _wide(sink), out)
-    each = queries * heads * channels * (min(width, entries) + picks)
-    run(_loops().forward, batch * -(-rows // queries), *sizes, *steps, *tensors, least=-(-THREAD // max(each, 1)))
-    return out if query.dtype is torch.float32 else out.to(query.dtype)
+        far = (bank, index.contiguous(), 0 if bias is None else _wide(bias))
+    queries = max(1, min(LANES // heads, rows))
+    return _Given(
+        rows, window.shape[1], heads, channels, cos.shape[2], width, slots, picks, queries, window.stride(0),
+        window.element_size(), bank_step, bank_size, _wide(query), window, *far, position.contiguous(), _wide(cos),
+        _wide(sin), _wide(sink),
+    )  # fmt: skip
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -55,8 +93,92 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _entries(x: Tensor) -> Tensor:
-    """The same, of dtypes that the loops read, without gaps inside a sequence: of a larger memory's first entries,
-    nothing is copied."""
+    """The same, in float32 or bfloat16, without gaps inside a sequence: a loop reads both, so that of a memory nothing
+    is converted or copied but what is attended to."""
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
     _, step, one = x.stride()
     return x if one == 1 and step == x.shape[2] else x.contiguous()
+
+
+def _attended(*arguments) -> Tensor:
+    query, given = arguments[0], _given(*arguments)
+    out = torch.empty(query.shape)
+    blocks = query.shape[0] * -(-given.rows // given.queries)
+    run(_loops().forward, blocks, *given, out, least=given.least)
+    return out if query.dtype is torch.float32 else out.to(query.dtype)
+
+
+INPUTS = schema(Inputs)
+
+
+@torch.library.custom_op(
+    "gsm_kernels::attend_cpu", mutates_args=(), device_types="cpu", schema=f"({INPUTS}) -> Tensor"
+)
+def _forward(*arguments):
+    return _attended(*arguments)
+
+
+@torch.library.custom_op(
+    "gsm_kernels::attend_cpu_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor grad, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(grad, *arguments):
+    """The gradients of `Inputs.learned`; without elements where there is no bank or bias."""
+    inputs, given = Inputs(*arguments), _given(*arguments)
+    batch, channels, reach = len(grad), given.channels, min(given.width, given.entries) - 1
+    parts = max(1, min(PARTS // max(batch, 1), given.rows // PART))
+    rows = -(-given.rows // (parts * given.queries)) * given.queries
+    parts, wide = -(-given.rows // max(rows, 1)), -(-channels // 16) * 16
+    query_grad = torch.empty(grad.shape)
+    window_parts = torch.zeros(batch, parts, min(rows + reach, given.entries), wide)
+    sink_parts = torch.zeros(batch, parts, given.heads)
+    bank_parts = torch.zeros(batch, parts, given.slots, wide)
+    bias_grad = grad.new_empty(0) if inputs.bias_BRK is None else torch.zeros(inputs.bias_BRK.shape)
+    written = (query_grad, window_parts, sink_parts, bank_parts, bias_grad if given.picks and bias_grad.numel() else 0)
+    sizes, least = (parts, rows, window_parts.shape[2]), -(-given.least // max(rows // given.queries, 1))
+    run(_loops().backward, batch * parts, *given, *sizes, _wide(grad), *written, least=least)
+    window_grad = torch.zeros(inputs.window_BEC.shape)
+    for part in range(parts):
+        first = max(given.entries - given.rows + part * rows - reach, 0)
+        into = window_grad[:, first : first + window_parts.shape[2]]
+        into += window_parts[:, part, : into.shape[1], :channels]
+    bank_grad = grad.new_empty(0)
+    if inputs.bank_BFC is not None:
+        bank_grad = _sum(bank_parts)[..., :channels] if given.slots else torch.zeros(inputs.bank_BFC.shape)
+    grads = (query_grad, window_grad, _sum(sink_parts).sum(0), bank_grad, bias_grad)
+    return tuple(
+        x if like is None else x.to(like.dtype).contiguous() for x, like in zip(grads, inputs.learned, strict=True)
+    )
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """The sum over the second dimension, one after the other."""
+    total = parts[:, 0] if parts.shape[1] else parts.sum(1)
+    for part in range(1, parts.shape[1]):
+        total += parts[:, part]
+    return total
+
+
+@_forward.register_fake
+def _(query, *_):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(grad, *arguments):
+    given = (grad.new_empty(0) if x is None else x for x in Inputs(*arguments).learned)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+    keep(ctx, Inputs(*inputs))
+
+
+def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (inputs,) = kept(ctx, Inputs)
+    return inputs.gradients(*_backward(grad, *inputs))
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
