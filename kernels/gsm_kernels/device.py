@@ -22,7 +22,7 @@ def scratch_elements(device: torch.device) -> int:
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of operations on the device of `like`."""
-    kind = like.device.type
+    kind = "cpu" if like.is_cpu else like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
