@@ -47,7 +47,7 @@ def ourselves(monkeypatch):
     fake = type(sys)("transformers")
     monkeypatch.setattr(fake, "__version__", "5.99", raising=False)
     monkeypatch.setattr(clients, "library", lambda: fake)
-    monkeypatch.setattr(clients, "DeepseekV4", lambda geometry: Ours(Baseline(geometry)))
+    monkeypatch.setattr(clients, "DeepseekV4", lambda geometry, parameters: Ours(Baseline(geometry)))
 
 
 def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
@@ -121,7 +121,7 @@ def test_a_step_that_would_not_fit_is_not_begun(monkeypatch, tmp_path, ourselves
 
 
 def test_memory_that_runs_out_is_a_row_that_says_what_to_try(monkeypatch, tmp_path, ourselves):
-    def broken(geometry):
+    def broken(geometry, parameters):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(clients, "DeepseekV4", broken)
@@ -137,7 +137,7 @@ def test_what_was_measured_in_another_way_is_measured_again_and_an_interruption_
 ):
     seen = []
 
-    def fake(of, size, batch, context, task, rounds, *_):
+    def fake(of, client, size, batch, context, task, rounds, *_):
         if context == 25:
             raise KeyboardInterrupt
         seen.append(rounds)
@@ -339,3 +339,27 @@ def test_widths_and_layers_are_taken_over(transformers):
 def test_a_size_that_cannot_be_taken_over_is_refused(transformers):
     with pytest.raises(ValueError, match="feed_forward_dim 25 must be even"):
         clients.configuration(replace(GEOMETRY, feed_forward_dim=25))
+
+
+def test_a_llama_has_as_many_parameters_and_layers_and_decodes_after_a_made_up_memory(transformers):
+    ours: Any = build_model("gsm", "nano", seed=0)
+    wanted = sum(p.numel() for p in ours.parameters())
+    theirs = clients.Llama(ours.geometry, wanted)
+    layers = theirs.model.model.layers
+    assert len(layers) == ours.geometry.depth
+    assert abs(sum(p.numel() for p in theirs.model.parameters()) - wanted) <= 3 * len(layers) * ours.geometry.dim
+    theirs.model.eval()
+    for contender in (theirs, Ours(ours.eval())):
+        logits_B1V, _ = contender.decode(torch.tensor([[5]]), contender.made_up(300, room=2))
+        assert logits_B1V.shape == (1, 1, ours.geometry.vocabulary) and logits_B1V.isfinite().all()
+    _, cache = theirs.prefill(torch.arange(20)[None], room=1)
+    read = theirs.decode(torch.tensor([[5]]), cache)[0]
+    whole = theirs.model(input_ids=torch.tensor([[*range(20), 5]])).logits[:, -1:]
+    torch.testing.assert_close(read, whole, **CLOSE)
+
+
+def test_a_client_that_there_is_not_and_a_memory_that_it_cannot_make_up_are_refused():
+    with pytest.raises(ValueError, match="client 'gpt': there are deepseek_v4, llama"):
+        clients.run(device="cpu", client="gpt")
+    with pytest.raises(ValueError, match=r"made_up \[65536\] is for client=llama"):
+        clients.run(device="cpu", made_up=[65536])

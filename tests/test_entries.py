@@ -173,7 +173,7 @@ def test_every_benchmark_of_models_takes_a_changed_and_a_trained_one(tmp_path: P
     fake: Callable[..., dict[str, Any]] = lambda job, *_: {"model": job.of.name, "compiled": False, "flops": 1}  # noqa: E731
     monkeypatch.setattr(training, "measure", lambda job, *rest: {**fake(job), "failed": "not now"})
     monkeypatch.setattr(clients, "library", lambda: type("transformers", (), {"__version__": "5.99"}))
-    monkeypatch.setattr(clients, "DeepseekV4", lambda geometry: Ours(Baseline(geometry)))
+    monkeypatch.setattr(clients, "DeepseekV4", lambda geometry, parameters: Ours(Baseline(geometry)))
     monkeypatch.setattr(clients, "DECODED", 1)
     common: dict[str, Any] = {"models": models, "device": "cpu"}
     trainings = content(training.run(**common, output=str(tmp_path / "t.json")))["rows"].values()

@@ -1,11 +1,16 @@
-"""How fast our models are beside one that nobody here wrote: DeepSeek-V4 in transformers, with the same widths.
+"""How fast our models are beside one that nobody here wrote: DeepSeek-V4 in transformers, with the same widths, or
+Llama with as many parameters and layers.
 
 Both run in one process, in float32, with random weights, and take turns: a step of training (forward, backward,
-clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding.
+clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding, after a prompt or after a
+memory that is made up.
 
-Taken over: vocabulary, width, depth, heads, entries and their rotated channels, query and output ranks, window,
-index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, the tied embedding. What is left
-is how V4 differs from V4.1, which the baseline follows, and how the library computes it:
+Of Llama, width, depth, vocabulary and heads are taken over, keys and values have as many heads as queries, and the
+feed-forward is as wide as gives it the parameters of ours. It attends by PyTorch's SDPA.
+
+Of DeepSeek-V4 are taken over: vocabulary, width, depth, heads, entries and their rotated channels, query and output
+ranks, window, index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, the tied
+embedding. What is left is how V4 differs from V4.1, which the baseline follows, and how the library computes it:
 
 * Every layer behind the window-only ones pools a bank of its own, over groups that overlap (two projections of width
   2C), pools index keys of its own likewise, and searches them. The baseline's layers share three banks.
@@ -31,6 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gsm.cache.synthetic import synthetic_memory
 from gsm.config.load import instantiate
 from gsm.costs.room import available_bytes
 from gsm.models.base import LanguageModel
@@ -41,15 +47,17 @@ from gsm_kernels import explain
 from . import entries, machine, results
 from .entries import Entry, Model
 from .results import Results, Row, quartiles, read, table, usual_path
-from .timing import WARM_UP, Run, spread, take_turns
+from .timing import WARM_UP, Moment, Run, spread, take_moments, take_turns
 
 WORK = ("step", "prefill", "decode")
+MADE_UP = "decode, made up"  # after a memory that nothing was read into: where reading would take too long
 DECODED = 16  # tokens of a lap
 CLIP = 1.0
 PROBE = 256  # tokens; from one, two and three times as many follows what a longer sequence keeps
 BEYOND_KEPT = 1.25  # what a step takes at its peak, as a multiple of what its forward pass keeps
 HEAD = (
-    "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours (quartiles)", "kept, GiB: ours, theirs",
+    "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours (quartiles)",
+    "theirs / ours by processor time (quartiles)", "kept, GiB: ours, theirs",
 )  # fmt: skip
 
 
@@ -73,6 +81,10 @@ class Contender(Protocol):
 
     def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
         """Logits of one more token, [B, 1, V], and the memory after it."""
+        ...
+
+    def made_up(self, tokens: int, room: int) -> Any:
+        """A memory of one sequence that looks as if so many tokens had been read, with room for more."""
         ...
 
 
@@ -102,19 +114,22 @@ class Ours:
         out = self.model(token_B1, memory=memory, rows=1)
         return out.logits, out.memory
 
+    def made_up(self, tokens: int, room: int) -> Any:
+        """Random entries."""
+        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(0)
+        return synthetic_memory(self.model, tokens, tokens + room, 1, generator)
 
-class DeepseekV4:
-    """The library's model. Its cache grows.
+
+class Theirs:
+    """A model of the library's. Its cache grows.
 
     Args:
-        geometry: its widths and depths.
-        changes: fields of the library's configuration, see ``configuration``.
+        model: the model.
+        chosen: what it runs with.
     """
 
-    def __init__(self, geometry: Geometry, **changes: Any):
-        self.model: Any = library().DeepseekV4ForCausalLM(configuration(geometry, **changes))
-        config = self.model.config
-        self.chosen = {"attention": config._attn_implementation, "experts": config._experts_implementation}
+    def __init__(self, model: Any, chosen: Mapping[str, str]):
+        self.model, self.chosen = model, chosen
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters that are decayed, and that are not."""
@@ -142,6 +157,69 @@ class DeepseekV4:
     def _read(self, tokens_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
         out = self.model(input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits, out.past_key_values
+
+    def made_up(self, tokens: int, room: int) -> Any:
+        """Raises ValueError: the library has no such thing for this model."""
+        raise ValueError(f"made_up lengths are for client=llama, not for {type(self).__name__}")
+
+
+class DeepseekV4(Theirs):
+    """The library's DeepSeek-V4.
+
+    Args:
+        geometry: its widths and depths.
+        parameters: not looked at.
+        changes: fields of the library's configuration, see ``configuration``.
+    """
+
+    def __init__(self, geometry: Geometry, parameters: int = 0, **changes: Any):
+        model = library().DeepseekV4ForCausalLM(configuration(geometry, **changes))
+        config = model.config
+        super().__init__(model, {"attention": config._attn_implementation, "experts": config._experts_implementation})
+
+
+class Llama(Theirs):
+    """The library's Llama.
+
+    Args:
+        geometry: of which it has width, depth, vocabulary and heads; its layers are a plain stack.
+        parameters: how many it has, as near as the width of its feed-forward allows.
+
+    Raises:
+        ValueError: with fewer parameters than it needs for a feed-forward of one channel.
+    """
+
+    def __init__(self, geometry: Geometry, parameters: int):
+        dim, depth = geometry.dim, geometry.depth
+        others = geometry.vocabulary * dim + depth * (4 * dim * dim + 2 * dim) + dim
+        width = round((parameters - others) / (3 * depth * dim))
+        if width < 1:
+            raise ValueError(f"a Llama of {depth} layers, {dim} wide, has more than {parameters:,} parameters")
+        config = library().LlamaConfig(
+            vocab_size=geometry.vocabulary,
+            hidden_size=dim,
+            intermediate_size=width,
+            num_hidden_layers=depth,
+            num_attention_heads=geometry.heads,
+            num_key_value_heads=geometry.heads,
+            max_position_embeddings=1 << 20,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+        super().__init__(library().LlamaForCausalLM(config), {"attention": "sdpa"})
+
+    def made_up(self, tokens: int, room: int) -> Any:
+        """Random keys and values."""
+        config = self.model.config
+        cache, shape = library().DynamicCache(config=config), (1, config.num_key_value_heads, tokens, config.head_dim)
+        generator = torch.Generator(self.model.device).manual_seed(0)
+        for layer in range(config.num_hidden_layers):
+            key, value = (torch.randn(shape, generator=generator, device=self.model.device) for _ in range(2))
+            cache.update(key, value, layer)
+        return cache
+
+
+CLIENTS = ("deepseek_v4", "llama")
 
 
 def library() -> Any:
@@ -211,6 +289,8 @@ def run(
     sizes: Sequence[str] = ("nano", "tiny"),
     contexts: Sequence[int] = (1024, 4096),
     work: Sequence[str] = WORK,
+    made_up: Sequence[int] = (),
+    client: str = "deepseek_v4",
     batch_size: int = 1,
     rounds: int = 5,
     seconds: float = 60.0,
@@ -223,6 +303,8 @@ def run(
         sizes: variants of the group ``size``.
         contexts: tokens of a sequence.
         work: of ``step``, ``prefill``, ``decode``.
+        made_up: lengths of memories that nothing was read into, after which one sequence is decoded.
+        client: whom they are measured against, of CLIENTS.
         batch_size: sequences.
         rounds: turns that each takes.
         seconds: after which no further round begins, once there were three.
@@ -234,10 +316,14 @@ def run(
     """
     if results:
         return _show(Path(results))
-    if min(batch_size, rounds, *contexts) < 1 or not set(work) <= set(WORK):
+    if min(batch_size, rounds, *contexts, *made_up) < 1 or not set(work) <= set(WORK):
         raise ValueError(
-            f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}: give 1 or more; "
-            f"work {list(work)}: there are {', '.join(WORK)}"
+            f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}, made_up {list(made_up)}: give 1 or "
+            f"more; work {list(work)}: there are {', '.join(WORK)}"
+        )
+    if client not in CLIENTS or made_up and client != "llama":
+        raise ValueError(
+            f"client {client!r}: there are {', '.join(CLIENTS)}; made_up {list(made_up)} is for client=llama"
         )
     where = machine.chosen(device)
     facts = machine.facts(where, models=True)
@@ -245,21 +331,42 @@ def run(
     file = Results(Path(output) if output else usual_path(facts, "clients"), facts, minutes)
     rows = {}
     pairs = entries.at_sizes(entries.read(models), sizes, "sizes")
-    for (size, model), context, task in itertools.product(pairs, contexts, work):
-        row = f"{model.name} {size}, {batch_size} x {context}, {task}"
-        rows[row] = partial(measure, model, size, batch_size, context, task, rounds, seconds, where)
+    asked = [
+        *((batch_size, *one) for one in itertools.product(contexts, work)),
+        *((1, one, MADE_UP) for one in made_up),
+    ]
+    for (size, model), (batch, context, task) in itertools.product(pairs, asked):
+        beside = "" if client == CLIENTS[0] else f" beside {client}"
+        row = f"{model.name} {size}{beside}, {batch} x {context}, {task}"
+        rows[row] = partial(measure, model, client, size, batch, context, task, rounds, seconds, where)
         file.given[row] = model.given
     return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=force, show=_show)
 
 
 def measure(
-    of: Model, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+    of: Model,
+    client: str,
+    size: str,
+    batch: int,
+    context: int,
+    task: str,
+    rounds: int,
+    seconds: float,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The row of one pair and one kind of work, as plain containers."""
-    row = {"model": of.name, "size": size, "batch_size": batch, "context": context, "work": task, "dtype": "float32"}
-    row |= {"tokens": DECODED if task == "decode" else 1}  # that a lap decodes
+    row = {
+        "model": of.name,
+        "client": client,
+        "size": size,
+        "batch_size": batch,
+        "context": context,
+        "work": task,
+        "dtype": "float32",
+    }
+    row |= {"tokens": DECODED if task in ("decode", MADE_UP) else 1}  # that a lap decodes
     gc.collect()  # what the row before has left
-    found = machine.in_memory(lambda: _found(of, size, batch, context, task, rounds, seconds, device))
+    found = machine.in_memory(lambda: _found(of, client, size, batch, context, task, rounds, seconds, device))
     if found is not None:
         return {**row, **found}
     ways = f"batch_size={batch // 2}" if batch > 1 else f"contexts=[{max(1, context // 2)}]"
@@ -267,14 +374,24 @@ def measure(
 
 
 def _found(
-    of: Model, size: str, batch: int, context: int, task: str, rounds: int, seconds: float, device: torch.device
+    of: Model,
+    client: str,
+    size: str,
+    batch: int,
+    context: int,
+    task: str,
+    rounds: int,
+    seconds: float,
+    device: torch.device,
 ) -> dict[str, Any]:
     """What there is to say of a pair, and its times; or why a step was not begun."""
     config = of.config(size)
     geometry: Geometry = instantiate(config["size"], "size")
     ours = Ours(of.build(size, device=device))
+    make_theirs = {"deepseek_v4": DeepseekV4, "llama": Llama}[client]
     with torch.device(device):
-        pair: dict[str, Contender] = {"ours": ours, "theirs": DeepseekV4(geometry)}
+        theirs = make_theirs(geometry, sum(p.numel() for p in ours.model.parameters()))
+    pair: dict[str, Contender] = {"ours": ours, "theirs": theirs}
     parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
     row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
     tokens_BT = torch.randint(geometry.vocabulary, (batch, context + 1), device=device)
@@ -287,7 +404,7 @@ def _found(
         optimizer = instantiate(config["optimizer"], "optimizer")
         runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
     else:
-        make = {"prefill": _prefill, "decode": _decode}[task]
+        make = {"prefill": _prefill, "decode": _decode, MADE_UP: _decode_made_up}[task]
         runs = {who: make(one, tokens_BT[:, :-1], rounds) for who, one in pair.items()}
     return {**row, **paired(runs, device, rounds, seconds)}
 
@@ -307,12 +424,23 @@ def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> 
 
 
 def paired(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
-    """Times of ``ours`` and ``theirs``, in turns after one that does not count, and of each round their ratio."""
+    """Times of ``ours`` and ``theirs``, in turns after one that does not count, and of each round their ratio: by the
+    clock, and on a CPU also by processor time."""
     for one in runs.values():
         one()
-    times = take_turns(runs, device, rounds, seconds)
+    if device.type != "cpu":
+        return _compared(take_turns(runs, device, rounds, seconds), "")
+    moments = take_moments(runs, rounds, seconds)
+    walls, processors = (
+        {who: [one[clock] for one in laps] for who, laps in moments.items()} for clock in range(len(Moment._fields))
+    )
+    return _compared(walls, "") | _compared(processors, "processor_")
+
+
+def _compared(times: Mapping[str, Sequence[float]], clock: str) -> dict[str, Any]:
     ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
-    return {**{f"{who}_ms": spread(laps)._asdict() for who, laps in times.items()}, "ratio": spread(ratios)._asdict()}
+    found = {f"{clock}{who}_ms": spread(laps)._asdict() for who, laps in times.items()}
+    return {**found, f"{clock}ratio": spread(ratios)._asdict()}
 
 
 def estimated_bytes(contender: Contender, tokens_BT: Tensor) -> float:
@@ -343,9 +471,22 @@ def _prefill(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
 def _decode(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
     """Decodes on and on from the end of a prompt, so that all laps have nearly its length."""
     contender.model.eval()
-    laps = 1 + WARM_UP + rounds
-    _, memory = contender.prefill(tokens_BT, laps * DECODED)
+    _, memory = contender.prefill(tokens_BT, _room(rounds))
+    return _laps(contender, tokens_BT, memory)
 
+
+def _decode_made_up(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+    """The same after a memory that nothing was read into."""
+    contender.model.eval()
+    return _laps(contender, tokens_BT, contender.made_up(tokens_BT.shape[1], _room(rounds)))
+
+
+def _room(rounds: int) -> int:
+    """Tokens that all laps decode."""
+    return (1 + WARM_UP + rounds) * DECODED
+
+
+def _laps(contender: Contender, tokens_BT: Tensor, memory: Any) -> Run:
     def lap() -> None:
         nonlocal memory
         for _ in range(DECODED):
@@ -370,6 +511,8 @@ def _show(path: Path) -> Path:
 def _cells(name: str, row: Row) -> tuple[str, ...]:
     kept = ", ".join(f"{row['kept_gib'][who]:.2f}" for who in ("ours", "theirs")) if "kept_gib" in row else ""
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", "", "", kept
+        return name, f"failed: {row['failed']}", "", "", "", kept
     both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
-    return f"{name}{' a token' if row['work'] == 'decode' else ''}", *both, quartiles(row["ratio"]), kept
+    processor = quartiles(row["processor_ratio"]) if "processor_ratio" in row else ""
+    what = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
+    return what, *both, quartiles(row["ratio"]), processor, kept

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import gsm_kernels
 from gsm_kernels.device import triton_version
+from gsm_kernels.native import numba_version
 
 KERNELS = Path(gsm_kernels.__file__).parent
 CLOCKS = {
@@ -69,7 +70,10 @@ def facts(device: torch.device, models: bool = False) -> dict[str, Any]:
     return {
         "device": name(device),
         **(_gpu() if device.type == "cuda" else {"threads": torch.get_num_threads()}),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()},
+        "versions": {
+            **{"python": platform.python_version(), "torch": torch.__version__},
+            **{"triton": triton_version(), "numba": numba_version()},
+        },
         "command": shlex.join(sys.orig_argv),
         "commit": commit(),
         "sources": fingerprint(path for path in files if "benchmark" not in (path.parent.name, path.stem)),

@@ -6,11 +6,13 @@ from . import OPS
 from .device import describe, triton_version
 from .dispatch import forced
 from .launch import how_to_try
+from .native import numba_version
 
 
 def main() -> None:
     """Prints versions, the device, a line for every operation, and on other GPUs than Hopper how to try Triton."""
-    print(f"torch {torch.__version__}, triton {triton_version() or 'not installed'}, {describe()}")
+    versions = {"torch": torch.__version__, "triton": triton_version(), "numba": numba_version()}
+    print(", ".join((*(f"{name} {version or 'not installed'}" for name, version in versions.items()), describe())))
     print(f"GSM_KERNELS={forced()}\n")
     rows = [("op", "implementation", "reason"), *((op.name, *op.explain()) for op in OPS)]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -22,7 +22,7 @@ def scratch_elements(device: torch.device) -> int:
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of operations on the device of `like`."""
-    kind = like.device.type
+    kind = "cpu" if like.is_cpu else like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
@@ -50,7 +50,12 @@ _ahead = False
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in the precision that operations compute in: float32, or its own if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype. Where it has that already, `to` would be called for nothing: a hundred times a decoded token."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -60,7 +65,7 @@ def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     there is nothing to do. If such an object is returned, the `torch.compile` of PyTorch 2.11 loses its gradient
     (pytorch/pytorch#180642). A view cannot be changed in place by the caller.
     """
-    return x.to(dtype or x.dtype).detach()
+    return in_dtype(x, dtype or x.dtype).detach()
 
 
 @functools.cache

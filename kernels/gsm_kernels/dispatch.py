@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .device import full_precision
@@ -113,8 +114,9 @@ class Op:
 
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
         asked = self._asked
-        for impl in self.impls:
-            if asked in ("auto", impl.name) and self._refusal(impl, *args, **kwargs) is None:
+        for impl in self.impls:  # in decoding this is a hundred times a token, so the machine's reasons come first
+            offered = (asked == "auto" or asked == impl.name) and impl.missing() is None
+            if offered and impl.refuses(*args, **kwargs) is None and not self._unbuilt(impl, *args, **kwargs):
                 return impl
         reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
@@ -131,7 +133,7 @@ class Op:
         if not self.fast:
             reason = "no Triton kernel yet"
             return ("none", _cannot_force(self.name)) if _forced == "triton" else ("reference", reason)
-        absent = {impl.name: impl.missing() for impl in self.fast}
+        absent = {impl.name: impl.missing() or _elsewhere(impl) for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
             if self._asked in ("auto", impl.name) and absent[impl.name] is None:
@@ -146,8 +148,10 @@ class Op:
         return _forced if any(impl.name == _forced for impl in self.impls) else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
-        unbuilt = self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
-        return unbuilt or impl.missing() or impl.refuses(*args, **kwargs)
+        return self._unbuilt(impl, *args, **kwargs) or impl.missing() or impl.refuses(*args, **kwargs)
+
+    def _unbuilt(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
+        return self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
 
     def _retire(self, impl: Impl, error: KernelBuildError, *args: Any, **kwargs: Any) -> None:
         key = variant(*args, **kwargs)
@@ -156,6 +160,11 @@ class Op:
             what = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again there"
             message = f"{self.name}: {what}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _elsewhere(impl: Impl) -> str | None:
+    """Why an implementation does not tell what runs on this machine, although it can take calls here, or None."""
+    return "for tensors on the CPU" if impl.name == "numba" and torch.cuda.is_available() else None
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:

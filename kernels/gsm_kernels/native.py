@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -47,6 +48,11 @@ def _missing() -> str | None:
 missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def numba_version() -> str | None:
+    """The installed Numba's version, or None."""
+    return importlib.metadata.version("numba") if importlib.util.find_spec("numba") else None
+
+
 def unfit(*tensors: Tensor) -> str | None:
     """Why tensors cannot go to a compiled loop, or None: on a CPU, in float32, bfloat16 or float16."""
     for x in tensors:
@@ -62,13 +68,16 @@ def compiled(function: Callable[..., None]) -> Any:
 
     Sums may be computed in another order than they are written in; infinities and NaN stay what they are."""
     import numba
+    from numba.core import config
 
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _cache_folder()
+    settings: Any = config  # whose names Numba makes when it is imported
+    before, folder = settings.CACHE_DIR, settings.CACHE_DIR or _cache_folder()
+    settings.CACHE_DIR = folder
     try:
-        options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
-        return numba.njit(cache=bool(numba.config.CACHE_DIR), **options)(function)
+        fast = {"reassoc", "contract", "arcp", "nsz"}
+        return numba.njit(cache=bool(folder), nogil=True, error_model="numpy", fastmath=fast)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .device import at_least_float32, handed_out
+from .device import at_least_float32, handed_out, in_dtype
 
 
 def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
@@ -43,20 +43,21 @@ class _Rotation(torch.autograd.Function):
 
 def turn(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
     """What `rotate` computes, without a gradient of its own: `x` must be float32 or float64; returns a new tensor."""
-    cos, sin = cos_BRP.to(x.dtype), sin_BRP.to(x.dtype)
+    cos, sin = in_dtype(cos_BRP, x.dtype), in_dtype(sin_BRP, x.dtype)
     sin = -sin if inverse else sin
-    if x.ndim == 4:
-        cos, sin = cos[:, :, None], sin[:, :, None]
-    angles = cos.shape[-1]
+    pairs = x.shape[-1] // 2
+    still = pairs - cos.shape[-1]
     # A copy in row-major order whatever the strides of x: the pairs must lie side by side in memory.
     out = x.clone(memory_format=torch.contiguous_format)
-    pairs = out.unflatten(-1, (out.shape[-1] // 2, 2))[..., out.shape[-1] // 2 - angles :, :]
     if torch.compiler.is_compiling():
-        a, b = pairs.unbind(-1)
-        pairs.copy_(torch.stack((a * cos - b * sin, a * sin + b * cos), -1))
+        cos, sin = (cos[:, :, None], sin[:, :, None]) if x.ndim == 4 else (cos, sin)
+        turned = out.unflatten(-1, (pairs, 2))[..., still:, :]
+        a, b = turned.unbind(-1)
+        turned.copy_(torch.stack((a * cos - b * sin, a * sin + b * cos), -1))
     else:
         # One complex product is several times faster than four real ones on strided halves; compilers do not take it.
-        torch.view_as_complex(pairs).mul_(torch.complex(cos, sin))
+        phase = torch.complex(cos, sin)
+        out.view(phase.dtype)[..., still:].mul_(phase[:, :, None] if x.ndim == 4 else phase)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -20,17 +21,35 @@ def agree(op: str, inputs: Any = None, **named: object) -> dict[str, int]:
         ValueError: if a tensor has the wrong number of dimensions, or a letter two sizes.
     """
     sizes: dict[str, int] = {}
-    for name, tensor in named.items() if inputs is None else zip(inputs._fields, inputs, strict=True):
-        if not isinstance(tensor, Tensor) or not (letters := name.rpartition("_")[2]).isupper():
+    names, given = (tuple(named), tuple(named.values())) if inputs is None else (inputs._fields, inputs)
+    for place, letters in _lettered(names):
+        tensor = given[place]
+        if not isinstance(tensor, Tensor):
             continue
         shape = tensor.shape
         if len(shape) != len(letters):
-            raise ValueError(f"{op}: {name} needs {len(letters)} dimensions {tuple(letters)}, got shape {tuple(shape)}")
+            dimensions = f"{len(letters)} dimensions {tuple(letters)}"
+            raise ValueError(f"{op}: {names[place]} needs {dimensions}, got shape {tuple(shape)}")
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                known = f"{letter} = {sizes[letter]} by {_owner(letter, named if inputs is None else inputs._asdict())}"
-                raise ValueError(f"{op}: {name} has shape {tuple(shape)}, so {letter} = {size}, but {known}")
+                known = f"{letter} = {sizes[letter]} by {_owner(letter, dict(zip(names, given, strict=True)))}"
+                raise ValueError(f"{op}: {names[place]} has shape {tuple(shape)}, so {letter} = {size}, but {known}")
     return sizes
+
+
+def _lettered(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    """Which arguments are checked, and the letters that their names end in."""
+    return _lettered_once(names)
+
+
+# As torch.compiler.assume_constant_result does, whose import takes seconds: a graph cannot ask a cache.
+_lettered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def _lettered_once(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    letters = [name.rpartition("_")[2] for name in names]
+    return tuple((place, one) for place, one in enumerate(letters) if one.isupper())
 
 
 def _owner(letter: str, given: dict[str, object]) -> str:

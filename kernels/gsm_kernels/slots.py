@@ -39,5 +39,7 @@ def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
 
 def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:
     """Rows of a bank with its batch folded in; slot 0 stands in for none."""
-    batch = torch.arange(index_BRK.shape[0], device=index_BRK.device)[:, None, None]
-    return (index_BRK.clamp(min=0) + batch * slots).flatten()
+    slot_BRK = index_BRK.clamp(min=0)
+    if len(index_BRK) > 1:
+        slot_BRK = slot_BRK + torch.arange(len(index_BRK), device=index_BRK.device)[:, None, None] * slots
+    return slot_BRK.flatten()

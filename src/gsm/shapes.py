@@ -22,13 +22,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gsm_kernels.device import at_least_float32
+
 
 def promoted(x: Tensor) -> Tensor:
     """``x`` in at least float32: half types are widened, float64 stays what it is.
 
     Never use ``.float()`` for this: it would silently narrow a float64 model, and the invariants are tested in float64.
     """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return at_least_float32(x)
 
 
 def lowered(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from ..device import at_least_float32
+from ..device import full_precision
 from ..inputs import keep, kept, schema
 from ..native import run, unfit
 from .inputs import Inputs
@@ -38,8 +39,8 @@ def _left(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
     from .loops import forward
 
     streams, update, phi, bias, scale = _wide(streams_BRXD, update_BRD, phi, bias, scale)
-    tokens, width = update.numel() // update.shape[-1], update.shape[-1]
-    number = streams.view(tokens, -1) @ phi.T
+    tokens, width = update.shape[:2].numel(), update.shape[2]
+    number = linear(streams.view(tokens, STREAMS * width), phi)
     inverse, left, mixed = number.new_empty(tokens), torch.empty_like(streams), torch.empty_like(update)
     sizes = (tokens, width, rounds, eps, hc_eps)
     run(forward, tokens, *sizes, streams, update, bias, scale, number, inverse, left, mixed, least=LEAST)
@@ -47,8 +48,8 @@ def _left(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """The same in float32, without gaps."""
-    return [at_least_float32(x).contiguous() for x in tensors]
+    """The same in float32, without gaps. It asks first: for a decoded token a call that changes nothing counts, too."""
+    return [x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous() for x in tensors]
 
 
 INPUTS = schema(Inputs)
@@ -82,8 +83,8 @@ def _backward(left_grad, mixed_grad, number, inverse, *arguments):
     streams_grad, update_grad = torch.empty_like(streams), torch.empty_like(update)
     sizes, found = (tokens, width, rounds, hc_eps), (logit_grad, number_grad, streams_grad, update_grad)
     run(backward, tokens, *sizes, streams, update, bias, scale, number, inverse, *grads, *found, least=LEAST)
-    streams_grad.view(tokens, -1).addmm_(number_grad, phi)
-    phi_grad = number_grad.T @ streams.view(tokens, -1)
+    streams_grad.view(tokens, STREAMS * width).addmm_(number_grad, phi)
+    phi_grad = number_grad.T @ streams.view(tokens, STREAMS * width)
     read, write, mix = (logit_grad * number).sum(0).split((STREAMS, STREAMS, STREAMS * STREAMS))
     scale_grad = torch.stack((read.sum(), write.sum(), mix.sum()))
     results = (streams_grad, update_grad, phi_grad, logit_grad.sum(0), scale_grad)
@@ -112,7 +113,8 @@ def _gradients(ctx, left_grad: Tensor | None, mixed_grad: Tensor | None, *_: Non
     inputs, *results = kept(ctx, Inputs)
     left_grad = torch.zeros_like(inputs.streams_BRXD) if left_grad is None else left_grad
     mixed_grad = torch.zeros_like(inputs.update_BRD) if mixed_grad is None else mixed_grad
-    return *_backward(left_grad, mixed_grad, *results, *inputs), None, None, None
+    with full_precision(left_grad):
+        return *_backward(left_grad, mixed_grad, *results, *inputs), None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

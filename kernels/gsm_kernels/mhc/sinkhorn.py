@@ -15,10 +15,11 @@ SOURCES, DESTINATIONS = 0, 1
 
 def sinkhorn(logit_XXN: Tensor, rounds: int, eps: float) -> tuple[Tensor, list[Tensor]]:
     """The normalised matrices, and the divisors of each step in order."""
-    matrix_XXN = torch.softmax(logit_XXN, DESTINATIONS).add_(eps)
+    little = logit_XXN.new_full((), eps)  # PyTorch makes a tensor of a number, and converts it, each time it is added
+    matrix_XXN = torch.softmax(logit_XXN, DESTINATIONS).add_(little)
     divisors = []
     for dim in _order(rounds):
-        divisors.append(matrix_XXN.sum(dim, keepdim=True).add_(eps))
+        divisors.append(matrix_XXN.sum(dim, keepdim=True).add_(little))
         matrix_XXN.div_(divisors[-1])
     return matrix_XXN, divisors
 

@@ -18,22 +18,25 @@ Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 
 from torch import Tensor
 
+from .. import launch, native
 from ..dispatch import Impl, Op
-from ..launch import missing
-from ..shapes import require
-from . import reference, triton
+from . import numba, reference, triton
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     """Raises ValueError, in one sentence, if the weight is not one number for each of the last dimension of x."""
-    fits = weight.shape == x.shape[-1:]
-    require("rms_norm", fits, f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}")
+    if weight.shape != x.shape[-1:]:
+        shapes = f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}"
+        raise ValueError(f"rms_norm: {shapes}")
 
 
 rms_norm = Op(
     "rms_norm",
     reference.rms_norm,
-    (Impl("triton", triton.rms_norm, triton.refuses, missing),),
+    (
+        Impl("triton", triton.rms_norm, triton.refuses, launch.missing),
+        Impl("numba", numba.rms_norm, numba.refuses, native.missing),
+    ),
     check=check,
     doc=__doc__,
 )

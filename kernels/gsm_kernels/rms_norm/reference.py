@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, handed_out
+from ..device import at_least_float32, full_precision, handed_out, in_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -19,9 +19,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, eps):
         """The norm of x [..., D], in its dtype."""
         wide = at_least_float32(x)
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        # eps as a tensor, and 1 / D as a factor: of a number that is added or divided by PyTorch makes a tensor first.
+        inverse = torch.add(wide.new_full((), eps), length.mul_(length), alpha=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return handed_out((wide * inverse).mul_(weight.to(wide.dtype)), x.dtype)
+        return handed_out((wide * inverse).mul_(in_dtype(weight, wide.dtype)), x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

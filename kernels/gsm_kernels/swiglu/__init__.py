@@ -18,22 +18,26 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer"; the clamp is DeepSeek-
 
 from torch import Tensor
 
+from .. import launch, native
 from ..dispatch import Impl, Op
-from ..launch import missing
-from ..shapes import require
-from . import reference, triton
+from . import numba, reference, triton
 
 
 def check(gate: Tensor, up: Tensor, limit: float) -> None:
     """Raises ValueError, in one sentence, if gate and up differ in shape, or the limit is not positive."""
-    require("swiglu", gate.shape == up.shape, f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
-    require("swiglu", limit > 0, f"limit = {limit} must be positive")
+    if gate.shape != up.shape:
+        raise ValueError(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
+    if not limit > 0:
+        raise ValueError(f"swiglu: limit = {limit} must be positive")
 
 
 swiglu = Op(
     "swiglu",
     reference.swiglu,
-    (Impl("triton", triton.swiglu, triton.refuses, missing),),
+    (
+        Impl("triton", triton.swiglu, triton.refuses, launch.missing),
+        Impl("numba", numba.swiglu, numba.refuses, native.missing),
+    ),
     check=check,
     doc=__doc__,
 )

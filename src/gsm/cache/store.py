@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gsm.cache.slots import Slots
 from gsm.shapes import promoted
+from gsm_kernels.device import in_dtype
 
 
 class WindowStore(Protocol):
@@ -97,7 +98,7 @@ class Window:
 
     def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
         """Stored entries followed by the new ones, and the last ``size`` of them as the next window."""
-        seen_BEC = torch.cat([self.entry_BEC, new_BTC.to(self.entry_BEC.dtype)], dim=1)
+        seen_BEC = torch.cat([self.entry_BEC, in_dtype(new_BTC, self.entry_BEC.dtype)], dim=1)
         keep = min(self.size, seen_BEC.shape[1])
         return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - keep :].detach())
 
@@ -140,7 +141,7 @@ class Column:
     def place(self, new_BGC: Tensor, slots: Slots) -> tuple[Tensor, Column]:
         """Writes the new values behind the slots that each sequence has filled so far."""
         batch, stored, width = self.value_BFC.shape
-        new_BGC = new_BGC.to(self.value_BFC.dtype)
+        new_BGC = in_dtype(new_BGC, self.value_BFC.dtype)
         if slots.even:
             return self.append(new_BGC)
         total, added = slots.growth
@@ -187,7 +188,7 @@ class StaticColumn:
         device."""
         spare = self.value_BFC.shape[1] - 1
         place_BGC = slots.places(spare)[..., None].expand(new_BGC.shape)
-        self.value_BFC.scatter_(1, place_BGC, new_BGC.detach().to(self.value_BFC.dtype))
+        self.value_BFC.scatter_(1, place_BGC, in_dtype(new_BGC.detach(), self.value_BFC.dtype))
         return self.value_BFC, self
 
 

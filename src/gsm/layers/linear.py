@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gsm_kernels.device import in_dtype
+
 # Gain of the maps that write to the residual streams: a model that starts near its embedding learns faster at first.
 INTO_RESIDUAL = 0.2
 
@@ -52,5 +54,7 @@ class GroupedLinear(nn.Module):
         groups, rank, width = self.weight.shape
         split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
         return (
-            torch.bmm(split, self.weight.to(split.dtype).mT).transpose(0, 1).reshape(*x_BRD.shape[:-1], groups * rank)
+            torch.bmm(split, in_dtype(self.weight, split.dtype).mT)
+            .transpose(0, 1)
+            .reshape(*x_BRD.shape[:-1], groups * rank)
         )

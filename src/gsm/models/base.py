@@ -183,10 +183,11 @@ class LanguageModel(nn.Module, ABC, Calls):
         before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept(), ledger=Ledger())
         single_document = documents is None
         if documents is None:
-            documents = before.document_B.clamp(min=0)[:, None].expand(-1, length)
+            document_B = before.document_B.clamp(min=0)
             position_BT = following_positions(before.position_B, length)
         else:
             documents = documents.long()
+            document_B = documents[:, -1]
             position_BT = document_positions(documents, before.document_B, before.position_B)
         span = Span(position_BT, length if rows is None else rows)
         if single_document:
@@ -211,7 +212,7 @@ class LanguageModel(nn.Module, ABC, Calls):
             return out
         # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
         # token, the caller's own tensor would do for the memory, and may be written again.
-        last_token = {"document_B": documents[:, -1].clone(), "position_B": position_BT[:, -1]}
+        last_token = {"document_B": document_B.clone(), "position_B": position_BT[:, -1]}
         after = memory.advance(replace(trace.memory, **last_token), length, single_document, span.rows)
         return replace(out, memory=after)
 

@@ -1,0 +1,49 @@
+"""RMSNorm of rows, one after the other: a row is read from memory once, and again from the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import floats
+from ..native import compiled
+
+ROWS = 32  # of a block, for which backward adds up the gradient of the weight
+
+
+@compiled
+def forward(first, last, width, eps, x_at, weight_at, out_at):
+    """y = x / rms(x) * weight of rows first to last."""
+    x, weight, out = floats(x_at, (last, width)), floats(weight_at, (width,)), floats(out_at, (last, width))
+    eps = np.float32(eps)
+    for n in range(first, last):
+        one, into = x[n], out[n]
+        total = np.float32(0)
+        for i in range(width):
+            total += one[i] * one[i]
+        inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+        for i in range(width):
+            into[i] = one[i] * inverse * weight[i]
+
+
+@compiled
+def backward(first, last, rows, width, eps, grad_at, x_at, weight_at, x_grad_at, part_at):
+    """The gradient of x, and of the weight the part that comes from each block of rows, blocks first to last."""
+    grad, x, weight = floats(grad_at, (rows, width)), floats(x_at, (rows, width)), floats(weight_at, (width,))
+    x_grad, part = floats(x_grad_at, (rows, width)), floats(part_at, (last, width))
+    eps = np.float32(eps)
+    for block in range(first, last):
+        weight_grad = part[block]
+        for i in range(width):
+            weight_grad[i] = np.float32(0)
+        for n in range(block * ROWS, min((block + 1) * ROWS, rows)):
+            one, pull, into = x[n], grad[n], x_grad[n]
+            total, along = np.float32(0), np.float32(0)
+            for i in range(width):
+                total += one[i] * one[i]
+                along += pull[i] * weight[i] * one[i]
+            inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+            # Along itself x has no gradient: the norm takes that part away.
+            along *= -inverse * inverse * inverse / np.float32(width)
+            for i in range(width):
+                weight_grad[i] += pull[i] * one[i] * inverse
+                into[i] = pull[i] * weight[i] * inverse + along * one[i]

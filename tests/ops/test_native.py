@@ -1,0 +1,151 @@
+"""Compiled loops for the CPU: how they are shared among threads, kept on disk, and done without."""
+
+import concurrent.futures
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from calls import cast, hyper_connection
+
+from gsm_kernels import explain, listening, mhc_boundary, native, using
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and sets it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def call(tokens: int = 600) -> dict:
+    return cast(hyper_connection(batch=1, rows=tokens, width=16), torch.float32)
+
+
+def results(given: dict) -> list[torch.Tensor]:
+    """Both results and all gradients."""
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    out = mhc_boundary(**{**given, **leaves})
+    torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+    return [*(x.detach() for x in out), *(x.grad for x in leaves.values())]
+
+
+def test_a_loop_is_given_every_item_once_in_as_many_pieces_as_there_are_threads(threads):
+    for count in (1, 2, 3):
+        threads(count)
+        for items in (0, 1, 7, 64, 65, 1000):
+            pieces = []
+            native.run(lambda first, last, number: pieces.append((first, last, number)), items, 5, least=16)  # noqa: B023
+            covered = [item for first, last, _ in sorted(pieces) for item in range(first, last)]
+            assert covered == list(range(items)) and {number for *_, number in pieces} == {5}
+            assert len(pieces) <= max(1, min(count, -(-items // 16)))
+            assert all(first % 16 == 0 for first, *_ in pieces)
+
+
+def test_an_error_in_another_thread_is_raised(threads):
+    threads(2)
+
+    def loop(first, last):
+        if first:
+            raise ValueError("the second piece")
+
+    with pytest.raises(ValueError, match="the second piece"):
+        native.run(loop, 64, least=16)
+
+
+def test_the_number_of_threads_changes_no_bit_of_what_a_loop_writes(threads):
+    """The products with phi are PyTorch's, whose sums may depend on it: one thread does these."""
+    from gsm_kernels.mhc import loops
+
+    given, found = call(), []
+    number = given["streams_BRXD"].view(600, -1) @ given["phi"].T
+    for count in (1, 3):
+        threads(count)
+        out = [number.clone(), torch.empty(600), *(torch.empty_like(given[name]) for name in list(given)[:2])]
+        tensors = [given[name] for name in ("streams_BRXD", "update_BRD", "bias", "scale")]
+        native.run(loops.forward, 600, 600, 16, 20, 1e-6, 1e-6, *tensors, *out, least=128)
+        found.append(out)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_two_python_threads_at_once_get_what_each_gets_alone(threads):
+    threads(2)
+    calls = [call(600 + 100 * number) for number in range(4)]
+    alone = [results(given) for given in calls]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for one, other in zip(alone, pool.map(results, calls), strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_computes_the_same_with_threads_of_its_own(threads, tmp_path: Path):
+    threads(2)
+    given = {name: x for name, x in call().items() if isinstance(x, torch.Tensor)}
+    with torch.no_grad():
+        expected = mhc_boundary(**given)[0]  # has made this process' threads
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)  # PyTorch's own threads did not come along
+        native.torch.get_num_threads = lambda: 2
+        with torch.no_grad():
+            (tmp_path / "found").write_bytes(pickle.dumps(mhc_boundary(**given)[0].tolist()))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pickle.loads((tmp_path / "found").read_bytes()) == expected.tolist()
+
+
+def test_without_numba_everything_runs_as_before():
+    program = """
+import sys
+sys.modules["numba"] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "numba" else found(name, *more)
+import torch
+from gsm_kernels import explain, listening, mhc_boundary
+with listening() as heard:
+    mhc_boundary(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3))
+print(heard, explain()["mhc_boundary"])
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "[('mhc_boundary', 'reference')]" in said and "Numba is not installed" in said
+
+
+def test_nothing_imports_numba_before_it_is_needed():
+    program = "import sys, gsm_kernels, gsm; print('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    folder = Path(native._cache_folder())
+    with torch.no_grad():
+        mhc_boundary(**call(3))
+    assert list(folder.rglob("loops.forward*.nbc")), folder
+    (tmp_path / "mhc").mkdir()
+    for file in (*native.HERE.glob("*/loops.py"), native.HERE / "arrays.py"):
+        (tmp_path / file.relative_to(native.HERE)).parent.mkdir(exist_ok=True)
+        (tmp_path / file.relative_to(native.HERE)).write_text(file.read_text())
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    same = native._cache_folder.__wrapped__()
+    (tmp_path / "arrays.py").write_text("# another function that loops have inlined")
+    assert Path(same).name == folder.name != Path(native._cache_folder.__wrapped__()).name
+
+
+def test_the_choice_and_its_reason_are_told():
+    assert explain()["mhc_boundary"].startswith("numba: ")
+    with listening() as heard, torch.no_grad():
+        mhc_boundary(**call(3))
+        mhc_boundary(**hyper_connection())
+        mhc_boundary(**cast(hyper_connection(streams=2), torch.float32))
+    assert [name for _, name in heard] == ["numba", "reference", "reference"]
+    with using("numba"), pytest.raises(RuntimeError, match="computes in float32, which is too coarse for float64"):
+        mhc_boundary(**hyper_connection())
+    with using("numba"), pytest.raises(RuntimeError, match="made for 4 streams, got 2"):
+        mhc_boundary(**cast(hyper_connection(streams=2), torch.float32))

@@ -1,0 +1,63 @@
+"""The hyper-connections' loops against the reference in float64."""
+
+import pytest
+import torch
+from calls import cast, gradients, hyper_connection
+
+from gsm_kernels import listening, mhc_boundary, using
+from gsm_kernels.testing import assert_close
+
+pytest.importorskip("numba")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounds", [1, 2, 20])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"rows": 1}, {"batch": 1, "rows": 33, "width": 7}, {"rows": 0}, {"rows": 300, "width": 48}]
+)
+def test_results_and_gradients_equal_the_reference_in_float64(sizes, rounds, dtype):
+    given = {**cast(hyper_connection(**sizes), dtype), "rounds": rounds}
+    with listening() as heard:
+        out, grads = gradients(mhc_boundary, given)
+    expected, expected_grads = gradients(mhc_boundary, cast(given, torch.float64))
+    assert heard == [("mhc_boundary", "numba")]
+    for name, got, wanted in zip(("streams", "mixed"), out, expected, strict=True):
+        assert_close(got, wanted, name=name)
+    for name, wanted in expected_grads.items():
+        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
+
+
+def test_large_logits_do_not_overflow():
+    given = cast(hyper_connection(), torch.float32)
+    given["bias"] = torch.linspace(-300, 300, 24)
+    out, grads = gradients(mhc_boundary, given)
+    expected, _ = gradients(mhc_boundary, cast(given, torch.float64))
+    assert_close(out[0], expected[0])
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_what_is_not_finite_is_not_hidden():
+    given = cast(hyper_connection(), torch.float32)
+    given["streams_BRXD"][0, 1, 2, 3] = torch.nan
+    with torch.no_grad():
+        left = mhc_boundary(**given)[0]
+    assert left[0, 1].isnan().any() and left[0, 0].isfinite().all() and left[1].isfinite().all()
+
+
+def test_the_same_call_gives_the_same_bits():
+    given = cast(hyper_connection(rows=70), torch.float32)
+    first, second = (gradients(mhc_boundary, given) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
+    assert all(torch.equal(grad, second[1][name]) for name, grad in first[1].items())
+
+
+def test_one_output_alone_gives_gradients():
+    for output in (0, 1):
+        found = []
+        for name in ("numba", "reference"):
+            given = cast(hyper_connection(), torch.float32)
+            phi = given["phi"].clone().requires_grad_()
+            with using(name):
+                mhc_boundary(**{**given, "phi": phi})[output].square().sum().backward()
+            found.append(phi.grad)
+        assert_close(found[0], found[1], name=f"through output {output}", gradient=True)
