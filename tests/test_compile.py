@@ -13,6 +13,12 @@ import pytest
 import torch
 from small import SHALLOW, assert_same, build, random_tokens
 from torch import Tensor
+from torch._dynamo.utils import counters
+
+from gsm import build_model
+from gsm.config.compose import compose
+from gsm.errors import ConfigError
+from gsm.experiments.fit import train
 
 LENGTH = 41
 # Ten seconds each and more: the models and parts with code of their own.
@@ -54,6 +60,32 @@ def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_grad
     assert compiled.keys() == gradients.keys() and len(gradients) > 20
     for name, gradient in gradients.items():
         assert_same(compiled[name], gradient, f"gradient of {name}")
+
+
+# torch's own tracer instantiates autograd.Function and looks for gradients of activations, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("name", "kinds"), [("gsm", 4), ("transformer", 1)])
+def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
+    """At nano: GSM's encoder has blocks with a window alone, with a bank, with another's; its decoder's are all alike."""
+    model = build_model(name, "nano", seed=0).train()
+    names = model.state_dict().keys()
+    loss, gradients = loss_and_gradients(model, model)
+    torch.compiler.reset()
+    counters.clear()
+    model.compile_blocks(backend="aot_eager")
+    for _ in range(2):
+        compiled_loss, compiled = loss_and_gradients(model, model)
+        torch.testing.assert_close(compiled_loss, loss)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(compiled[name], gradient, rtol=1e-3, atol=1e-6, msg=f"gradient of {name}")
+    assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
+    assert model.state_dict().keys() == names
+
+
+def test_compiling_for_a_cpu_is_refused_with_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="compile is true, but on a CPU that takes minutes"):
+        train(compose(["data=recall", "size=pico", "trainer=cpu", f"logs={tmp_path}", "compile=true"]))
 
 
 @pytest.mark.gpu

@@ -157,7 +157,9 @@ def _tile(rows: int, lanes: int) -> Any:
                 after.append(builder.fadd(total, product, flags=("contract",)))
             following = builder.add(k, ir.Constant(index, 1))
             builder.cbranch(builder.icmp_signed("<", following, inner), step, end)
-            for phi, first, later in zip((k, *sums), (ir.Constant(index, 0), *before), (following, *after), strict=True):
+            for phi, first, later in zip(
+                (k, *sums), (ir.Constant(index, 0), *before), (following, *after), strict=True
+            ):
                 phi.add_incoming(first, start)
                 phi.add_incoming(later, step)
             builder.position_at_end(end)

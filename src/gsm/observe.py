@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -56,11 +56,27 @@ _listening: list[Seen | Patch] = []
 _called: list[Any] = [None]  # the model whose call this is, while somebody listens
 
 
+class Named(Protocol):
+    """A part of a model that has a name, such as ``decoder/6``."""
+
+    name: str
+
+
+Name = str | tuple[Named, str]
+"""Of a tap. A part and a word stand for ``<name of the part>/<word>``: it is put together when somebody listens. A
+compiled block that looked at its name would not be compiled once for all blocks of its kind."""
+
+
+def spelt(name: Name) -> str:
+    """The name in full."""
+    return name if isinstance(name, str) else f"{name[0].name}/{name[1]}"
+
+
 @overload
-def tap(name: str, value: Tensor, fixed: str = "") -> Tensor: ...
+def tap(name: Name, value: Tensor, fixed: str = "") -> Tensor: ...
 @overload
-def tap(name: str, value: Callable[[], Tensor]) -> Tensor | None: ...
-def tap(name: str, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Tensor | None:
+def tap(name: Name, value: Callable[[], Tensor]) -> Tensor | None: ...
+def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Tensor | None:
     """Show a tensor to whoever records under this name, and give back what to go on with: the tensor itself, unless
     somebody patches it.
 
@@ -242,7 +258,8 @@ def _note(model: Any) -> None:
 
 
 @torch.compiler.disable(reason="a tap is looked at outside of the compiled graph")
-def _show(name: str, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
+def _show(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
+    name = spelt(name)
     wanting = [one for one in _listening if one.wants(name)]
     patches = [one for one in wanting if isinstance(one, Patch)]
     if not wanting:

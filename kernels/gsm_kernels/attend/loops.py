@@ -126,7 +126,15 @@ def _hide(index_K, bias_at, slots, heads, score_KM, first):
 def _room(sizes, sink_at):
     """Memory for a block: its queries as lanes, entries that cannot be read as they lie, scores, and lane by lane what
     is seen, the sink, and the softmax."""
-    entries, heads, channels, width, picks, queries, window_size = sizes[1], sizes[2], sizes[3], sizes[5], sizes[7], sizes[8], sizes[10]
+    entries, heads, channels, width, picks, queries, window_size = (
+        sizes[1],
+        sizes[2],
+        sizes[3],
+        sizes[5],
+        sizes[7],
+        sizes[8],
+        sizes[10],
+    )
     lanes, wide = -(-queries * heads // LANES) * LANES, -(-channels // 16) * 16
     stride, reach = lanes + 16, queries + min(width, entries) - 1
     natural, lanes_last = np.zeros((lanes, wide), np.float32), np.zeros((channels, stride), np.float32)
@@ -159,9 +167,23 @@ def _weights(sizes, batch, row, count, query_at, window_at, bank_at, index_at, b
     window_step, window_size, bank_step, bank_size = sizes[9:]
     natural, lanes_last, copied, picked, score, begin, end, sink, high, total = room
     (lanes, wide), stride, start = natural.shape, lanes_last.shape[1], batch * rows + row
-    cos_RP, sin_RP = floats(cos_at + 4 * start * pairs, (count, pairs)), floats(sin_at + 4 * start * pairs, (count, pairs))
+    cos_RP, sin_RP = (
+        floats(cos_at + 4 * start * pairs, (count, pairs)),
+        floats(sin_at + 4 * start * pairs, (count, pairs)),
+    )
     factor = ONE / np.sqrt(np.float32(channels))
-    _load(query_at + 4 * start * heads * channels, factor, count, heads, channels, pairs, cos_RP, sin_RP, natural, lanes_last)
+    _load(
+        query_at + 4 * start * heads * channels,
+        factor,
+        count,
+        heads,
+        channels,
+        pairs,
+        cos_RP,
+        sin_RP,
+        natural,
+        lanes_last,
+    )
     position_R = integers(position_at + 8 * start, (count,))
     low, near = _reach(position_R, entries - rows + row, count, heads, width, begin, end)
     near_at = window_at + (batch * window_step + low * channels) * window_size
@@ -228,7 +250,9 @@ def forward(
     for item in range(first, last):
         batch, row = item // blocks, item % blocks * queries
         count = min(queries, rows - row)
-        _, near, near_at = _weights(sizes, batch, row, count, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, room)
+        _, near, near_at = _weights(
+            sizes, batch, row, count, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, room
+        )
         _mix(sizes, count, near, near_at, picked.ctypes.data, score.ctypes.data, stride, mixed.ctypes.data)
         for m in range(total.shape[0]):
             total[m] = ONE / total[m]
@@ -285,9 +309,37 @@ def backward(
         window_grad, bank_grad = window_grad_at + 4 * item * part_entries * wide, bank_grad_at + 4 * item * slots * wide
         for row in range(part * part_rows, min((part + 1) * part_rows, rows), queries):
             count, start = min(queries, min((part + 1) * part_rows, rows) - row), batch * rows + row
-            low, near, near_at = _weights(sizes, batch, row, count, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, room)
-            cos_RP, sin_RP = floats(cos_at + 4 * start * pairs, (count, pairs)), floats(sin_at + 4 * start * pairs, (count, pairs))
-            _load(out_grad_at + 4 * start * heads * channels, ONE, count, heads, channels, pairs, cos_RP, sin_RP, grads, grads_last)
+            low, near, near_at = _weights(
+                sizes,
+                batch,
+                row,
+                count,
+                query_at,
+                window_at,
+                bank_at,
+                index_at,
+                bias_at,
+                position_at,
+                cos_at,
+                sin_at,
+                room,
+            )
+            cos_RP, sin_RP = (
+                floats(cos_at + 4 * start * pairs, (count, pairs)),
+                floats(sin_at + 4 * start * pairs, (count, pairs)),
+            )
+            _load(
+                out_grad_at + 4 * start * heads * channels,
+                ONE,
+                count,
+                heads,
+                channels,
+                pairs,
+                cos_RP,
+                sin_RP,
+                grads,
+                grads_last,
+            )
             _products(sizes, batch, start, count, near, near_at, picked_at, grads_last.ctypes.data, stride, grad_at)
             _score_grad(near, picks, lanes, stride, score_at, grad_at, total, delta)
             for m in range(count * heads):
@@ -299,8 +351,12 @@ def backward(
             multiply(score_at, stride, 1, given, wide, into, wide, near, count * heads, channels, True)
             for r in range(count if picks else 0):
                 lane, weight, add_at = 4 * r * heads, 4 * (near * stride + r * heads), pick_grad.ctypes.data
-                multiply(grad_at + weight, stride, 1, query + lane * wide, wide, add_at, wide, picks, heads, channels, False)
-                multiply(score_at + weight, stride, 1, given + lane * wide, wide, add_at, wide, picks, heads, channels, True)
+                multiply(
+                    grad_at + weight, stride, 1, query + lane * wide, wide, add_at, wide, picks, heads, channels, False
+                )
+                multiply(
+                    score_at + weight, stride, 1, given + lane * wide, wide, add_at, wide, picks, heads, channels, True
+                )
                 index_K = integers(index_at + 8 * (start + r) * picks, (picks,))
                 for k in range(picks):
                     if 0 <= index_K[k] < slots:

@@ -27,6 +27,7 @@ from gsm.config.load import (
 )
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
+from gsm.errors import ConfigError
 from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import pace, report, trainers, weights
 from gsm.experiments.asked import differing
@@ -159,6 +160,11 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
     }
     summary = Summary(Path(config["folder"]) / "summary.json", facts)
     trainer = trainers.build(config, task, summary, differing(config))
+    if config["compile"] and trainer.strategy.root_device.type == "cpu":
+        raise ConfigError(
+            "compile is true, but on a CPU that takes minutes and a step is no faster for it: "
+            "leave compile=false, and see `python -m gsm_kernels` for what makes it fast"
+        )
     if start.checkpoint:
         refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
         for logger in trainer.loggers:

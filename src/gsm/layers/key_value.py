@@ -124,7 +124,7 @@ class RangeAttention(nn.Module):
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
         """What the rows take from their history, [B, R, D]."""
         query_BRHC = rotate(self.query(x_BRD)[0], *angles)
-        replaced_BRHF = tap(f"{self.name}/weights", lambda: range_weights(query_BRHC, history))
+        replaced_BRHF = tap((self, "weights"), lambda: range_weights(query_BRHC, history))
         if replaced_BRHF is not None:
             return self.output(range_mixture(replaced_BRHF, history).type_as(query_BRHC))
         mixed_BRHC = attend_range(

@@ -17,7 +17,7 @@ from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.projections import Output, Query, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection
-from gsm.observe import tap
+from gsm.observe import Name, tap
 from gsm.shapes import promoted
 from gsm_kernels import IndexerLoss, attend, attend_band, rotate
 from gsm_kernels.device import full_precision
@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
         """
         band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
         others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
-        return attend_tapped(f"{self.name}/{tap_name}", *band, *others, repeats=repeats)
+        return attend_tapped((self, tap_name), *band, *others, repeats=repeats)
 
     def choose(self, attended: Attended, found: Selection) -> Attended:
         """Adds the selection; in training also what its indexer learns by from whoever reads it."""
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
 
 
 def attend_tapped(
-    name: str,
+    name: Name,
     query_BRHC: Tensor,
     window_BEC: Tensor,
     position_BR: Tensor,

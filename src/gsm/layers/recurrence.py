@@ -92,7 +92,7 @@ class Recurrence(nn.Module, ABC):
             span.position_BT,
             cache.state.resume(empty_BHCC),
         )
-        state_BHCC = tap(f"{self.name}/state", state_BHCC)
+        state_BHCC = tap((self, "state"), state_BHCC)
         out_BRHC = self.gated(self.norm(last(out_BTHC, span.rows)), last(x_BTD, span.rows))
         update_BRD = self.output(out_BRHC.flatten(-2))
         return update_BRD, LayerOutput(RecurrentCache(window, cache.state.keep(state_BHCC)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gsm.layers.attended import Attended, Bank
 from gsm.layers.projections import IndexQuery
-from gsm.observe import tap
+from gsm.observe import Name, spelt, tap
 from gsm_kernels import index_top_k
 
 
@@ -34,7 +34,7 @@ class Selection(NamedTuple):
         """The selection that the rows already have, of the layer below or of a stage's own layer, taken over."""
         return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
 
-    def tapped(self, name: str, bank: Bank | None) -> Selection:
+    def tapped(self, name: Name, bank: Bank | None) -> Selection:
         """This selection, shown under a name, or what somebody replaces it with.
 
         Raises:
@@ -51,7 +51,7 @@ class Selection(NamedTuple):
             sequence, row, place = wrong_NBRK[0].tolist()
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {name} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of sequence "
+                f"a patch of {spelt(name)} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of sequence "
                 f"{sequence}, which may see slots from {first} on and before {last}; -1 stands for none"
             )
         # A taken-over bias teaches the indexer about the slots that it has selected, and about no others.

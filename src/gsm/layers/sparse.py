@@ -99,12 +99,12 @@ class SparseAttention(LatentAttention):
         """
         angles = self.rope.at(span, x_BTD.dtype)
         window_BEC, window = cache.window.extend(self.window(x_BTD, angles))
-        window_BEC = tap(f"{self.name}/window", window_BEC)
+        window_BEC = tap((self, "window"), window_BEC)
         bank, bank_cache = self.publish(x_BTD, span, cache.bank)
         x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
         query_BRHC, latent_BRQ = self.query(x_BRD)
         attended = self.look(window_BEC, bank, below, span.rows)
-        found = self.search(latent_BRQ, x_BRD, angles, attended).tapped(f"{self.name}/top_k", attended.bank)
+        found = self.search(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, found)
         indexer_loss = self.learn(query_BRHC, found, attended, position_BR, angles)
         update_BRD = self.read(query_BRHC, attended, position_BR, angles)
@@ -117,14 +117,14 @@ class SparseAttention(LatentAttention):
         projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
         # All banks of a ratio fill alike: one plan serves them, and one table of angles.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
-        latent_BGC = tap(f"{self.name}/latent", self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))
+        latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))
         key = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
         angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
         entry_BFC, entry = cache.entry.place(rotate(latent_BGC, *angles), slots)
         key_BFI, key = None, None
         if self.indexer is not None and cache.key is not None:
             key_BFI, key = cache.key.place(self.indexer.keys(latent_BGC, angles), slots)
-        entry_BFC = tap(f"{self.name}/bank", entry_BFC)
+        entry_BFC = tap((self, "bank"), entry_BFC)
         bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
         return bank, BankCache(pending, entry, key, None if cache.count_B is None else slots.after_B)
 

@@ -82,12 +82,12 @@ class Stage(LatentAttention):
         x_BRU = self.norm(u_BRU)
         angles = self.rope.at(span, x_BRU.dtype)
         found, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
-        found = found.tapped(f"{self.name}/top_k", attended.bank)
+        found = found.tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, found)
         query_BRHC, _ = self.query(x_BRU)
         indexer_loss = self.learn(query_BRHC, found, attended, span.position_BT, angles)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
-        return tap(f"{self.name}/increment", increment_BRD), cache, indexer_loss
+        return tap((self, "increment"), increment_BRD), cache, indexer_loss
 
     def work(self, layer: LayerCost) -> LayerCost:
         """What it costs on window and bank of its encoder layer, of which the cost is given."""

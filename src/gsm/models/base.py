@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gsm.cache.ledger import Ledger
 from gsm.cache.memory import Memory, forgetful, no_last_token
 from gsm.costs.primitives import Layer, unknown_cost
+from gsm.layers.block import Block
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.feed_forward import Balance
 from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
@@ -334,6 +335,16 @@ class LanguageModel(nn.Module, ABC, Calls):
             return out.logits[:, -1]
 
         yield from continuation(out.logits[:, -1], step, max_new_tokens, temperature, top_p, generator)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles block by block when they are first called: blocks of one kind have one graph, whatever the depth.
+
+        Args:
+            options: of ``torch.compile``.
+        """
+        for part in self.modules():
+            if isinstance(part, Block):
+                part.compile(**options)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``

@@ -41,7 +41,7 @@ class LanguageModeling(lightning.LightningModule):
         notes: plain containers that are added to every checkpoint, such as the tokenizer's state.
         token_bytes_V: bytes that each token stands for; without it no bits per byte are logged.
         measures_accuracy: whether validation also counts how often the likeliest token is the target.
-        compile: run the model through ``torch.compile`` (seconds to minutes for the first steps).
+        compile: run the model's blocks through ``torch.compile`` (seconds to minutes for the first steps).
     """
 
     token_bytes_V: Tensor | None
@@ -67,7 +67,7 @@ class LanguageModeling(lightning.LightningModule):
         self._over_targets = OverTargets()
         self._load_LE: Tensor | None = None  # of the batches of the step so far
         if compile:
-            self.model.compile()
+            self.model.compile_blocks()
 
     def configure_model(self) -> None:
         """Divides the model among ranks where that is the strategy."""
