@@ -51,8 +51,8 @@ class Selection(NamedTuple):
             sequence, row, place = wrong_NBRK[0].tolist()
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {spelt(name)} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of sequence "
-                f"{sequence}, which may see slots from {first} on and before {last}; -1 stands for none"
+                f"a patch of {spelt(name)} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
+                f"sequence {sequence}, which may see slots from {first} on and before {last}; -1 stands for none"
             )
         # A taken-over bias teaches the indexer about the slots that it has selected, and about no others.
         bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)
