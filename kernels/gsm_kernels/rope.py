@@ -25,7 +25,9 @@ def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -
         ValueError: if the shapes do not fit.
     """
     _check(x, cos_BRP, sin_BRP)
-    return _Rotation.apply(x, cos_BRP, sin_BRP, inverse)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotation.apply(x, cos_BRP, sin_BRP, inverse)
+    return in_dtype(turn(at_least_float32(x), cos_BRP, sin_BRP, inverse), x.dtype)
 
 
 class _Rotation(torch.autograd.Function):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from calls import selection
+from calls import cast, selection
 from oracles import naive_pool, naive_top_k
 
-from gsm_kernels import candidate_pool, index_top_k, listening
+from gsm_kernels import candidate_pool, index_top_k, listening, using
 from gsm_kernels.index_top_k import reference
 
 RAGGED = {
@@ -22,17 +22,29 @@ def integral(call: dict) -> dict:
     return {k: v.round() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in call.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.fixture(params=["reference in float64", "reference in float32", "numba in float32"])
+def given(request):
+    """Makes a call whole, in a dtype, and forces an implementation."""
+    name, _, dtype = request.param.split()
+    if name == "numba":
+        pytest.importorskip("numba")
+    with using(name), listening() as heard:
+        yield lambda call: cast(integral(call), getattr(torch, dtype))
+    assert {implementation for _, implementation in heard} == {name}
+
+
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED.keys())
-def test_it_is_the_sorted_top_k_with_ties_to_the_lowest(sizes, dtype):
-    call = {
-        k: v.to(dtype) if k in ("query_BRJI", "weight_BRJ", "key_BFI") else v
-        for k, v in integral(selection(**sizes)).items()
-    }
-    with listening() as heard:
-        index = index_top_k(**call)
-    assert heard == [("index_top_k", "reference")]
+def test_it_is_the_sorted_top_k_with_ties_to_the_lowest(sizes, given):
+    call = given(selection(**sizes))
+    index = index_top_k(**call)
     assert index.dtype == torch.int64 and torch.equal(index, naive_top_k(*call.values()))
+
+
+@pytest.mark.parametrize("spread", [1, 1e6])
+def test_among_many_slots_it_is_the_sorted_top_k_with_and_without_ties(spread, given):
+    call = selection(k=5, ratio=1, entries=300, rows=40, padding=0, heads=3)
+    call = given({**call, "key_BFI": call["key_BFI"] * spread})
+    assert torch.equal(index_top_k(**call), naive_top_k(*call.values()))
 
 
 def test_equal_scores_go_to_the_lowest_slots_and_minus_zero_is_zero():
@@ -45,14 +57,14 @@ def test_equal_scores_go_to_the_lowest_slots_and_minus_zero_is_zero():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pool_narrows_the_choice(seed):
-    call = integral(selection(k=3, ratio=1, entries=40, rows=30, seed=seed))
+def test_a_pool_narrows_the_choice(seed, given):
+    call = given(selection(k=3, ratio=1, entries=40, rows=30, seed=seed))
     pool = torch.randint(-1, 4, (2, 30, 2), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(index_top_k(**call, pool_BRN=pool, block=3), naive_top_k(*call.values(), pool, 3))
 
 
-def test_a_pool_smaller_than_k_does_not_leak():
-    call = selection(k=20, ratio=1, entries=40, rows=30)
+def test_a_pool_smaller_than_k_does_not_leak(given):
+    call = given(selection(k=20, ratio=1, entries=40, rows=30))
     pool = torch.zeros(2, 30, 1, dtype=torch.int64)
     assert torch.equal(index_top_k(**call, pool_BRN=pool, block=2), naive_top_k(*call.values(), pool, 2))
     assert (index_top_k(**call, pool_BRN=pool - 1) == -1).all(), "an empty pool selects nothing"
@@ -60,18 +72,29 @@ def test_a_pool_smaller_than_k_does_not_leak():
 
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED.keys())
 @pytest.mark.parametrize("block", [2, 3])
-def test_candidate_pool_is_the_best_blocks_and_the_newest(sizes, block):
-    call = integral(selection(**sizes))
+def test_candidate_pool_is_the_best_blocks_and_the_newest(sizes, block, given):
+    call = given(selection(**sizes))
     call.pop("k")
     pool = candidate_pool(**call, blocks=2, block=block)
     assert torch.equal(pool, naive_pool(*call.values(), 2, block))
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch):
-    call = integral(selection(k=3, ratio=1, entries=40, rows=30))
+def test_chunks_of_rows_change_nothing(monkeypatch, given):
+    call = given(selection(k=3, ratio=1, entries=40, rows=30))
     whole = index_top_k(**call)
     monkeypatch.setattr(reference, "scratch_elements", lambda device: 1)
     assert torch.equal(index_top_k(**call), whole)
+
+
+def test_the_number_of_threads_changes_nothing(given):
+    before, call = torch.get_num_threads(), given(selection(k=3, ratio=1, entries=400, rows=300))
+    try:
+        torch.set_num_threads(1)
+        alone = index_top_k(**call)
+        torch.set_num_threads(3)
+        assert torch.equal(index_top_k(**call), alone)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_no_gradient_flows():

@@ -29,15 +29,18 @@ Source: DeepSeek-V3.2's lightning indexer; the pool is V4.1's hierarchical selec
 
 from functools import partial
 
+from .. import launch, native
 from ..dispatch import Impl, Op
-from ..launch import missing
-from . import reference, triton
+from . import numba, reference, triton
 from .inputs import Inputs, check, pool
 
 index_top_k = Op(
     "index_top_k",
     reference.index_top_k,
-    (Impl("triton", triton.index_top_k, triton.refuses, missing),),
+    (
+        Impl("triton", triton.index_top_k, triton.refuses, launch.missing),
+        Impl("numba", numba.index_top_k, numba.refuses, native.missing),
+    ),
     inputs=Inputs,
     check=partial(check, "index_top_k", "k"),
     doc=__doc__,
@@ -45,7 +48,10 @@ index_top_k = Op(
 candidate_pool = Op(
     "candidate_pool",
     reference.candidate_pool,
-    (Impl("triton", triton.candidate_pool, triton.refuses_pool, missing),),
+    (
+        Impl("triton", triton.candidate_pool, triton.refuses_pool, launch.missing),
+        Impl("numba", numba.candidate_pool, numba.refuses, native.missing),
+    ),
     inputs=pool,
     check=partial(check, "candidate_pool", "blocks"),
     doc=__doc__,

@@ -17,7 +17,7 @@ def index_top_k(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
     first_BR, last_BR, pool_BRN = inputs.first_BR, inputs.last_BR, inputs.pool_BRN
     chosen = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
-    for rows in _row_slices(inputs):
+    for rows in row_slices(inputs):
         pool = None if pool_BRN is None else pool_BRN[:, rows]
         seen = slots_visible(inputs.key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, inputs.block)
         score = _index_scores(inputs.indexer, rows)
@@ -30,13 +30,13 @@ def candidate_pool(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
     first_BR, last_BR = inputs.first_BR, inputs.last_BR
     pools = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
-    for rows in _row_slices(inputs):
+    for rows in row_slices(inputs):
         score = _index_scores(inputs.indexer, rows)
         pools.append(highest(_block_scores(score, first_BR[:, rows], last_BR[:, rows], inputs.block), inputs.k))
     return torch.cat(pools, 1)
 
 
-def _row_slices(inputs: Inputs) -> list[slice]:
+def row_slices(inputs: Inputs) -> list[slice]:
     """Ranges of rows whose scores of all index heads fit the scratch memory."""
     batch, rows, heads, _ = inputs.query_BRJI.shape
     per_row = batch * heads * inputs.key_BFI.shape[1]

@@ -30,6 +30,7 @@ KEPT = {
     "aten._scaled_dot_product_flash_attention_for_cpu",
     *(f"gsm_kernels.{name}" for name in ("attend", "attend_few_rows", "grouped_products", "index_top_k")),
     *(f"gsm_kernels.{name}" for name in ("candidate_pool", "indexer_kl", "score_slots")),
+    *(f"gsm_kernels.{name}_cpu" for name in ("index_top_k", "candidate_pool")),
 }
 
 

@@ -1,0 +1,91 @@
+"""The choice of slots on a CPU: what heads fire by PyTorch's matrix product, the rest by compiled loops, row by row."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import at_least_float32
+from ..inputs import schema
+from ..native import run, unfit
+from .inputs import Inputs
+from .reference import row_slices
+
+LEAST = 1 << 12  # slots that are worth a thread
+
+
+def refuses(inputs: Inputs) -> str | None:
+    """Why this call is not for the loops."""
+    return unfit(*inputs[:3])
+
+
+def index_top_k(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    # As an operator of its own the search is seen by those who look at operators: recomputation keeps its result.
+    through = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return _index_top_k(*inputs) if through else _slots(*inputs)
+
+
+def candidate_pool(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    through = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return _candidate_pool(*inputs) if through else _blocks(*inputs)
+
+
+@functools.cache
+def _loops() -> ModuleType:
+    from . import loops
+
+    return loops
+
+
+@torch.no_grad()
+def _slots(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    pool = inputs.pool_BRN
+    pooled = (-1, inputs.block) if pool is None else (pool.shape[2], inputs.block)
+    return _chosen(_loops().top_k, inputs, pooled, (0 if pool is None else pool.contiguous(),))
+
+
+@torch.no_grad()
+def _blocks(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    return _chosen(_loops().blocks, inputs, (inputs.block,), ())
+
+
+def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
+    """What a loop chooses for every row, k of them; rows in chunks whose products fit the scratch memory."""
+    batch, rows, heads, width = inputs.query_BRJI.shape
+    query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
+    weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]
+    first_BR, last_BR = inputs.first_BR.contiguous(), inputs.last_BR.contiguous()
+    chosen_BRK = first_BR.new_empty(batch, rows, inputs.k)
+    least = LEAST // max(slots, 1) + 1
+    for part in row_slices(inputs):
+        length = part.stop - part.start
+        query = query_BRJI[:, part].reshape(batch, length * heads, width)
+        fired = torch.bmm(query, key_BFI.mT)
+        sizes = (length, part.start, rows, slots, heads, inputs.k, *numbers)
+        given = (fired, weight_BRJ, first_BR, last_BR, *tensors, chosen_BRK)
+        run(loop, batch * length, *sizes, *given, least=least)
+    return chosen_BRK
+
+
+SCHEMA = f"({schema(Inputs)}) -> Tensor"
+_index_top_k = torch.library.custom_op(
+    "gsm_kernels::index_top_k_cpu", _slots, mutates_args=(), device_types="cpu", schema=SCHEMA
+)
+_candidate_pool = torch.library.custom_op(
+    "gsm_kernels::candidate_pool_cpu", _blocks, mutates_args=(), device_types="cpu", schema=SCHEMA
+)
+
+
+@_index_top_k.register_fake
+@_candidate_pool.register_fake
+def _(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
