@@ -31,7 +31,15 @@ FLOORS = {
 # Up to the models, PyTorch is all there is, so that any component can be built in a notebook without a framework.
 LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6, "gsm_benchmarks": 99}  # beside the library: nothing imports them
 ELSEWHERE = 5
-KERNEL_LIBRARIES = {"torch", "triton", "numba", "llvmlite", "numpy", "xformers", "fla"}  # llvmlite and numpy come with numba
+KERNEL_LIBRARIES = {
+    "torch",
+    "triton",
+    "numba",
+    "llvmlite",
+    "numpy",
+    "xformers",
+    "fla",
+}  # llvmlite and numpy come with numba
 
 
 def test_no_import_goes_up_a_floor() -> None:

@@ -119,3 +119,11 @@ def _python(code: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_the_user_wants_otherwise(given, found):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    program = "import gsm, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [found, "False"]

@@ -13,6 +13,7 @@ Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when on
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "__version__", "build_model", "explore", "load_model", "patch", "record"]
+
+# OpenMP's threads wait for one another in a loop, which on a machine that does other work makes two slower than one, by
+# a factor of five and more; asleep they cost nothing. OpenMP reads this when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {
     "Engine": "gsm.engine",
