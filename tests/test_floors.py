@@ -39,7 +39,7 @@ KERNEL_LIBRARIES = {
     "numpy",
     "xformers",
     "fla",
-}  # llvmlite and numpy come with numba
+}
 
 
 def test_no_import_goes_up_a_floor() -> None:
