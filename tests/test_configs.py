@@ -88,6 +88,14 @@ def test_the_scripts_end_with_the_sentence_alone():
         command_line.prepare(["model.indxer=1"])
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"), [("--resume=never", "resume=never"), ("--resume", "resume=..."), ("-x=1", "x=1")]
+)
+def test_an_option_with_dashes_is_told_how_values_are_given(word, meant):
+    with pytest.raises(SystemExit, match=f"there is no option {word}: values are given without dashes, {meant}; see "):
+        command_line.prepare([word])
+
+
 def write(folder: Path, name: str, text: str) -> Path:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)

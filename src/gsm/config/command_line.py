@@ -60,11 +60,17 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train", part:
         os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
         sys.excepthook = _say
         threading.excepthook = _say_in_thread
-    parsed, _ = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    parsed, strange = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
     _own_configs(parsed.config_dir)
     with errors_as_sentences():
+        if strange:
+            plain = strange[0].lstrip("-")
+            raise ConfigError(
+                f"there is no option {strange[0]}: values are given without dashes, "
+                f"{plain if '=' in plain else f'{plain}=...'}; see --help"
+            )
         words = in_hydras_words(parsed.overrides, script, part)
         if arguments is None:
             changed = dict(zip(parsed.overrides, words, strict=True))

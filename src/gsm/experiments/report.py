@@ -69,6 +69,8 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
         f"  # a colour for each arm: {BOARD}",  # a comment, as a shell would take the address apart
     ]
+    if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
+        lines += ["  " + typed("python", shown(ROOT / "compare.py"), shown(folder.parent.parent))]
     if writes:
         lines += ["  " + typed("python", generate, f"checkpoint={shown(folder)}", "prompt=def ")]
         lines += ["  " + typed("python", evaluate, f"checkpoint={shown(folder)}")]
