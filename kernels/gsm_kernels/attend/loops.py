@@ -58,7 +58,7 @@ def _room(sizes, sink_at):
     lane, sink_H = floats(table, (6, lanes)), floats(sink_at, (heads,))
     for q in range(queries):
         for h in range(heads):
-            lane[SINK, q * heads + h] = sink_H[h]
+            lane[SINK, q * heads + h] = LOWEST if sink_H[h] < LOWEST else sink_H[h]  # of no sink, nothing is -inf - -inf
     return memory, (natural, last, copied, picked, score, table)
 
 
@@ -139,7 +139,7 @@ def _softmax(near, far, lanes, stride, score_at, table):
         top = floats(table + 4 * (HIGH * lanes + group), (LANES,))
         total = floats(table + 4 * (TOTAL * lanes + group), (LANES,))
         for m in range(LANES):
-            top[m] = max(bottom[m], LOWEST)
+            top[m] = bottom[m]
         for i in range(near):
             score, place = floats(score_at + 4 * (i * stride + group), (LANES,)), np.float32(i)
             for m in range(LANES):
