@@ -49,12 +49,12 @@ def halves(address, shape):
 
 @njit(inline="always")
 def exp(x):
-    """e to the power of a float32 number, within two units in its last place; 0 below -87.
+    """e to the power of a float32 number, within two units in its last place; 0 below -87, NaN for NaN.
 
     Written out since a call of the C library's keeps a loop from being vectorised. x = k ln 2 + r, with ln 2 in two
     parts; a polynomial for e^r (Cephes' `expf`), and k as an exponent.
     """
-    x = min(x, np.float32(88.3))
+    x = np.float32(88.3) if x > np.float32(88.3) else x
     k = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - k * np.float32(0.693359375) - k * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4)
@@ -64,7 +64,7 @@ def exp(x):
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     power = np.int32((np.int32(max(k, np.float32(-126))) + 127) << 23).view(np.float32)
-    return (p * r * r + r + np.float32(1)) * power if x > np.float32(-87) else np.float32(0)
+    return np.float32(0) if x < np.float32(-87) else (p * r * r + r + np.float32(1)) * power
 
 
 def _lines(short: bool, add: bool) -> Any:
@@ -127,6 +127,7 @@ def _tile(rows: int, lanes: int) -> Any:
     def tile(typing: Any, a: Any, a_row: Any, a_inner: Any, b: Any, b_inner: Any, out: Any, out_row: Any,
              inner: Any, add: Any) -> Any:  # fmt: skip
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.function.attributes.add("noinline")  # or LLVM would compile it again wherever it is called
             a, a_row, a_inner, b, b_inner, out, out_row, inner, add = arguments
             number, index = ir.FloatType(), ir.IntType(64)
             vector, nothing = ir.VectorType(number, lanes), ir.Constant(ir.VectorType(number, lanes), ir.Undefined)

@@ -1,0 +1,238 @@
+"""attend and attend_band as compiled loops, against the reference in float64."""
+
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from calls import attention, band, cast, gradients
+from oracles import normal
+from torch import Tensor
+
+from gsm_kernels import attend, attend_band, listening, native, using
+from gsm_kernels.attend import numba
+from gsm_kernels.testing import assert_close
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+SIZES = {
+    "several documents": {},
+    "one row, as in decoding": {"rows": 1, "batch": 3},
+    "a window wider than the stream": {"width": 40},
+    "a window of one": {"width": 1},
+    "an empty bank": {"ratio": 50},
+    "nothing picked": {"k": 0},
+    "more rows than a block": {"rows": 37, "entries": 40, "heads": 2, "width": 18, "k": 7},
+    "a window longer than a part of a product": {"rows": 9, "entries": 300, "width": 200, "heads": 2, "batch": 1},
+    "one head": {"rows": 70, "entries": 75, "heads": 1, "width": 3},
+    "three heads of 6": {"heads": 3, "channels": 6, "pairs": 2, "k": 5},
+    "twelve heads of 20": {"heads": 12, "channels": 20, "pairs": 3, "k": 9},
+    "sixteen heads of 64": {"heads": 16, "channels": 64, "pairs": 4, "rows": 5},
+    "more heads than lanes": {"heads": 40, "channels": 16, "rows": 3, "k": 17},
+    "two channels": {"channels": 2, "pairs": 1, "rows": 3},
+    "nothing rotated": {"pairs": 0},
+    "everything rotated": {"pairs": 16},
+    "only padding in one row": {"padding": 17},
+    "no rows": {"rows": 0},
+}
+
+
+def biased(**sizes):
+    call, _ = attention(**sizes)
+    return {**call, "bias_BRK": normal(*call["index_BRK"].shape, seed=7)}
+
+
+def of(kind: str, **sizes):
+    """The operation and its arguments."""
+    if kind == "band":
+        return attend_band, band(**sizes)
+    return attend, biased(**sizes) if kind == "biased" else attention(**sizes)[0]
+
+
+def run(op, call, choice="numba"):
+    with using(choice), listening() as heard:
+        out, grads = gradients(op, call)
+    assert heard == [(op.name, choice)]
+    return {"output": out[0], **{f"gradient of {name}": grad for name, grad in grads.items()}}
+
+
+def assert_agrees(op, call):
+    """With the same numbers in float64."""
+    found, expected = run(op, call), run(op, cast(call, torch.float64), "reference")
+    for name, wanted in expected.items():
+        wanted = torch.zeros_like(found[name]) if wanted is None else wanted
+        assert_close(found[name], wanted, name=name, gradient=name != "output")
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("kind", ["selection", "biased", "band"])
+def test_the_loops_and_their_gradients_are_the_reference_s(kind, sizes):
+    op, call = of(kind, **sizes)
+    assert_agrees(op, cast(call, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["biased", "band"])
+def test_low_precision_is_within_its_tolerance(kind, dtype):
+    for sizes in ({}, {"rows": 1, "channels": 20, "pairs": 3}, {"rows": 40, "entries": 48, "width": 20, "k": 9}):
+        op, call = of(kind, **sizes)
+        assert_agrees(op, cast(call, dtype))
+
+
+def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
+    call = cast(biased(), torch.float32)
+    for names in (("bank_BFC",), ("window_BEC",), ("query_BRHC", "sink_H"), ("window_BEC", "bank_BFC", "bias_BRK")):
+        mixed = {**call, **{name: call[name].to(torch.bfloat16) for name in names}}
+        found, expected = run(attend, mixed), run(attend, cast(mixed, torch.float64), "reference")
+        for name, wanted in expected.items():  # what flows through a bfloat16 is rounded, whatever dtype it ends in
+            assert_close(found[name].to(torch.bfloat16), wanted, name=name, gradient=True)
+
+
+def test_what_is_not_contiguous_is_read_as_it_is_meant():
+    """A memory's bank is the first slots of a larger one; angles are broadcast over sequences."""
+    call = cast(biased(), torch.float32)
+
+    def spread(x):
+        wide = torch.full((x.shape[0], x.shape[1] + 5, *x.shape[2:]), torch.nan).to(x.dtype)
+        wide[:, : x.shape[1]] = x
+        return wide[:, : x.shape[1]]
+
+    memory = {name: spread(call[name]) for name in ("bank_BFC", "window_BEC", "position_BR", "index_BRK")}
+    turned = {name: call[name].mT.contiguous().mT for name in ("query_BRHC", "bias_BRK", "cos_BRP", "sin_BRP")}
+    expected = run(attend, call)
+    for changed in (memory, turned):
+        for name, found in run(attend, {**call, **changed}).items():
+            assert torch.equal(found, expected[name]), name
+
+
+def test_a_decoded_token_copies_neither_window_nor_bank(monkeypatch):
+    call = cast(attention(rows=1, k=4)[0], torch.bfloat16)
+    call["bank_BFC"] = call["bank_BFC"].repeat(1, 2, 1)[:, : call["bank_BFC"].shape[1]]
+    touched = []
+    for name in ("contiguous", "to"):
+        inner = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, *rest, inner=inner: touched.append(x.shape) or inner(x, *rest))
+    with torch.no_grad(), using("numba"):
+        attend(**call)
+    assert call["query_BRHC"].shape in touched
+    assert call["bank_BFC"].shape not in touched and call["window_BEC"].shape not in touched
+
+
+def long_call(kind: str, **sizes):
+    op, call = of(kind, rows=1100, entries=1150, width=150, heads=3, channels=16, pairs=4, k=6, ratio=3, **sizes)
+    return op, cast(call, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["biased", "band"])
+def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
+    monkeypatch.setattr(numba, "THREAD", 1)
+    op, call = long_call(kind)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run(op, call))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(other[name], wanted) for name, wanted in found[0].items())
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["biased", "band"])
+def test_parts_of_the_rows_add_up(kind, batch):
+    assert_agrees(*long_call(kind, batch=batch))
+
+
+def test_two_threads_may_call_at_once():
+    op, call = long_call("biased")
+    with using("numba"), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: gradients(op, call), range(2))
+    assert torch.equal(first[0][0], second[0][0])
+    assert all(torch.equal(grad, second[1][name]) for name, grad in first[1].items())
+
+
+def test_a_forked_worker_has_threads_of_its_own(monkeypatch):
+    """PyTorch's own threads do not survive a fork: the worker runs nothing but the loops on two."""
+    call = cast(attention()[0], torch.float32)
+
+    def decode(into) -> None:
+        with using("numba"):
+            into.put(attend(**call).flatten().tolist())
+
+    monkeypatch.setattr(numba, "THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.SimpleQueue(), fork.SimpleQueue()
+    decode(here)
+    worker = fork.Process(target=decode, args=(there,))
+    worker.start()
+    worker.join(60)
+    worker.kill()
+    assert worker.exitcode == 0 and there.get() == here.get()
+
+
+def test_a_row_that_sees_nothing_returns_zero():
+    call = cast(attention(padding=3)[0], torch.float32)
+    call["index_BRK"][0, -3:] = -1
+    for sink in (0.0, -torch.inf):
+        with using("numba"):
+            out = attend(**{**call, "sink_H": torch.full_like(call["sink_H"], sink)})
+        assert (out[0, -3:] == 0).all() and (out[0, :-3] != 0).any() and out.isfinite().all()
+
+
+def test_an_entry_picked_twice_counts_twice():
+    call = cast(attention(k=4)[0], torch.float32)
+    call["index_BRK"] = torch.zeros_like(call["index_BRK"])
+    assert_agrees(attend, call)
+
+
+def test_a_slot_that_is_not_there_is_no_entry():
+    """Reading it would read memory of others."""
+    call = cast(attention()[0], torch.float32)
+    slots, beyond = call["bank_BFC"].shape[1], call["index_BRK"].clone()
+    beyond[beyond < 0] = slots + 1000
+    found, expected = run(attend, {**call, "index_BRK": beyond}), run(attend, call)
+    assert all(torch.equal(found[name], wanted) for name, wanted in expected.items())
+
+
+def test_huge_logits_stay_finite():
+    call = cast(attention()[0], torch.float32)
+    found = run(attend, {**call, "query_BRHC": call["query_BRHC"] * 1e4})
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@pytest.mark.parametrize("name", ["query_BRHC", "window_BEC", "bank_BFC", "sink_H"])
+def test_what_is_not_a_number_is_not_hidden(name):
+    call = cast(attention()[0], torch.float32)
+    call[name] = torch.full_like(call[name], torch.nan)
+    with using("numba"):
+        assert attend(**call).isnan().any()
+
+
+def test_float64_is_for_the_reference():
+    with listening() as heard:
+        attend(**attention()[0])
+        attend(**cast(attention()[0], torch.float32))
+    assert heard == [("attend", "reference"), ("attend", "numba")]
+    with using("numba"), pytest.raises(RuntimeError, match="too coarse for float64"):
+        attend_band(**band())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_it_is_one_node_of_a_compiled_graph():
+    op, call = attend, cast(biased(), torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda **call: op(**call), fullgraph=True, backend="aot_eager")
+    with using("numba"):
+        (out,), grads = gradients(compiled, call)
+        (expected,), expected_grads = gradients(op, call)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(grads[name], wanted) for name, wanted in expected_grads.items())
+
+
+def test_the_package_is_imported_without_numba():
+    code = "import sys, gsm_kernels; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
