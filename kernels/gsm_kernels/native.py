@@ -71,7 +71,7 @@ def compiled(function: Callable[..., None]) -> Any:
     from numba.core import config
 
     settings: Any = config  # whose names Numba makes when it is imported
-    before, folder = settings.CACHE_DIR, settings.CACHE_DIR or _cache_folder()
+    before, folder = settings.CACHE_DIR, settings.CACHE_DIR or cache_folder()
     settings.CACHE_DIR = folder
     try:
         fast = {"reassoc", "contract", "arcp", "nsz"}
@@ -81,7 +81,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 @functools.cache
-def _cache_folder() -> str:
+def cache_folder() -> str:
     """Where compiled code is kept; empty where nothing can be written.
 
     Its name follows from the sources: Numba sees that a file has changed, but not one whose functions it has inlined.

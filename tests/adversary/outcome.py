@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from adversary.inside import REMEDIES
+from gsm_kernels import native
 
 RIGHT, NAMED, REFUSED, FAILED = "done right", "named error", "refused", "failed"
 ENDS = (RIGHT, NAMED, REFUSED, FAILED)
@@ -157,7 +158,8 @@ def _be_a_case(case: Case, folder: Path, writer: int) -> None:
 def _watch(folders: tuple[Path, ...]) -> list[str]:
     """Stops what leaves these folders or starts a program, and notes it: an exception could be swallowed."""
     seen: list[str] = []
-    allowed = tuple(os.path.realpath(folder) for folder in (*folders, "/dev", "/proc"))
+    compiled = native.cache_folder()  # made by whoever computes first
+    allowed = tuple(os.path.realpath(folder) for folder in (*folders, compiled, "/dev", "/proc"))
 
     def inside(path: Any) -> bool:
         if isinstance(path, int) or path is None:

@@ -124,7 +124,7 @@ def test_nothing_imports_numba_before_it_is_needed():
 
 
 def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    folder = Path(native._cache_folder())
+    folder = Path(native.cache_folder())
     with torch.no_grad():
         mhc_boundary(**call(3))
     assert list(folder.rglob("loops.forward*.nbc")), folder
@@ -133,9 +133,9 @@ def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pyte
         (tmp_path / file.relative_to(native.HERE)).parent.mkdir(exist_ok=True)
         (tmp_path / file.relative_to(native.HERE)).write_text(file.read_text())
     monkeypatch.setattr(native, "HERE", tmp_path)
-    same = native._cache_folder.__wrapped__()
+    same = native.cache_folder.__wrapped__()
     (tmp_path / "arrays.py").write_text("# another function that loops have inlined")
-    assert Path(same).name == folder.name != Path(native._cache_folder.__wrapped__()).name
+    assert Path(same).name == folder.name != Path(native.cache_folder.__wrapped__()).name
 
 
 def test_the_choice_and_its_reason_are_told():

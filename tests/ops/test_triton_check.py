@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton_check
 from calls import every_call
-from triton_check import assert_agrees
+from triton_check import assert_agrees, with_reference
 
 from gsm_kernels import rms_norm, testing
 from gsm_kernels.testing import APPROXIMATE, TOLERANCE, assert_close
@@ -28,7 +28,8 @@ def kernels_err(monkeypatch):
     """Kernels that compute what eager PyTorch does, times 1 + the error."""
 
     def by(error: float) -> None:
-        monkeypatch.setattr(triton_check, "with_triton", lambda op: lambda **call: (1 + error) * op(**call))
+        erring = lambda op: lambda **call: (1 + error) * with_reference(op)(**call)  # noqa: E731
+        monkeypatch.setattr(triton_check, "with_triton", erring)
 
     return by
 
