@@ -24,8 +24,11 @@ def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of operations on the device of `like`."""
     kind = "cpu" if like.is_cpu else like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return torch.autocast(kind, enabled=False)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Choose the implementation of an operation, and report which one ran and why the others did not.
 
 An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by
-giving a reason; the first that does not refuse runs. There is no cache and no lock, so that
+giving a reason; the first that does not refuse runs. The choice is made anew for each call, without a lock, so that
 `torch.compile(fullgraph=True)` traces a call as if the chosen implementation had been called directly.
 
     swiglu = Op("swiglu", reference, (Impl("triton", kernel, refuses=needs_hopper),), check=check)
@@ -32,6 +32,9 @@ from torch import Tensor
 from .device import full_precision
 
 CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
+
+
+REMEMBERED = 256  # calls that an operation need not check again; a bank that grows makes new ones all the time
 
 
 class KernelBuildError(RuntimeError):
@@ -69,7 +72,8 @@ class Op:
         reference: the plain PyTorch implementation. It refuses nothing.
         fast: the other implementations, the preferred one first.
         inputs: makes `Inputs`, a NamedTuple, of a call's arguments; None: implementations take the arguments.
-        check: takes what implementations take, raises ValueError if shapes do not fit.
+        check: takes what implementations take, raises ValueError if shapes do not fit. What it says of `Inputs` must
+            follow from shapes and numbers: the same are not checked twice.
         doc: the docstring.
         retired: by implementation and variant, why a kernel could not be built.
     """
@@ -86,16 +90,20 @@ class Op:
         self.__doc__ = self.doc
         self.__name__ = self.name
         self.impls = (*self.fast, Impl("reference", self.reference))
+        self._checked: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args, kwargs
-        if self.inputs is not None:
-            args, kwargs = (self.inputs(*args, **kwargs),), {}
-        self.check(*args, **kwargs)
+        if self.inputs is None:
+            first = args[0] if args else next(iter(kwargs.values()))
+            self.check(*args, **kwargs)
+        else:
+            inputs = self.inputs(*args, **kwargs)
+            args, kwargs, first = (inputs,), {}, inputs[0]
+            self._check_once(inputs)
         impl = self._choose(*args, **kwargs)
-        first = args[0] if args else next(iter(kwargs.values()))
         try:
-            with full_precision(first if self.inputs is None else first[0]):
+            with full_precision(first):
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
             self._retire(impl, error, *args, **kwargs)
@@ -112,12 +120,24 @@ class Op:
         """
         return self._choose(*args, **kwargs) if self.inputs is None else self._choose(self.inputs(*args, **kwargs))
 
+    def _check_once(self, inputs: Any) -> None:
+        """Checks what follows from shapes and numbers, unless the same have been checked."""
+        if torch.compiler.is_compiling():
+            return self.check(inputs)
+        shapes = tuple([x.shape if isinstance(x, Tensor) else x for x in inputs])
+        if shapes not in self._checked:
+            self.check(inputs)
+            if len(self._checked) >= REMEMBERED:
+                self._checked.clear()
+            self._checked.add(shapes)
+
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
         asked = self._asked
         for impl in self.impls:  # in decoding this is a hundred times a token, so the machine's reasons come first
             offered = (asked == "auto" or asked == impl.name) and impl.missing() is None
-            if offered and impl.refuses(*args, **kwargs) is None and not self._unbuilt(impl, *args, **kwargs):
-                return impl
+            if offered and impl.refuses(*args, **kwargs) is None:
+                if not self.retired or self._unbuilt(impl, *args, **kwargs) is None:
+                    return impl
         reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 

@@ -47,7 +47,8 @@ class Span:
 
     def last(self, rows: int) -> Span:
         """Ask for ``rows`` trailing positions (or all there are; less than none is none)."""
-        return replace(self, rows=max(0, min(rows, self.position_BT.shape[1])))
+        rows = max(0, min(rows, self.position_BT.shape[1]))
+        return self if rows == self.rows else replace(self, rows=rows)
 
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one. Fewer of them end no whole document, and share

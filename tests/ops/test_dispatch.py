@@ -2,6 +2,7 @@
 
 import importlib.util
 import runpy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import gsm_kernels
 from gsm_kernels import Impl, KernelBuildError, Op, launch, listening, using
 from gsm_kernels.device import describe
+from gsm_kernels.dispatch import REMEMBERED
 
 
 def double(x):
@@ -118,6 +120,31 @@ def test_either_branch_compiles_into_one_graph(choice):
         out = torch.compile(lambda x: op(x) + 1, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(out, 2 * x + 1)
     assert heard == [("toy", "triton" if choice == "auto" else "reference")]
+
+
+def test_the_same_shapes_and_numbers_are_checked_once_and_others_again():
+    class Inputs(NamedTuple):
+        x: torch.Tensor
+        times: int = 2
+
+    checked = []
+
+    def check(inputs):
+        checked.append((tuple(inputs.x.shape), inputs.times))
+        if inputs.times < 1:
+            raise ValueError(f"toy: times = {inputs.times}")
+
+    op = Op("toy", lambda inputs: inputs.x * inputs.times, inputs=Inputs, check=check)
+    for times in (2, 2, 3):
+        op(torch.ones(2), times)
+    op(torch.ones(3))
+    assert checked == [((2,), 2), ((2,), 3), ((3,), 2)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="times = 0"):
+            op(torch.ones(2), 0)
+    for size in range(2 * REMEMBERED):
+        op(torch.ones(size))
+    assert len(op._checked) <= REMEMBERED
 
 
 def test_help_shows_the_formula():

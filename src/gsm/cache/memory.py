@@ -271,7 +271,7 @@ def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]
     if isinstance(node, kinds):
         return function(node)
     if is_dataclass(node) and not isinstance(node, type):
-        return replace(node, **{f.name: map_nodes(getattr(node, f.name), kinds, function) for f in fields(node)})
+        return type(node)(**{f.name: map_nodes(getattr(node, f.name), kinds, function) for f in fields(node)})
     if isinstance(node, tuple):
         return tuple(map_nodes(item, kinds, function) for item in node)
     return node

@@ -50,9 +50,8 @@ class Slots:
     def growth(self) -> tuple[int, int]:
         """Slots of the longest sequence after this call, and the most that one sequence gains. Waits for the
         device."""
-        after_B = self.last_BT[:, -1]
-        total, added = torch.stack([after_B.max(), (after_B - self.before_B).max()]).tolist()
-        return total, added
+        after, before = torch.stack([self.last_BT[:, -1], self.before_B]).tolist()
+        return max(after), max(new - old for new, old in zip(after, before, strict=True))
 
     def places(self, spare: int) -> Tensor:
         """The slot of each new group, int64 [B, G]; ``spare`` for those that a sequence does not use."""
@@ -61,8 +60,19 @@ class Slots:
             self._places[spare] = (self.before_B[:, None] + index_G).masked_fill(self.end_BG < 0, spare)
         return self._places[spare]
 
+    def ends(self, before: int) -> Tensor:
+        """The last token of each new group, int64 [B, G], in a stream that begins ``before`` tokens before the new
+        ones; -1 as in ``end_BG``."""
+        if before not in self._ends:
+            self._ends[before] = torch.where(self.end_BG < 0, -1, self.end_BG + before) if before else self.end_BG
+        return self._ends[before]
+
     @cached_property
     def _places(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _ends(self) -> dict[int, Tensor]:
         return {}
 
 
@@ -87,7 +97,7 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     """
     batch, length = position_BT.shape
     finished_BT = (position_BT >= 0) & (position_BT % ratio == ratio - 1)
-    rank_BT = finished_BT.long().cumsum(dim=1)
+    rank_BT = finished_BT.cumsum(dim=1)
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     last_BT = start_B[:, None] + rank_BT
     new = length // ratio if before_B is None else -(-length // ratio)

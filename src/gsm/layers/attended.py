@@ -37,6 +37,8 @@ class Bank:
 
     def last(self, rows: int) -> Bank:
         """The same bank for the last ``rows`` rows."""
+        if rows == self.first_BR.shape[1]:
+            return self
         return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
 
 
@@ -60,9 +62,11 @@ class Attended:
 
     def last(self, rows: int) -> Attended:
         """The same for the last ``rows`` rows."""
+        if self.bank is None or rows == self.bank.first_BR.shape[1]:  # nothing of it is by rows, or these are all
+            return self
         return replace(
             self,
-            bank=None if self.bank is None else self.bank.last(rows),
+            bank=self.bank.last(rows),
             chosen_BRK=None if self.chosen_BRK is None else last(self.chosen_BRK, rows),
             bias_BRK=None if self.bias_BRK is None else last(self.bias_BRK, rows),
             pool_BRN=None if self.pool_BRN is None else last(self.pool_BRN, rows),

@@ -41,7 +41,7 @@ class Streams(NamedTuple):
 
     def last(self, rows: int) -> Streams:
         """Those of the last ``rows`` positions."""
-        return Streams(*(last(x, rows) for x in self))
+        return self if rows == self.mixed_BTD.shape[1] else Streams(*(last(x, rows) for x in self))
 
 
 class Residual(Protocol):

@@ -25,7 +25,7 @@ class Angles(NamedTuple):
 
     def last(self, rows: int) -> Angles:
         """Those of the last ``rows`` positions."""
-        return Angles(last(self.cos_BTP, rows), last(self.sin_BTP, rows))
+        return self if rows == self.cos_BTP.shape[1] else Angles(last(self.cos_BTP, rows), last(self.sin_BTP, rows))
 
 
 class Rope:
