@@ -57,18 +57,19 @@ def unfit(*tensors: Tensor) -> str | None:
     return None
 
 
-def compiled(function: Callable[..., None]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """A decorator: the loop, compiled at its first call or read from the cache.
 
     Sums may be computed in another order than they are written in; infinities and NaN stay what they are."""
     import numba
 
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _cache_folder()
+    config: Any = numba.config
+    before, config.CACHE_DIR = config.CACHE_DIR, config.CACHE_DIR or _cache_folder()
     try:
         options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
-        return numba.njit(cache=bool(numba.config.CACHE_DIR), **options)(function)
+        return numba.njit(cache=bool(config.CACHE_DIR), **options)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 @functools.cache

@@ -111,9 +111,7 @@ def _attended(*arguments) -> Tensor:
 INPUTS = schema(Inputs)
 
 
-@torch.library.custom_op(
-    "gsm_kernels::attend_cpu", mutates_args=(), device_types="cpu", schema=f"({INPUTS}) -> Tensor"
-)
+@torch.library.custom_op("gsm_kernels::attend_cpu", mutates_args=(), device_types="cpu", schema=f"({INPUTS}) -> Tensor")
 def _forward(*arguments):
     return _attended(*arguments)
 
