@@ -100,7 +100,7 @@ def add(address, count, into):
 
 @compiled
 def read(address, size, count, into):
-    """Copies numbers from one address to another, where they are float32; they are float32, or of two bytes bfloat16."""
+    """Copies numbers of four bytes, float32, or of two, bfloat16, to an address where they are float32."""
     whole = count // 16 * 16
     if size == 4:
         for c in range(0, whole, 16):
@@ -158,16 +158,13 @@ def _tile(rows: int, lanes: int) -> Any:
                 after.append(builder.fadd(total, product, flags=("contract",)))
             following = builder.add(k, ir.Constant(index, 1))
             builder.cbranch(builder.icmp_signed("<", following, inner), step, end)
-            for phi, first, later in zip(
-                (k, *sums), (ir.Constant(index, 0), *before), (following, *after), strict=True
-            ):
-                phi.add_incoming(first, start)
-                phi.add_incoming(later, step)
+            first, later = (ir.Constant(index, 0), *before), (following, *after)
             builder.position_at_end(end)
             finished = [builder.phi(vector) for _ in counts]
-            for last, first, later in zip(finished, before, after, strict=True):
-                last.add_incoming(first, start)
-                last.add_incoming(later, step)
+            phis, firsts, laters = (k, *sums, *finished), first + first[1:], later + later[1:]
+            for phi, first, later in zip(phis, firsts, laters, strict=True):
+                phi.add_incoming(first, start)
+                phi.add_incoming(later, step)
             for result, last in zip(results, finished, strict=True):
                 builder.store(last, result, align=4)
             return context.get_dummy_value()

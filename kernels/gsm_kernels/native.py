@@ -63,7 +63,7 @@ def unfit(*tensors: Tensor) -> str | None:
     return None
 
 
-def compiled(function: Callable[..., None]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """A decorator: the loop, compiled at its first call or read from the cache.
 
     Sums may be computed in another order than they are written in; infinities and NaN stay what they are."""

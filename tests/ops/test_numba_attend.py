@@ -91,7 +91,7 @@ def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
 
 
 def test_what_is_not_contiguous_is_read_as_it_is_meant():
-    """A memory's bank is the first slots of a larger one; angles are broadcast over sequences."""
+    """A memory's bank is the first slots of a larger one."""
     call = cast(biased(), torch.float32)
 
     def spread(x):
@@ -101,8 +101,9 @@ def test_what_is_not_contiguous_is_read_as_it_is_meant():
 
     memory = {name: spread(call[name]) for name in ("bank_BFC", "window_BEC", "position_BR", "index_BRK")}
     turned = {name: call[name].mT.contiguous().mT for name in ("query_BRHC", "bias_BRK", "cos_BRP", "sin_BRP")}
+    short = {name: call[name].to(torch.int32) for name in ("position_BR", "index_BRK")}
     expected = run(attend, call)
-    for changed in (memory, turned):
+    for changed in (memory, turned, short):
         for name, found in run(attend, {**call, **changed}).items():
             assert torch.equal(found, expected[name]), name
 

@@ -25,7 +25,7 @@ PART = 128  # entries that are mixed at a time: so many stay in the nearest cach
 ZERO, ONE = np.float32(0), np.float32(1)
 # What `multiply` is given: for a number written in Python it would be compiled once more.
 UNIT, NEW, MORE = np.int64(1), np.bool_(False), np.bool_(True)
-NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a maximum before anything was seen
+NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a sink's, so that a maximum is finite
 
 # What is kept of a lane: which of the block's entries it sees first and last; the sink's logit; the softmax's maximum
 # and denominator; the mean of the entries' products with the gradient.
@@ -58,7 +58,7 @@ def _room(sizes, sink_at):
     lane, sink_H = floats(table, (6, lanes)), floats(sink_at, (heads,))
     for q in range(queries):
         for h in range(heads):
-            lane[SINK, q * heads + h] = LOWEST if sink_H[h] < LOWEST else sink_H[h]  # of no sink, nothing is -inf - -inf
+            lane[SINK, q * heads + h] = LOWEST if sink_H[h] < LOWEST else sink_H[h]
     return memory, (natural, last, copied, picked, score, table)
 
 

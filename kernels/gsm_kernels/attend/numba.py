@@ -78,11 +78,11 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
     if bank is not None and bank.shape[1] and index.shape[2]:
         bank, slots, picks = _entries(bank), bank.shape[1], index.shape[2]
         bank_step, bank_size = bank.stride(0), bank.element_size()
-        far = (bank, index.contiguous(), 0 if bias is None else _wide(bias))
+        far = (bank, _places(index), 0 if bias is None else _wide(bias))
     queries = max(1, min(LANES // heads, rows))
     return _Given(
         rows, window.shape[1], heads, channels, cos.shape[2], width, slots, picks, queries, window.stride(0),
-        window.element_size(), bank_step, bank_size, _wide(query), window, *far, position.contiguous(), _wide(cos),
+        window.element_size(), bank_step, bank_size, _wide(query), window, *far, _places(position), _wide(cos),
         _wide(sin), _wide(sink),
     )  # fmt: skip
 
@@ -90,6 +90,11 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
 def _wide(x: Tensor) -> Tensor:
     """The same in float32, without gaps."""
     return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
+
+
+def _places(x: Tensor) -> Tensor:
+    """The same in int64, without gaps."""
+    return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
 
 
 def _entries(x: Tensor) -> Tensor:
