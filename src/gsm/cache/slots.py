@@ -60,19 +60,8 @@ class Slots:
             self._places[spare] = (self.before_B[:, None] + index_G).masked_fill(self.end_BG < 0, spare)
         return self._places[spare]
 
-    def ends(self, before: int) -> Tensor:
-        """The last token of each new group, int64 [B, G], in a stream that begins ``before`` tokens before the new
-        ones; -1 as in ``end_BG``."""
-        if before not in self._ends:
-            self._ends[before] = torch.where(self.end_BG < 0, -1, self.end_BG + before) if before else self.end_BG
-        return self._ends[before]
-
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        return {}
-
-    @cached_property
-    def _ends(self) -> dict[int, Tensor]:
         return {}
 
 

@@ -123,9 +123,10 @@ class Compressor(nn.Module):
         Returns:
             latent_BGC, normed, not rotated.
         """
+        end_BG = torch.where(slots.end_BG < 0, -1, slots.end_BG + (seen_BEC.shape[1] - new))
         value_BEC = seen_BEC[..., : self.entry_dim]
         gate_BEC = None if self.gate is None else seen_BEC[..., self.entry_dim :]
-        return self.norm(pool_groups(value_BEC, gate_BEC, slots.ends(seen_BEC.shape[1] - new), self.ratio))
+        return self.norm(pool_groups(value_BEC, gate_BEC, end_BG, self.ratio))
 
 
 class IndexQuery(NamedTuple):
