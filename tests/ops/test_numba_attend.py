@@ -184,6 +184,18 @@ def test_a_row_that_sees_nothing_returns_zero():
         assert (out[0, -3:] == 0).all() and (out[0, :-3] != 0).any() and out.isfinite().all()
 
 
+def test_the_default_dtype_does_not_matter():
+    """The loops write float32: into memory for anything else they would write too much."""
+    op, call = of("biased")
+    expected = run(op, cast(call, torch.float32))
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = run(op, cast(call, torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], wanted) for name, wanted in expected.items())
+
+
 def test_an_entry_picked_twice_counts_twice():
     call = cast(attention(k=4)[0], torch.float32)
     call["index_BRK"] = torch.zeros_like(call["index_BRK"])

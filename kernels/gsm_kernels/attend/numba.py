@@ -6,8 +6,8 @@ adds up by parts of the rows, which do not depend on the number of threads, and 
 
 from __future__ import annotations
 
-import functools
 import importlib
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ def attend(inputs: Inputs) -> Tensor:
     return (_forward if learns or torch.compiler.is_compiling() else _attended)(*inputs)
 
 
-@functools.cache
+@cache
 def _loops() -> Any:
     return importlib.import_module(".loops", __package__)
 
@@ -107,7 +107,7 @@ def _entries(x: Tensor) -> Tensor:
 
 def _attended(*arguments) -> Tensor:
     query, given = arguments[0], _given(*arguments)
-    out = torch.empty(query.shape)
+    out = query.new_empty(query.shape, dtype=torch.float32)
     blocks = query.shape[0] * -(-given.rows // given.queries)
     run(_loops().forward, blocks, *given, out, least=given.least)
     return out if query.dtype is torch.float32 else out.to(query.dtype)
@@ -134,26 +134,25 @@ def _backward(grad, *arguments):
     parts = max(1, min(PARTS // max(batch, 1), given.rows // PART))
     rows = -(-given.rows // (parts * given.queries)) * given.queries
     parts, wide = -(-given.rows // max(rows, 1)), -(-channels // 16) * 16
-    query_grad = torch.empty(grad.shape)
-    window_parts = torch.zeros(batch, parts, min(rows + reach, given.entries), wide)
-    sink_parts = torch.zeros(batch, parts, given.heads)
-    bank_parts = torch.zeros(batch, parts, given.slots, wide)
-    bias_grad = grad.new_empty(0) if inputs.bias_BRK is None else torch.zeros(inputs.bias_BRK.shape)
-    written = (query_grad, window_parts, sink_parts, bank_parts, bias_grad if given.picks and bias_grad.numel() else 0)
+    zeros = partial(grad.new_zeros, dtype=torch.float32)
+    query_grad = grad.new_empty(grad.shape, dtype=torch.float32)
+    window_parts = zeros((batch, parts, min(rows + reach, given.entries), wide))
+    sink_parts, bank_parts = zeros((batch, parts, given.heads)), zeros((batch, parts, given.slots, wide))
+    biased = given.picks and inputs.bias_BRK is not None
+    bias_grad = zeros(0 if inputs.bias_BRK is None else inputs.bias_BRK.shape)
+    written = (query_grad, window_parts, sink_parts, bank_parts, bias_grad if biased else 0)
     sizes, least = (parts, rows, window_parts.shape[2]), -(-given.least // max(rows // given.queries, 1))
     run(_loops().backward, batch * parts, *given, *sizes, _wide(grad), *written, least=least)
-    window_grad = torch.zeros(inputs.window_BEC.shape)
+    window_grad = zeros(inputs.window_BEC.shape)
     for part in range(parts):
         first = max(given.entries - given.rows + part * rows - reach, 0)
         into = window_grad[:, first : first + window_parts.shape[2]]
         into += window_parts[:, part, : into.shape[1], :channels]
-    bank_grad = grad.new_empty(0)
-    if inputs.bank_BFC is not None:
-        bank_grad = _sum(bank_parts)[..., :channels] if given.slots else torch.zeros(inputs.bank_BFC.shape)
+    bank_grad = zeros(0 if inputs.bank_BFC is None else inputs.bank_BFC.shape)
+    bank_grad = _sum(bank_parts)[..., :channels] if given.picks else bank_grad
     grads = (query_grad, window_grad, _sum(sink_parts).sum(0), bank_grad, bias_grad)
-    return tuple(
-        x if like is None else x.to(like.dtype).contiguous() for x, like in zip(grads, inputs.learned, strict=True)
-    )
+    pairs = zip(grads, inputs.learned, strict=True)
+    return tuple([grad.new_empty(0) if like is None else x.to(like.dtype).contiguous() for x, like in pairs])
 
 
 def _sum(parts: Tensor) -> Tensor:
