@@ -2,7 +2,7 @@
 
 Every operation with such loops has two files beside its reference: `numba.py` (when it refuses, shapes, autograd; it
 imports no Numba, so that the package can be imported without it) and `loops.py` (the compiled functions), which the
-first imports when it runs. Numba compiles a loop at its first call, in about a second, and keeps the code on disk.
+first imports when it runs. Numba compiles a loop at its first call, in 1 to 7 seconds, and keeps the code on disk.
 
 A loop takes addresses and makes arrays of them: given arrays, Numba needs a microsecond for each, and a decoded token
 is a hundred calls. It works on items first to last; items are shared among `torch.get_num_threads()` threads, and what
