@@ -194,11 +194,12 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
 
 def measurements() -> list[Path]:
     """Files of ``benchmark=inference``, this machine's (``logs/benchmarks``) and those of the repository
-    (``benchmarks/results``); those with the most requests first."""
+    (``benchmarks/results``); those with the most requests first, but before them those that have a picture."""
     folders = (paths.ROOT / "logs/benchmarks", paths.ROOT / "benchmarks/results")
     found = {file: read_json(file) or {} for folder in folders for file in sorted(folder.glob("*.json"))}
     rows = {file: [row for row in _rows(content) if "decode" in row] for file, content in found.items()}
-    return sorted((file for file in found if rows[file]), key=lambda file: -len(rows[file]))
+    drawn = {file: file.with_suffix(".png").is_file() for file in found}
+    return sorted((file for file in found if rows[file]), key=lambda file: (not drawn[file], -len(rows[file])))
 
 
 def measured(file: Path) -> list[Any]:

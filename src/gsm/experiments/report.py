@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import torch
 
@@ -22,8 +24,16 @@ if TYPE_CHECKING:
     from gsm.models.base import LanguageModel
 
 WIDTH = 78
-# TensorBoard's address, with a colour for each arm rather than for each run, and curves as they are.
-BOARD = "http://localhost:6006/?runColorGroup=regex:(.*)/seed[0-9]*(.*)&smoothing=0"
+PINNED = [{"plugin": "scalars", "tag": tag} for tag in ("val/bits_per_byte", "val/loss", "train/loss")]
+# TensorBoard's address: a colour for each arm rather than for each run, curves as they are, and those to see first.
+# Encoded, so that a terminal takes all of it for one link.
+BOARD = "http://localhost:6006/?" + urlencode(
+    {
+        "runColorGroup": "regex:(.*)/seed[0-9]*(.*)",
+        "smoothing": 0,
+        "pinnedCards": json.dumps(PINNED, separators=(",", ":")),
+    }
+)
 
 
 def header(
@@ -67,7 +77,8 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     lines += [
         "Next:",
         "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
-        f"  # a colour for each arm: {BOARD}",  # a comment, as a shell would take the address apart
+        "  # the tab CUSTOM SCALARS is the overview; a colour for each arm, on the tab TIME SERIES:",
+        f"  # {BOARD}",  # a comment, as a shell would take the address apart
     ]
     if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
         lines += ["  " + typed("python", shown(ROOT / "compare.py"), shown(folder.parent.parent))]

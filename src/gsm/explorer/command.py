@@ -34,8 +34,8 @@ def write(
     selects, what an entry of the state is made of and who reads it, and the loss without the state or a stage.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a model that comes along: nano, needle_gsm,
-            needle_handed_on, needle_separate_indexer
+        checkpoint: a .ckpt file, the folder of a run, or a model that comes along: nano has read text, and of
+            needles needle_handed_on needs its state most; also needle_gsm, needle_separate_indexer
         text: the text. A model of a synthetic task, such as needles, reads a held-out sequence of its task instead
         text_file: a text file, instead of text
         tokens: at most so many of the text, up to 4096 (0: 2048); of a task, the length (0: that of its training)
