@@ -96,7 +96,7 @@ def test_runs_that_are_not_finished_are_named_and_do_not_count(experiment: Path,
     assert [row.runs for row in table.rows] == [3, 3]
     for said in (capsys.readouterr().out, (experiment / "comparison.md").read_text()):
         assert "paper/seed3, failed at step 4: FloatingPointError: the loss is nan" in said
-        assert "paper/seed4, running, or killed, at step 2" in said
+        assert "paper/seed4, running, or killed, at step 10" in said, "as its curves say, not as when it began"
         assert "control/seed3, without a summary.json that can be read" in said
         assert "seed0," not in said
 

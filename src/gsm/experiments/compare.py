@@ -330,11 +330,12 @@ def _state(run: Path) -> str:
     how = "running, or killed," if status == "running" else str(status)
     if summary.get("run"):
         return f"{how} in its run {summary['run']}{f': {reason}' if reason else ''}"
-    return f"{how} at step {_last_step(run) or steps}{f': {reason}' if reason else ''}"
+    reached = _last_step(run) if status == "running" else None
+    return f"{how} at step {reached or steps}{f': {reason}' if reason else ''}"
 
 
 def _last_step(run: Path) -> int | None:
-    """Of the run's curves: its summary is written when it begins, and when it ends."""
+    """Of the run's curves, since a summary is written when a run begins and when it ends."""
     file = run / "metrics.csv"
     last = file.read_text(errors="replace").rsplit("\n", 2)[-2:] if file.is_file() else []
     steps = [first for line in last if (first := line.partition(",")[0]).isdigit()]

@@ -24,7 +24,7 @@ COLUMNS = ("bits_per_byte", "val_loss")
 WIDTH = 100
 FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean +- standard error over the seeds that both "
-    "arms have"
+    "arms have, where they are three or more"
 )
 Grid = list[list[str]]  # rows of cells, the names of the columns first
 
@@ -240,7 +240,8 @@ def _cell(found: Iterable[float | None]) -> Cell:
 def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:
     both = [(value, first) for value, first in pairs if value is not None and first is not None]
     found = _cell(value - first for value, first in both)
-    error = None if found.spread is None else found.spread / math.sqrt(found.count)
+    # An error from two seeds says little: it is off by a factor of two or more every other time.
+    error = None if found.spread is None or found.count < 3 else found.spread / math.sqrt(found.count)
     return Cell(found.count, found.mean, error, max((abs(first) for _, first in both), default=None))
 
 
