@@ -128,7 +128,7 @@ def test_the_page_says_what_is_missing(experiment: Path):
     text = Page(experiment / "comparison.html").text
     assert "6 of 8 runs finished" in text
     assert "paper/seed3 failed at step 4: FloatingPointError: the loss is nan" in text
-    assert "paper/seed4 running, or killed, at step 2" in text
+    assert "paper/seed4 running, or killed, at step 10" in text
     assert "Not known: the first run has no .hydra/config.yaml" in text
     assert "These runs were not started by one command" in text
 
