@@ -35,9 +35,8 @@ class Streams(NamedTuple):
 
     @staticmethod
     def copies(x_BTD: Tensor, count: int) -> Streams:
-        """``count`` equal streams, of which the next site reads the first. Written out, as the first site would do: a
-        first block that is compiled is then like the others."""
-        return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1).contiguous(), x_BTD)
+        """``count`` equal streams, of which the next site reads the first."""
+        return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), x_BTD)
 
     def last(self, rows: int) -> Streams:
         """Those of the last ``rows`` positions."""
