@@ -67,8 +67,8 @@ def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("name", "kinds"), [("gsm", 5), ("transformer", 2)])
 def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
-    """A stack's first block is a kind of its own: copies of one stream come in. At nano, GSM's encoder has others with a
-    bank and with another's bank, and the rest of its decoder is alike."""
+    """A stack's first block is a kind of its own: copies of one stream come in. At nano, GSM's encoder has others with
+    a bank and with another's bank, and the rest of its decoder is alike."""
     model = build_model(name, "nano", seed=0).train()
     names = model.state_dict().keys()
     loss, gradients = loss_and_gradients(model, model)

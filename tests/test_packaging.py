@@ -121,9 +121,12 @@ def _python(code: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_sleep_while_they_wait_unless_the_user_wants_otherwise(given, found):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-    program = "import gsm, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_threads_spin_shortly_while_they_wait_unless_the_user_wants_otherwise(given, found):
+    own = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    environment = {name: value for name, value in os.environ.items() if name not in own} | given
+    program = "import gsm, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == [found, "False"]

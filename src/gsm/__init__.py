@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Engine", "__version__", "build_model", "explore", "load_model", "patch", "record"]
 
-# OpenMP's threads wait for one another in a loop, which on a machine that does other work makes two slower than one, by
-# a factor of five and more; asleep they cost nothing. OpenMP reads this when PyTorch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP's threads spin while they wait for one another, for milliseconds, which on a machine that does other work makes
+# two slower than one. So short they cost a quiet machine little. Read by GNU's OpenMP when PyTorch is imported.
+if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 _HOMES = {
     "Engine": "gsm.engine",
