@@ -15,6 +15,7 @@ from small import SHALLOW, assert_same, build, random_tokens
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import gsm
 from gsm import build_model
 from gsm.config.compose import compose
 from gsm.errors import ConfigError
@@ -80,6 +81,9 @@ def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
         torch.testing.assert_close(compiled_loss, loss)
         for name, gradient in gradients.items():
             torch.testing.assert_close(compiled[name], gradient, rtol=1e-3, atol=1e-6, msg=f"gradient of {name}")
+    model.eval()
+    with torch.no_grad(), gsm.record("*/top_k"):  # as validation and its pictures do
+        model(torch.randint(4096, (1, LENGTH)))
     assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
     assert model.state_dict().keys() == names
 

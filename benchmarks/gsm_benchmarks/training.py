@@ -157,7 +157,7 @@ def _alone(job: Job, device: torch.device, compile: bool) -> Steps:
     with machine.watching(device) as peak:
         model = job.build(device)
         if compile:
-            model.compile()
+            model.compile_blocks()
         step, times = _step(model, job, device), []
         for number in range(job.warm_up + job.steps):
             start = now(device)

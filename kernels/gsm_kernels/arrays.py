@@ -49,7 +49,7 @@ def halves(address, shape):
 
 @njit(inline="always")
 def exp(x):
-    """e to the power of a float32 number, within two units in its last place; 0 below -87, NaN for NaN.
+    """e to the power of a float32 number, within five units in its last place; 0 below -87, NaN for NaN.
 
     Written out since a call of the C library's keeps a loop from being vectorised. x = k ln 2 + r, with ln 2 in two
     parts; a polynomial for e^r (Cephes' `expf`), and k as an exponent.

@@ -184,7 +184,8 @@ class Op:
 
 def _elsewhere(impl: Impl) -> str | None:
     """Why an implementation does not tell what runs on this machine, although it can take calls here, or None."""
-    return "for tensors on the CPU" if impl.name == "numba" and torch.cuda.is_available() else None
+    here = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
+    return None if here else "for tensors on the CPU"
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:

@@ -17,8 +17,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import tempfile
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
+_decorating = threading.Lock()  # what says where code is kept is one for all threads
 
 
 def missing() -> str | None:
@@ -63,6 +66,17 @@ def unfit(*tensors: Tensor) -> str | None:
     return None
 
 
+def watched() -> bool:
+    """Whether somebody looks at the operators of this call: a compiler, recomputation that keeps some results, tensors
+    without memory. A loop then has to be one of them: what it writes through an address, nobody sees."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def places(x: Tensor) -> Tensor:
+    """Integers as loops read them: in int64, without gaps."""
+    return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
+
+
 def compiled(function: Callable[..., Any]) -> Any:
     """A decorator: the loop, compiled at its first call or read from the cache.
 
@@ -71,29 +85,37 @@ def compiled(function: Callable[..., Any]) -> Any:
     from numba.core import config
 
     settings: Any = config  # whose names Numba makes when it is imported
-    before, folder = settings.CACHE_DIR, settings.CACHE_DIR or cache_folder()
-    settings.CACHE_DIR = folder
-    try:
-        fast = {"reassoc", "contract", "arcp", "nsz"}
-        return numba.njit(cache=bool(folder), nogil=True, error_model="numpy", fastmath=fast)(function)
-    finally:
-        settings.CACHE_DIR = before
+    folder, fast = cache_folder(), {"reassoc", "contract", "arcp", "nsz"}
+    with _decorating:
+        before, settings.CACHE_DIR = settings.CACHE_DIR, folder
+        try:
+            return numba.njit(cache=bool(folder), nogil=True, error_model="numpy", fastmath=fast)(function)
+        finally:
+            settings.CACHE_DIR = before
 
 
 @functools.cache
 def cache_folder() -> str:
     """Where compiled code is kept; empty where nothing can be written.
 
-    Its name follows from the sources: Numba sees that a file has changed, but not one whose functions it has inlined.
+    Its name follows from the sources: Numba sees that a file has changed, but not one whose functions it has inlined;
+    and from the processor: several that share a disk could mistake each other's code for their own. NUMBA_CACHE_DIR
+    says where it lies, else it is beside these files, or in the home of whoever may not write there.
     """
-    sources = sorted([*HERE.glob("*/loops.py"), HERE / "arrays.py"])
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
-    for folder in (HERE / "__pycache__", Path.home() / ".cache/gsm"):
+    from llvmlite import binding
+
+    sources = sorted([*HERE.glob("*/loops.py"), HERE / "arrays.py", HERE / "native.py"])
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    content = b"".join(file.read_bytes() for file in sources) + processor.encode()
+    name = f"numba-{hashlib.sha256(content).hexdigest()[:16]}"
+    own, home = os.environ.get("NUMBA_CACHE_DIR"), os.path.expanduser("~/.cache/gsm")
+    for folder in [Path(own) / name] if own else [HERE / "__pycache__" / name, Path(home) / name]:
         try:
-            (folder / f"numba-{digest}").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return str(folder)
         except OSError:
             continue
-        return str(folder / f"numba-{digest}")
     return ""
 
 
@@ -113,7 +135,10 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
     starts = range(0, items, each)
     pool = _pool(os.getpid())
     others = [pool.submit(loop, start, min(start + each, items), *given) for start in starts[1:]]
-    loop(0, each, *given)
+    try:
+        loop(0, each, *given)
+    finally:
+        wait(others)  # they write to tensors that an error would let go
     for other in others:
         other.result()
 

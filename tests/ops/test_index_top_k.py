@@ -106,3 +106,21 @@ def test_no_gradient_flows():
 def test_a_k_of_zero_is_refused():
     with pytest.raises(ValueError, match="k = 0 and block = 8 must be at least 1"):
         index_top_k(**{**selection(), "k": 0})
+
+
+@pytest.mark.parametrize("name", ["reference", "numba"])
+def test_ranges_in_32_bits_are_those_in_64(name):
+    given = cast(selection(), torch.float32)
+    short = {**given, **{key: given[key].int() for key in ("first_BR", "last_BR")}}
+    with using(name):
+        assert torch.equal(index_top_k(**short).long(), index_top_k(**given))
+
+
+@pytest.mark.parametrize("name", ["reference", "numba"])
+def test_a_score_that_is_not_a_number_leaves_its_rows_without_a_choice(name):
+    given = cast(selection(), torch.float32)
+    given["key_BFI"][0, 1, 0] = torch.nan
+    sees = (given["first_BR"][0] <= 1) & (given["last_BR"][0] > 1)
+    with using(name):
+        chosen_BRK = index_top_k(**given)
+    assert sees.any() and (chosen_BRK[0, sees] == -1).all()

@@ -1,17 +1,21 @@
 """Compiled loops for the CPU: how they are shared among threads, kept on disk, and done without."""
 
 import concurrent.futures
+import functools
 import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from calls import cast, hyper_connection
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gsm_kernels import explain, listening, mhc_boundary, native, using
+from gsm_kernels import explain, listening, mhc_boundary, native, rms_norm, using
 
 pytest.importorskip("numba")
 
@@ -129,7 +133,7 @@ def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pyte
         mhc_boundary(**call(3))
     assert list(folder.rglob("loops.forward*.nbc")), folder
     (tmp_path / "mhc").mkdir()
-    for file in (*native.HERE.glob("*/loops.py"), native.HERE / "arrays.py"):
+    for file in (*native.HERE.glob("*/loops.py"), native.HERE / "arrays.py", native.HERE / "native.py"):
         (tmp_path / file.relative_to(native.HERE)).parent.mkdir(exist_ok=True)
         (tmp_path / file.relative_to(native.HERE)).write_text(file.read_text())
     monkeypatch.setattr(native, "HERE", tmp_path)
@@ -149,3 +153,56 @@ def test_the_choice_and_its_reason_are_told():
         mhc_boundary(**hyper_connection())
     with using("numba"), pytest.raises(RuntimeError, match="made for 4 streams, got 2"):
         mhc_boundary(**cast(hyper_connection(streams=2), torch.float32))
+
+
+def test_recomputation_that_keeps_products_gives_the_same_gradients():
+    """With frozen weights the loop would run as it is, and scale a product that was kept."""
+    given = call(40)
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def gradient(through) -> torch.Tensor:
+        x = given["streams_BRXD"].clone().requires_grad_()
+
+        def frozen(x):
+            with torch.no_grad():
+                left = mhc_boundary(**{**given, "streams_BRXD": x.detach()})[0]
+            return (left * x).square().sum()
+
+        through(frozen, x).backward()
+        return x.grad
+
+    again = functools.partial(checkpoint, use_reentrant=False, context_fn=kept)
+    assert torch.equal(gradient(again), gradient(lambda function, x: function(x)))
+
+
+def test_tensors_without_memory_have_shapes_alone():
+    with FakeTensorMode(), torch.no_grad():
+        streams = torch.empty(1, 3, 4, 8)
+        left, mixed = mhc_boundary(streams, streams[:, :, 0], torch.empty(24, 32), torch.empty(24), torch.empty(3))
+        assert left.shape == streams.shape and rms_norm(mixed, torch.empty(8)).shape == mixed.shape
+
+
+def test_where_nothing_can_be_written_code_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
+    assert Path(native.cache_folder.__wrapped__()).parent == tmp_path / "own"
+    monkeypatch.setattr(native.tempfile, "TemporaryFile", _refused)
+    assert native.cache_folder.__wrapped__() == ""
+
+
+def _refused(**_):
+    raise PermissionError
+
+
+def test_the_other_pieces_have_ended_when_an_error_is_raised(threads):
+    threads(2)
+    ended = []
+
+    def loop(first, last):
+        if not first:
+            raise ValueError("the first piece")
+        time.sleep(0.2)
+        ended.append(first)
+
+    with pytest.raises(ValueError, match="the first piece"):
+        native.run(loop, 64, least=16)
+    assert ended

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import keep, kept, schema
-from ..native import run, unfit
+from ..native import places, run, unfit, watched
 from .inputs import Inputs
 
 LANES = 32  # heads of neighbouring queries that are computed together; see `loops`
@@ -24,14 +24,14 @@ PARTS, PART = 16, 256  # parts of a backward at most, and rows that are worth on
 
 def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the loops."""
-    return unfit(*[x for x in inputs.learned if x is not None])
+    return unfit(*[x for x in inputs if isinstance(x, Tensor)])
 
 
 def attend(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
     learns = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs.learned])
     # The dispatcher that a custom operator goes through takes longer than the operation for a decoded token.
-    return (_forward if learns or torch.compiler.is_compiling() else _attended)(*inputs)
+    return (_forward if learns or watched() else _attended)(*inputs)
 
 
 @cache
@@ -78,11 +78,11 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
     if bank is not None and bank.shape[1] and index.shape[2]:
         bank, slots, picks = _entries(bank), bank.shape[1], index.shape[2]
         bank_step, bank_size = bank.stride(0), bank.element_size()
-        far = (bank, _places(index), 0 if bias is None else _wide(bias))
+        far = (bank, places(index), 0 if bias is None else _wide(bias))
     queries = max(1, min(LANES // heads, rows))
     return _Given(
         rows, window.shape[1], heads, channels, cos.shape[2], width, slots, picks, queries, window.stride(0),
-        window.element_size(), bank_step, bank_size, _wide(query), window, *far, _places(position), _wide(cos),
+        window.element_size(), bank_step, bank_size, _wide(query), window, *far, places(position), _wide(cos),
         _wide(sin), _wide(sink),
     )  # fmt: skip
 
@@ -90,11 +90,6 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
 def _wide(x: Tensor) -> Tensor:
     """The same in float32, without gaps."""
     return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
-
-
-def _places(x: Tensor) -> Tensor:
-    """The same in int64, without gaps."""
-    return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
 
 
 def _entries(x: Tensor) -> Tensor:

@@ -29,7 +29,13 @@ def _score(fired_JF, weight_J, low, high, score_F):
 
 @compiled
 def _choose(score, low, high, k, held, chosen_K):
-    """Writes the places in low to high of the k highest scores above -inf, ascending, then -1."""
+    """Writes the places in low to high of the k highest scores above -inf, ascending, then -1; where a score is not a
+    number, -1 alone."""
+    broken = False
+    for f in range(low, high):
+        broken |= score[f] != score[f]
+    if broken:
+        high = low
     bound, groups = np.float32(LOWEST), (high - low) // GROUP
     if groups > k:
         for group in range(groups):

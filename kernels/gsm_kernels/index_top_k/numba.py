@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import at_least_float32
 from ..inputs import schema
-from ..native import run, unfit
+from ..native import places, run, unfit, watched
 from .inputs import Inputs
 from .reference import row_slices
 
@@ -20,19 +20,19 @@ LEAST = 1 << 12  # slots that are worth a thread
 
 def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the loops."""
-    return unfit(*inputs[:3])
+    return unfit(*[x for x in inputs if isinstance(x, Tensor)])
 
 
 def index_top_k(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
     # As an operator of its own the search is seen by those who look at operators: recomputation keeps its result.
-    through = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    through = torch.is_grad_enabled() or watched()
     return _index_top_k(*inputs) if through else _slots(*inputs)
 
 
 def candidate_pool(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    through = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    through = torch.is_grad_enabled() or watched()
     return _candidate_pool(*inputs) if through else _blocks(*inputs)
 
 
@@ -48,7 +48,7 @@ def _slots(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     pool = inputs.pool_BRN
     pooled = (-1, inputs.block) if pool is None else (pool.shape[2], inputs.block)
-    return _chosen(_loops().top_k, inputs, pooled, (0 if pool is None else pool.contiguous(),))
+    return _chosen(_loops().top_k, inputs, pooled, (0 if pool is None else places(pool),))
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[
     batch, rows, heads, width = inputs.query_BRJI.shape
     query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
     weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]
-    first_BR, last_BR = inputs.first_BR.contiguous(), inputs.last_BR.contiguous()
+    first_BR, last_BR = places(inputs.first_BR), places(inputs.last_BR)
     chosen_BRK = first_BR.new_empty(batch, rows, inputs.k)
     least = LEAST // max(slots, 1) + 1
     for part in row_slices(inputs):
@@ -88,4 +88,4 @@ _candidate_pool = torch.library.custom_op(
 @_candidate_pool.register_fake
 def _(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
-    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
+    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)

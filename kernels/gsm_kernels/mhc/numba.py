@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from ..device import full_precision
 from ..inputs import keep, kept, schema
-from ..native import run, unfit
+from ..native import run, unfit, watched
 from .inputs import Inputs
 
 STREAMS = 4
@@ -30,7 +30,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.mhc`."""
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
     # The dispatcher that a custom operator goes through takes longer than the operation for a decoded token.
-    through = _forward if learning or torch.compiler.is_compiling() else _left
+    through = _forward if learning or watched() else _left
     return through(*inputs)[:2]
 
 

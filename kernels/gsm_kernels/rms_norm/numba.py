@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, in_dtype
-from ..native import run, unfit
+from ..native import run, unfit, watched
 
 LEAST = 1 << 14  # numbers that are worth a thread
 
@@ -26,7 +26,7 @@ def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """See `gsm_kernels.rms_norm`."""
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return (_forward if learning or torch.compiler.is_compiling() else _normed)(x, weight, eps)
+    return (_forward if learning or watched() else _normed)(x, weight, eps)
 
 
 @functools.cache

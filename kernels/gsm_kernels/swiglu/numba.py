@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device import at_least_float32, in_dtype
-from ..native import run, unfit
+from ..native import run, unfit, watched
 
 LEAST = 1 << 13  # numbers that are worth a thread
 
@@ -22,7 +22,7 @@ def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """See `gsm_kernels.swiglu`."""
     learning = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    return (_forward if learning or torch.compiler.is_compiling() else _product)(gate, up, limit)
+    return (_forward if learning or watched() else _product)(gate, up, limit)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ The three ways differ in their arguments alone:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -339,12 +339,16 @@ class LanguageModel(nn.Module, ABC, Calls):
     def compile_blocks(self, **options: Any) -> None:
         """Compiles block by block when they are first called: blocks of one kind have one graph, whatever the depth.
 
+        In evaluation they run as they are written: graphs of both modes, and of whoever records, would be more than
+        PyTorch keeps of one function.
+
         Args:
             options: of ``torch.compile``.
         """
         for part in self.modules():
             if isinstance(part, Block):
                 part.compile(**options)
+                part._compiled_call_impl = _in_training(part, part._compiled_call_impl)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``
@@ -406,3 +410,12 @@ class LanguageModel(nn.Module, ABC, Calls):
             last_token = no_last_token(0, self.embedding.weight.device)
             self._layouts[dtype] = Memory(**last_token, **self.empty_memory(0)).layout()
         return self._layouts[dtype]
+
+
+def _in_training(block: Block, compiled: Any) -> Callable[..., Any]:
+    """What a block is called by: compiled in training, as it is written in evaluation."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if block.training else block._call_impl)(*args, **kwargs)
+
+    return call
