@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import KernelBuildError
+
 HERE = Path(__file__).parent
 _decorating = threading.Lock()  # what says where code is kept is one for all threads
 
@@ -125,7 +127,20 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
     Args:
         arguments: numbers, and contiguous tensors, of which the loop is given the addresses.
         least: items that are worth a thread; a thread's items begin at a multiple of it.
+
+    Raises:
+        KernelBuildError: if Numba cannot compile it.
     """
+    try:
+        _run(loop, items, arguments, least)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "numba":
+            raise
+        first = str(error).strip().partition("\n")[0]
+        raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference does without it") from error
+
+
+def _run(loop: Callable[..., None], items: int, arguments: tuple[Tensor | float, ...], least: int) -> None:
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     threads = min(torch.get_num_threads(), -(-items // least))
     if threads <= 1:

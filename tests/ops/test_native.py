@@ -206,3 +206,23 @@ def test_the_other_pieces_have_ended_when_an_error_is_raised(threads):
     with pytest.raises(ValueError, match="the first piece"):
         native.run(loop, 64, least=16)
     assert ended
+
+
+def test_a_loop_that_cannot_be_compiled_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
+    from numba.core.errors import TypingError
+
+    from gsm_kernels.mhc import loops
+
+    def broken(*_):
+        raise TypingError("a Numba that knows less")
+
+    monkeypatch.setattr(loops, "forward", broken)
+    monkeypatch.setattr(mhc_boundary, "retired", {})
+    with (
+        listening() as heard,
+        torch.no_grad(),
+        pytest.warns(RuntimeWarning, match="TypingError: a Numba that knows le"),
+    ):
+        mhc_boundary(**call(3))
+        mhc_boundary(**call(3))
+    assert heard == [("mhc_boundary", "reference")] * 2
