@@ -77,7 +77,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     lines += [
         "Next:",
         "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
-        "  # the tab CUSTOM SCALARS is the overview; a colour for each arm, on the tab TIME SERIES:",
+        "  # CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:",
         f"  # {BOARD}",  # a comment, as a shell would take the address apart
     ]
     if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
