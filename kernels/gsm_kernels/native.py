@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,6 +78,17 @@ def watched() -> bool:
 def places(x: Tensor) -> Tensor:
     """Integers as loops read them: in int64, without gaps."""
     return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Numbers as loops read them: in float32, without gaps."""
+    return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
+
+
+@functools.cache
+def loops(package: str) -> ModuleType:
+    """The compiled functions of an operation's package, imported when they are first needed."""
+    return importlib.import_module(".loops", package)
 
 
 def compiled(function: Callable[..., Any]) -> Any:

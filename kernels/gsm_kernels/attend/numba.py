@@ -6,15 +6,15 @@ adds up by parts of the rows, which do not depend on the number of threads, and 
 
 from __future__ import annotations
 
-import importlib
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..device import in_dtype
 from ..inputs import keep, kept, schema
-from ..native import places, run, unfit, watched
+from ..native import loops, places, run, unfit, watched, wide
 from .inputs import Inputs
 
 LANES = 32  # heads of neighbouring queries that are computed together; see `loops`
@@ -32,11 +32,6 @@ def attend(inputs: Inputs) -> Tensor:
     learns = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs.learned])
     # The dispatcher that a custom operator goes through takes longer than the operation for a decoded token.
     return (_forward if learns or watched() else _attended)(*inputs)
-
-
-@cache
-def _loops() -> Any:
-    return importlib.import_module(".loops", __package__)
 
 
 class _Given(NamedTuple):
@@ -78,18 +73,13 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
     if bank is not None and bank.shape[1] and index.shape[2]:
         bank, slots, picks = _entries(bank), bank.shape[1], index.shape[2]
         bank_step, bank_size = bank.stride(0), bank.element_size()
-        far = (bank, places(index), 0 if bias is None else _wide(bias))
+        far = (bank, places(index), 0 if bias is None else wide(bias))
     queries = max(1, min(LANES // heads, rows))
     return _Given(
         rows, window.shape[1], heads, channels, cos.shape[2], width, slots, picks, queries, window.stride(0),
-        window.element_size(), bank_step, bank_size, _wide(query), window, *far, places(position), _wide(cos),
-        _wide(sin), _wide(sink),
+        window.element_size(), bank_step, bank_size, wide(query), window, *far, places(position), wide(cos),
+        wide(sin), wide(sink),
     )  # fmt: skip
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The same in float32, without gaps."""
-    return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
 
 
 def _entries(x: Tensor) -> Tensor:
@@ -104,8 +94,8 @@ def _attended(*arguments) -> Tensor:
     query, given = arguments[0], _given(*arguments)
     out = query.new_empty(query.shape, dtype=torch.float32)
     blocks = query.shape[0] * -(-given.rows // given.queries)
-    run(_loops().forward, blocks, *given, out, least=given.least)
-    return out if query.dtype is torch.float32 else out.to(query.dtype)
+    run(loops(__package__).forward, blocks, *given, out, least=given.least)
+    return in_dtype(out, query.dtype)
 
 
 INPUTS = schema(Inputs)
@@ -128,16 +118,16 @@ def _backward(grad, *arguments):
     batch, channels, reach = len(grad), given.channels, min(given.width, given.entries) - 1
     parts = max(1, min(PARTS // max(batch, 1), given.rows // PART))
     rows = -(-given.rows // (parts * given.queries)) * given.queries
-    parts, wide = -(-given.rows // max(rows, 1)), -(-channels // 16) * 16
+    parts, padded = -(-given.rows // max(rows, 1)), -(-channels // 16) * 16
     zeros = partial(grad.new_zeros, dtype=torch.float32)
     query_grad = grad.new_empty(grad.shape, dtype=torch.float32)
-    window_parts = zeros((batch, parts, min(rows + reach, given.entries), wide))
-    sink_parts, bank_parts = zeros((batch, parts, given.heads)), zeros((batch, parts, given.slots, wide))
+    window_parts = zeros((batch, parts, min(rows + reach, given.entries), padded))
+    sink_parts, bank_parts = zeros((batch, parts, given.heads)), zeros((batch, parts, given.slots, padded))
     biased = given.picks and inputs.bias_BRK is not None
     bias_grad = zeros(0 if inputs.bias_BRK is None else inputs.bias_BRK.shape)
     written = (query_grad, window_parts, sink_parts, bank_parts, bias_grad if biased else 0)
     sizes, least = (parts, rows, window_parts.shape[2]), -(-given.least // max(rows // given.queries, 1))
-    run(_loops().backward, batch * parts, *given, *sizes, _wide(grad), *written, least=least)
+    run(loops(__package__).backward, batch * parts, *given, *sizes, wide(grad), *written, least=least)
     window_grad = zeros(inputs.window_BEC.shape)
     for part in range(parts):
         first = max(given.entries - given.rows + part * rows - reach, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from ..device import at_least_float32
 from ..inputs import schema
-from ..native import places, run, unfit, watched
+from ..native import loops, places, run, unfit, watched
 from .inputs import Inputs
 from .reference import row_slices
 
@@ -36,25 +34,18 @@ def candidate_pool(inputs: Inputs) -> Tensor:
     return _candidate_pool(*inputs) if through else _blocks(*inputs)
 
 
-@functools.cache
-def _loops() -> ModuleType:
-    from . import loops
-
-    return loops
-
-
 @torch.no_grad()
 def _slots(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     pool = inputs.pool_BRN
     pooled = (-1, inputs.block) if pool is None else (pool.shape[2], inputs.block)
-    return _chosen(_loops().top_k, inputs, pooled, (0 if pool is None else places(pool),))
+    return _chosen(loops(__package__).top_k, inputs, pooled, (0 if pool is None else places(pool),))
 
 
 @torch.no_grad()
 def _blocks(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
-    return _chosen(_loops().blocks, inputs, (inputs.block,), ())
+    return _chosen(loops(__package__).blocks, inputs, (inputs.block,), ())
 
 
 def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:

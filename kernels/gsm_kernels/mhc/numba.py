@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..device import full_precision
+from ..device import full_precision, in_dtype
 from ..inputs import keep, kept, schema
-from ..native import run, unfit, watched
+from ..native import loops, run, unfit, watched, wide
 from .inputs import Inputs
 
 STREAMS = 4
@@ -36,20 +36,26 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _left(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
     """Both results, and what backward needs of a token: numbers and inverse rms."""
-    from .loops import forward
-
-    streams, update, phi, bias, scale = _wide(streams_BRXD, update_BRD, phi, bias, scale)
+    streams, update, phi, bias, scale = map(wide, (streams_BRXD, update_BRD, phi, bias, scale))
     tokens, width = update.shape[:2].numel(), update.shape[2]
     number = linear(streams.view(tokens, STREAMS * width), phi)
     inverse, left, mixed = number.new_empty(tokens), torch.empty_like(streams), torch.empty_like(update)
     sizes = (tokens, width, rounds, eps, hc_eps)
-    run(forward, tokens, *sizes, streams, update, bias, scale, number, inverse, left, mixed, least=LEAST)
-    return left.to(streams_BRXD.dtype), mixed.to(streams_BRXD.dtype), number, inverse
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """The same in float32, without gaps. It asks first: for a decoded token a call that changes nothing counts, too."""
-    return [x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous() for x in tensors]
+    run(
+        loops(__package__).forward,
+        tokens,
+        *sizes,
+        streams,
+        update,
+        bias,
+        scale,
+        number,
+        inverse,
+        left,
+        mixed,
+        least=LEAST,
+    )
+    return in_dtype(left, streams_BRXD.dtype), in_dtype(mixed, streams_BRXD.dtype), number, inverse
 
 
 INPUTS = schema(Inputs)
@@ -74,15 +80,26 @@ def _forward(*arguments):
 )
 def _backward(left_grad, mixed_grad, number, inverse, *arguments):
     """The gradients of the five tensors among the inputs."""
-    from .loops import backward
-
     *_, rounds, _, hc_eps = arguments
-    streams, update, phi, bias, scale, *grads = _wide(*arguments[:5], left_grad, mixed_grad)
+    streams, update, phi, bias, scale, *grads = map(wide, (*arguments[:5], left_grad, mixed_grad))
     tokens, width = inverse.numel(), update.shape[-1]
     logit_grad, number_grad = torch.empty_like(number), torch.empty_like(number)
     streams_grad, update_grad = torch.empty_like(streams), torch.empty_like(update)
     sizes, found = (tokens, width, rounds, hc_eps), (logit_grad, number_grad, streams_grad, update_grad)
-    run(backward, tokens, *sizes, streams, update, bias, scale, number, inverse, *grads, *found, least=LEAST)
+    run(
+        loops(__package__).backward,
+        tokens,
+        *sizes,
+        streams,
+        update,
+        bias,
+        scale,
+        number,
+        inverse,
+        *grads,
+        *found,
+        least=LEAST,
+    )
     streams_grad.view(tokens, STREAMS * width).addmm_(number_grad, phi)
     phi_grad = number_grad.T @ streams.view(tokens, STREAMS * width)
     read, write, mix = (logit_grad * number).sum(0).split((STREAMS, STREAMS, STREAMS * STREAMS))

@@ -6,14 +6,11 @@ numbers, and as much for one row; backward three times theirs.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, in_dtype
-from ..native import run, unfit, watched
+from ..device import in_dtype
+from ..native import loops, run, unfit, watched, wide
 
 LEAST = 1 << 14  # numbers that are worth a thread
 
@@ -29,27 +26,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return (_forward if learning or watched() else _normed)(x, weight, eps)
 
 
-@functools.cache
-def _loops() -> ModuleType:
-    from . import loops
-
-    return loops
-
-
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide, width = at_least_float32(x).contiguous(), x.shape[-1]
-    out = torch.empty_like(wide)
-    least = LEAST // max(width, 1) + 1
-    run(
-        _loops().forward,
-        x.numel() // max(width, 1),
-        width,
-        eps,
-        wide,
-        at_least_float32(weight).contiguous(),
-        out,
-        least=least,
-    )
+    given, width = wide(x), x.shape[-1]
+    rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(given)
+    run(loops(__package__).forward, rows, width, eps, given, wide(weight), out, least=least)
     return in_dtype(out, x.dtype)
 
 
@@ -60,13 +40,12 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("gsm_kernels::rms_norm_cpu_backward", mutates_args=(), device_types="cpu")
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide, wide_grad, wide_weight = (at_least_float32(one).contiguous() for one in (x, grad, weight))
-    loops, width = _loops(), x.shape[-1]
+    given, own, width = [wide(one) for one in (grad, x, weight)], loops(__package__), x.shape[-1]
     rows = x.numel() // max(width, 1)
-    blocks = -(-rows // loops.ROWS)
-    x_grad, part_PD = torch.empty_like(wide), wide.new_empty(blocks, width)
-    least = LEAST // (max(width, 1) * loops.ROWS) + 1
-    run(loops.backward, blocks, rows, width, eps, wide_grad, wide, wide_weight, x_grad, part_PD, least=least)
+    blocks = -(-rows // own.ROWS)
+    x_grad, part_PD = torch.empty_like(given[1]), given[1].new_empty(blocks, width)
+    least = LEAST // (max(width, 1) * own.ROWS) + 1
+    run(own.backward, blocks, rows, width, eps, *given, x_grad, part_PD, least=least)
     return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
 
 

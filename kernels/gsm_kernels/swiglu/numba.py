@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, in_dtype
-from ..native import run, unfit, watched
+from ..device import in_dtype
+from ..native import loops, run, unfit, watched, wide
 
 LEAST = 1 << 13  # numbers that are worth a thread
 
@@ -25,17 +22,10 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return (_forward if learning or watched() else _product)(gate, up, limit)
 
 
-@functools.cache
-def _loops() -> ModuleType:
-    from . import loops
-
-    return loops
-
-
 def _product(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    wide = at_least_float32(gate).contiguous()
-    out = torch.empty_like(wide)
-    run(_loops().forward, out.numel(), limit, wide, at_least_float32(up).contiguous(), out, least=LEAST)
+    given = wide(gate)
+    out = torch.empty_like(given)
+    run(loops(__package__).forward, out.numel(), limit, given, wide(up), out, least=LEAST)
     return in_dtype(out, gate.dtype)
 
 
@@ -46,9 +36,9 @@ def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 @torch.library.custom_op("gsm_kernels::swiglu_cpu_backward", mutates_args=(), device_types="cpu")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    wide = [at_least_float32(x).contiguous() for x in (grad, gate, up)]
-    gate_grad, up_grad = torch.empty_like(wide[1]), torch.empty_like(wide[2])
-    run(_loops().backward, gate_grad.numel(), limit, *wide, gate_grad, up_grad, least=LEAST)
+    given = [wide(x) for x in (grad, gate, up)]
+    gate_grad, up_grad = torch.empty_like(given[1]), torch.empty_like(given[2])
+    run(loops(__package__).backward, gate_grad.numel(), limit, *given, gate_grad, up_grad, least=LEAST)
     return in_dtype(gate_grad, gate.dtype), in_dtype(up_grad, up.dtype)
 
 
