@@ -1,5 +1,4 @@
-"""The engine: that one recording serves all lengths, with CUDA graphs where there is a GPU, and everywhere with a
-stand-in that repeats the operations of one call as a graph would."""
+"""The engine: that one recording serves all lengths, as a CUDA graph where there is a GPU, and everywhere as a tape."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, mostly_slow, random_tokens
-from tape import tape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +17,7 @@ from gsm.graphs import CudaGraphs
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample
 from gsm.observe import record
+from gsm.tape import Tapes
 
 SEPARATE = "gsm-retriever=separate_indexer"
 VARIED = (SEPARATE, "gsm-writer=delta", "baseline-pool", "hybrid-residual=mhc")
@@ -31,11 +30,15 @@ SLOTS = ("encoder_bank", "index_keys")
 recorders = pytest.mark.parametrize("recorder", ["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+ALL_LENGTHS = Tapes(prompts=2048, room=None)  # what a GPU records, on a CPU
+
+
 class Counting:
     """A recorder that counts what it records."""
 
-    def __init__(self, recorder: Any = tape):
+    def __init__(self, recorder: Any = ALL_LENGTHS):
         self.recorder, self.count = recorder, 0
+        self.prompts, self.room = recorder.prompts, recorder.room
 
     def __call__(self, call, undo):
         self.count += 1
@@ -45,7 +48,7 @@ class Counting:
 def engine(case: str, recorder: str = "tape", *, capacity: int, **options) -> Engine:
     """An engine around a shallow model."""
     model = build(case, geometry=SHALLOW).to("cuda" if recorder == "cuda" else "cpu")
-    graphs = CudaGraphs(torch.device("cuda")) if recorder == "cuda" else tape
+    graphs = CudaGraphs(torch.device("cuda")) if recorder == "cuda" else ALL_LENGTHS
     return Engine(model, capacity=capacity, graphs=Counting(graphs), **options)
 
 
@@ -170,7 +173,7 @@ def test_a_long_prompt_is_read_in_chunks_wherever_it_begins():
     assert_same(running.prefill(tokens[:, 42:]), full[:, -1], "the rest")
 
 
-@pytest.mark.parametrize("graphs", [None, tape])
+@pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
 @torch.no_grad()
 def test_a_full_memory_is_refused_before_anything_is_written(graphs):
     running, tokens = Engine(build(SEPARATE, geometry=SHALLOW), capacity=20, graphs=graphs), random_tokens(1, 21)
@@ -191,7 +194,7 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}])
-@pytest.mark.parametrize("graphs", [None, tape])
+@pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
 def test_the_engine_writes_what_the_model_does(graphs, options):
     model, prompts = build(SEPARATE, geometry=SHALLOW), [random_tokens(1, length, seed=length)[0] for length in (3, 12)]
     running = Engine(model, batch=2, capacity=21, graphs=graphs)
@@ -219,15 +222,16 @@ def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
         assert torch.equal(got, want)
 
 
-def test_whoever_was_in_training_is_so_again_and_the_engine_computes_as_in_evaluation(monkeypatch):
+@pytest.mark.parametrize(("graphs", "calls"), [(False, 3), (ALL_LENGTHS, 2)])
+def test_whoever_was_in_training_is_so_again_and_the_engine_computes_as_in_evaluation(graphs, calls, monkeypatch):
     model, modes = build("gsm-writer=additive").train(), []
     right = model.run
     monkeypatch.setattr(model, "run", lambda *arguments: modes.append(model.encoder.training) or right(*arguments))
-    Engine(model, capacity=10).generate([1, 2, 3], 3)
-    assert modes == [False] * 3 and all(module.training for module in model.modules())
+    Engine(model, capacity=10, graphs=graphs).generate([1, 2, 3], 3)
+    assert modes == [False] * calls and all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("graphs", [None, tape])
+@pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
 def test_what_is_made_in_inference_mode_works_outside_of_it(graphs):
     with torch.inference_mode():
         running = Engine(build("gsm-writer=additive"), capacity=20, graphs=graphs)
@@ -244,6 +248,7 @@ def test_a_recording_that_fails_leaves_nothing_behind():
         call()
         raise torch.OutOfMemoryError("no room for a graph")
 
+    broken.prompts, broken.room = 0, None
     running = Engine(build("gsm-writer=additive"), capacity=20, graphs=broken)
     before = running.memory.clone()
     with pytest.raises(torch.OutOfMemoryError):
@@ -291,10 +296,9 @@ def test_a_prefill_in_a_large_static_memory_does_not_look_at_slots_that_it_canno
         (lambda running: running.generate([1], 0), "max_new_tokens must be at least 1, got 0"),
         (lambda running: Engine(running.model, capacity=0), "capacity must be at least 1 token"),
         (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk must be at least 1 token, got 0"),
-        (lambda running: Engine(running.model, capacity=9, graphs=True), "graphs are for a model on a GPU"),
     ],
 )
-@pytest.mark.parametrize("graphs", [None, tape])
+@pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
 def test_what_it_cannot_do_is_said(call, message, graphs):
     running = Engine(build("gsm-writer=additive"), capacity=40, graphs=graphs)
     with pytest.raises(ValueError, match=message):
@@ -332,15 +336,6 @@ def test_a_tensor_from_the_host_and_a_look_at_the_device_are_caught():
         torch.zeros(2, device="meta") + torch.tensor(1.0)
     with OneDevice(), pytest.raises(RuntimeError, match="meta"):
         torch.zeros(2, device="meta").sum().item()
-
-
-def test_the_stand_in_repeats_operations_and_notices_whoever_looks():
-    buffer, state = torch.zeros(3), torch.zeros(3)
-    repeat = tape(lambda: state.add_(buffer).cumsum(0), state.zero_)
-    buffer.fill_(1)
-    assert repeat().tolist() == [1, 2, 3] and repeat().tolist() == [2, 4, 6]
-    with pytest.raises(AssertionError, match="looks at a value"):
-        tape(lambda: buffer * buffer.sum().item(), lambda: None)
 
 
 # With a GPU.

@@ -20,13 +20,13 @@ from small import (
     training_cases,
     variant,
 )
-from tape import tape
 from torch import Tensor
 
 import gsm
 from gsm.analysis.interventions import without_stage, without_state
 from gsm.models.base import LanguageModel
 from gsm.observe import tap
+from gsm.tape import Tapes
 
 T = 17
 QUICK = ("gsm", "gsm-writer=delta", "gsm-writer=multi_slot", "baseline-pool", "yoco", "hybrid")
@@ -351,7 +351,7 @@ def test_a_model_that_recomputes_has_the_gradients_of_what_it_computed():
 @torch.no_grad()
 def test_an_engine_that_has_recorded_its_calls_makes_plain_ones_for_a_patch():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, 16 + 4)
-    engine = gsm.Engine(model, capacity=32, graphs=tape)
+    engine = gsm.Engine(model, capacity=32, graphs=Tapes(prompts=16))
 
     def through() -> Tensor:
         engine.reset()
@@ -366,6 +366,17 @@ def test_an_engine_that_has_recorded_its_calls_makes_plain_ones_for_a_patch():
         assert_same(through(), want, "patched")
     assert not torch.allclose(want, whole)
     assert_same(through(), whole, "recorded again")
+
+
+@torch.no_grad()
+def test_an_engine_shows_every_token_to_whoever_records():
+    model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, 8)
+    engine = gsm.Engine(model, capacity=8)
+    read = [engine.decode(token_B).clone() for token_B in token_BT[:, :4].unbind(1)]
+    with gsm.record("hidden") as seen:
+        read += [engine.decode(token_B).clone() for token_B in token_BT[:, 4:].unbind(1)]
+    assert len(seen.all("hidden")) == 4
+    assert_same(torch.stack(read, dim=1), model(token_BT).logits, "recorded and plain")
 
 
 def test_a_compiled_model_can_be_patched_where_its_graph_may_break():

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from gsm.cache.synthetic import synthetic_memory
 from gsm.config.load import instantiate
 from gsm.costs.room import available_bytes
+from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.training.optimizer import AdamW
@@ -104,20 +105,20 @@ class Ours:
         return torch.stack([out.loss, *out.losses.values()]).sum()
 
     def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
-        """Into a static memory, as ``generate`` does."""
-        out = self.model.prefill(tokens_BT, self.model.start(len(tokens_BT), tokens_BT.shape[1] + room))
-        return out.logits, out.memory
+        """Into the memory of an engine, as ``generate.py`` does."""
+        engine = Engine(self.model, batch=len(tokens_BT), capacity=tokens_BT.shape[1] + room)
+        return engine.prefill(tokens_BT)[:, None], engine
 
-    @torch.no_grad()
     def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """One token through the whole model."""
-        out = self.model(token_B1, memory=memory, rows=1)
-        return out.logits, out.memory
+        """One step of the engine."""
+        return memory.decode(token_B1[:, 0])[:, None], memory
 
     def made_up(self, tokens: int, room: int) -> Any:
         """Random entries."""
-        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(0)
-        return synthetic_memory(self.model, tokens, tokens + room, 1, generator)
+        engine = Engine(self.model, capacity=tokens + room)
+        generator = torch.Generator(engine.device).manual_seed(0)
+        engine.load(synthetic_memory(self.model, tokens, tokens + room, 1, generator))
+        return engine
 
 
 class Theirs:

@@ -19,8 +19,9 @@ import importlib.util
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from .dispatch import KernelBuildError
 
 HERE = Path(__file__).parent
 _decorating = threading.Lock()  # what says where code is kept is one for all threads
+_here = threading.local()  # `note`, of whoever takes notes in this thread
 
 
 def missing() -> str | None:
@@ -71,8 +73,25 @@ def unfit(*tensors: Tensor) -> str | None:
 
 def watched() -> bool:
     """Whether somebody looks at the operators of this call: a compiler, recomputation that keeps some results, tensors
-    without memory. A loop then has to be one of them: what it writes through an address, nobody sees."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    without memory. A loop then has to be one of them: what it writes through an address, nobody sees. Whoever takes
+    `notes` does."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > noted()
+
+
+def noted() -> bool:
+    """Whether somebody takes notes of the loops that this thread runs."""
+    return getattr(_here, "note", None) is not None
+
+
+@contextmanager
+def notes(note: Callable[[Callable[[], None], tuple[Tensor | float, ...]], None]) -> Iterator[None]:
+    """Inside the block, `note` is given what repeats each loop that this thread has run, on the same tensors, and its
+    arguments, which have to be kept as long as it is. For a dispatch mode, which sees all other operators itself."""
+    _here.note = note
+    try:
+        yield
+    finally:
+        _here.note = None
 
 
 def places(x: Tensor) -> Tensor:
@@ -143,17 +162,20 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
     Raises:
         KernelBuildError: if Numba cannot compile it.
     """
+    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     try:
-        _run(loop, items, arguments, least)
+        _share(loop, items, given, least)
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "numba":
             raise
         first = str(error).strip().partition("\n")[0]
         raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference does without it") from error
+    if noted():
+        _here.note(functools.partial(_share, loop, items, given, least), arguments)
 
 
-def _run(loop: Callable[..., None], items: int, arguments: tuple[Tensor | float, ...], least: int) -> None:
-    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+def _share(loop: Callable[..., None], items: int, given: Sequence[float], least: int) -> None:
+    """Runs a loop over all items, in parts of equal size."""
     threads = min(torch.get_num_threads(), -(-items // least))
     if threads <= 1:
         loop(0, items, *given)

@@ -1,19 +1,22 @@
-"""Generation at the speed of the device: a model with a static memory, and its calls as CUDA graphs.
+"""Generation at the speed of the device: a model with a static memory, and its calls recorded and repeated without
+their Python, as CUDA graphs or, on a CPU, as tapes of operations.
 
     engine = gsm.Engine(model, capacity=4096)
     for token_B in engine.stream(prompt, 100, temperature=0.8):
         ...
     engine.reset()
 
-Decoding is one graph for all lengths: positions and counts are on the device, no shape depends on what has been read,
-and how much that is, is counted on the host. Short prompts, for which a GPU waits for Python longer than it computes,
-are graphs too, one for each power of two tokens, filled up on the left with padding. What is longer is read in chunks,
-by plain calls that do not look at slots which cannot be filled yet.
+A step of decoding is recorded once for all lengths: positions and counts are on the device, no shape depends on what
+has been read, and how much that is, is counted on the host. (On a CPU once for each power of two tokens: most of its
+operations compute what there is room for.) Short prompts, for which a GPU waits for Python longer than it computes, are
+recorded there too, one for each power of two tokens, filled up on the left with padding. What is longer is read in
+chunks, by plain calls that do not look at slots which cannot be filled yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,9 +28,10 @@ from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import check_sampling, continuation
-from gsm.observe import patching
+from gsm.observe import observed
+from gsm.tape import Tapes
 
-SHORTEST, LONGEST = 16, 2048  # buckets of prompts that are read by graphs, in tokens: powers of two between these
+SHORTEST = 16  # tokens of the least bucket of prompts; the others are powers of two
 
 
 class Bucket(NamedTuple):
@@ -41,20 +45,20 @@ class Bucket(NamedTuple):
 class Engine:
     """Prefill and decoding of one model in one static memory.
 
-    Results are the engine's own buffers where they come from a graph: valid until the next call, to be cloned if they
-    are wanted longer. A graph reads the weights where they lie: values may change (an optimiser's step, a state dict),
-    places may not (``model.to(...)``), and autocast is as it was when the graph was recorded. Inside of ``gsm.patch``
-    all calls are plain: a graph would repeat what was recorded, with the patch or without it.
+    Results are the engine's own buffers where they come from a recording: valid until the next call, to be cloned if
+    they are wanted longer. A recording reads the weights where they lie: values may change (an optimiser's step, a
+    state dict), places may not (``model.to(...)``), and autocast is as it was then. Inside of ``gsm.record`` and
+    ``gsm.patch`` all calls are plain: what is repeated has no taps.
 
     Args:
         model: any language model; it computes in evaluation mode, whatever mode it is in.
         batch: number of sequences.
         capacity: tokens that the memory holds.
         chunk: tokens of a long prompt that are read at a time.
-        graphs: whether to record CUDA graphs (None: where the model is on a GPU), or what to record calls with.
+        graphs: whether to record calls, or what with.
 
     Raises:
-        ValueError: for a batch, capacity or chunk below 1, or graphs where there is no GPU.
+        ValueError: for a batch, capacity or chunk below 1.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Engine:
         batch: int = 1,
         capacity: int,
         chunk: int = CHUNK,
-        graphs: bool | Recorder | None = None,
+        graphs: bool | Recorder = True,
     ):
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1 token, got {chunk}")
@@ -76,7 +80,7 @@ class Engine:
         with torch.inference_mode(False):  # buffers made inside of that mode could not be written outside
             self._memory = model.start(batch, capacity)
             self._token_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self._step: Call | None = None
+        self._steps: dict[int, Call] = {}
         self._buckets: dict[int, Bucket] = {}
 
     @property
@@ -133,12 +137,12 @@ class Engine:
             raise ValueError(f"token_B must have the shape [{self.batch}] of the batch, got {list(token_B.shape)}")
         if token_B.is_meta and self.device.type != "meta":
             raise ValueError("token_B lies on the meta device, where tensors have no values; give it some")
-        if self._recorder is None or patching():
+        if self._recorder is None or observed():
             return self._plain(token_B.to(self.device)[:, None])
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)
         self._memory.ledger.require(1)
         self._token_B.copy_(token_B)
-        logits_BV = self._decoding()()
+        logits_BV = self._decoding(self._memory.used + 1)()
         self._memory.ledger.claim(1)
         return logits_BV
 
@@ -168,36 +172,43 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Records now what would be recorded at its first use: the graph of decoding and, while the memory is empty,
-        those of all prompts that fit. The memory is left as it was."""
-        if self._recorder is None or patching():
+        """Records now what would be recorded at its first use: the next step of decoding and, while the memory is
+        empty, all prompts that fit. The memory is left as it was."""
+        if self._recorder is None or observed():
             return
-        self._decoding()
+        self._decoding(min(self._memory.used + 1, self.capacity))
         size = SHORTEST
-        while not self._memory.used and size <= min(LONGEST, self.capacity, self.chunk):
+        while not self._memory.used and size <= self._longest(self._recorder):
             self._bucket(size)
             size *= 2
 
     def _plain(self, tokens_BT: Tensor) -> Tensor:
-        """One call without a graph, which does not pay for slots that it cannot reach."""
+        """One call that is not recorded, which does not pay for slots that it cannot reach."""
         seen = self._memory.narrow(self._memory.used + tokens_BT.shape[1])
         with self.model.evaluating():
             return self.model(tokens_BT, memory=seen, rows=1).logits[:, -1]
 
-    def _decoding(self) -> Call:
-        """The recorded step of decoding."""
-        if self._step is None:
-            self._step = self._record(self._token_B[:, None], None)
-        return self._step
+    def _decoding(self, tokens: int) -> Call:
+        """The recorded step of decoding with room for so many tokens."""
+        assert self._recorder is not None
+        room = self._recorder.room
+        size = self.capacity if room is None else min(self.capacity, max(room, 1 << (tokens - 1).bit_length()))
+        if size not in self._steps:
+            self._steps[size] = self._record(self._token_B[:, None], None, size)
+        return self._steps[size]
+
+    def _longest(self, recorder: Recorder) -> int:
+        """Tokens of the longest prompt that is recorded."""
+        return min(recorder.prompts, self.capacity, self.chunk)
 
     def _bucket_size(self, tokens_BT: Tensor) -> int | None:
-        """Length of the graph that reads a prompt; None if it is to be read by plain calls: longer than a chunk or the
-        longest graph, not the first in the memory, or of a length that is wasted on a memory which keeps padding."""
+        """Length of the recording that reads a prompt; None if it is to be read by plain calls: too long, not the first
+        in the memory, or of a length that is wasted on a memory which keeps padding."""
         length = tokens_BT.shape[1] if tokens_BT.ndim == 2 else 0
-        if self._recorder is None or patching() or self._memory.used or len(tokens_BT) != self.batch or not length:
+        if self._recorder is None or observed() or self._memory.used or len(tokens_BT) != self.batch or not length:
             return None
         size = max(SHORTEST, 1 << (length - 1).bit_length())
-        if size > min(LONGEST, self.capacity, self.chunk) or size > length and self._memory.keeps_padding:
+        if size > self._longest(self._recorder) or size > length and self._memory.keeps_padding:
             return None
         return size
 
@@ -207,7 +218,7 @@ class Engine:
             with torch.inference_mode(False):  # as in the beginning
                 tokens = torch.zeros(self.batch, size, dtype=torch.int64, device=self.device)
                 documents = torch.zeros_like(tokens)
-            self._buckets[size] = Bucket(tokens, documents, self._record(tokens, documents))
+            self._buckets[size] = Bucket(tokens, documents, self._record(tokens, documents, self.capacity))
         return self._buckets[size]
 
     def _read_at_once(self, tokens_BT: Tensor, documents_BT: Tensor | None, size: int) -> Tensor:
@@ -220,16 +231,17 @@ class Engine:
         self._memory.ledger.claim(tokens_BT.shape[1], single_document=documents_BT is None)
         return logits_BV
 
-    def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Call:
-        """Records a call of the model on these buffers; the memory is left as it was."""
+    def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None, room: int) -> Call:
+        """Records a call of the model on these buffers, for any number of tokens up to ``room``; the memory is left as
+        it was."""
         assert self._recorder is not None
         memory, ledger = self._memory, self._memory.ledger
-        mark = memory.mark()
+        mark, narrow = memory.mark(), replace(memory.narrow(room), narrowed_to=None)
 
         def call() -> Tensor:
-            ledger.used = self.capacity - tokens_BT.shape[1]  # whatever is used: the graph is for all lengths
+            ledger.used = self.capacity - tokens_BT.shape[1]  # whatever is used: the recording is for all lengths
             with self.model.evaluating():
-                out = self.model(tokens_BT, documents=documents_BT, memory=memory, rows=1)
+                out = self.model(tokens_BT, documents=documents_BT, memory=narrow, rows=1)
             return out.logits[:, -1]
 
         try:
@@ -240,12 +252,10 @@ class Engine:
             raise
 
 
-def _recorder(graphs: bool | Recorder | None, device: torch.device) -> Recorder | None:
+def _recorder(graphs: bool | Recorder, device: torch.device) -> Recorder | None:
     """What calls are recorded with; None: they are not."""
-    if graphs is None:
-        graphs = device.type == "cuda"
     if not isinstance(graphs, bool):
         return graphs
-    if graphs and device.type != "cuda":
-        raise ValueError(f"graphs are for a model on a GPU, and this one is on {device.type}; use graphs=None or False")
-    return CudaGraphs(device) if graphs else None
+    if not graphs or device.type not in ("cuda", "cpu"):
+        return None
+    return CudaGraphs(device) if device.type == "cuda" else Tapes()

@@ -1,5 +1,5 @@
-"""Recording a call, so that it can be repeated without the host: a CUDA graph, behind an interface that has room for a
-stand-in.
+"""Recording a call, so that it can be repeated without its Python: by a CUDA graph, or by a tape of its operations on a
+CPU (`gsm.tape`).
 
 What is recorded takes no arguments: it reads buffers that keep their place, and whoever repeats it writes these first.
 """
@@ -21,7 +21,16 @@ Call = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
-    """Makes a call repeatable."""
+    """Makes a call repeatable.
+
+    Attributes:
+        prompts: tokens of the longest prompt that is worth a recording.
+        room: tokens for which the first recorded step of decoding has room, doubled when they are read; None: as many
+            as the memory holds.
+    """
+
+    prompts: int
+    room: int | None
 
     def __call__(self, call: Call, undo: Callable[[], None]) -> Call:
         """Records a call.
@@ -40,11 +49,14 @@ class Recorder(Protocol):
 
 class CudaGraphs:
     """Records calls as CUDA graphs. All graphs of one recorder take their memory from one pool, because they never run
-    at the same time.
+    at the same time. One step serves all lengths: kernels do not compute what no row sees.
 
     Args:
         device: where the calls run.
     """
+
+    prompts = 2048
+    room: int | None = None
 
     def __init__(self, device: torch.device):
         self.device = device

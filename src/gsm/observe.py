@@ -104,6 +104,11 @@ def called(model: Calls) -> None:
         _note(model)
 
 
+def observed() -> bool:
+    """Whether somebody records or replaces anything."""
+    return bool(_listening)
+
+
 def patching() -> bool:
     """Whether somebody replaces anything."""
     return any(isinstance(one, Patch) for one in _listening)
@@ -150,8 +155,8 @@ def patch(
     - Replaced `top_k` are the slots that are read, by this layer and by all that take the selection over.
     - `position` cannot be replaced.
 
-    CUDA graphs run no Python: an `Engine` makes plain calls inside of the block. For `torch.compile` see `record`. A
-    model that recomputes activations keeps them.
+    What is repeated runs no Python: an `Engine` makes plain calls inside of the block, and of a recording. For
+    `torch.compile` see `record`. A model that recomputes activations keeps them.
 
     Args:
         pattern: as of `record`; or several.

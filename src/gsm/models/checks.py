@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm_kernels.native import noted
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IGNORED = -100  # target of a position that is not trained on
@@ -20,7 +21,7 @@ def check_call(
     remembered: bool = False,
 ) -> None:
     """Raises ValueError for arguments of a forward that do not fit one another or the vocabulary. Values are looked at
-    on the CPU alone: elsewhere that would stall the device.
+    on the CPU alone: elsewhere that would stall the device; and not where the call is recorded.
 
     Args:
         remembered: whether there is a memory, for which a call without rows has a use.
@@ -43,7 +44,7 @@ def check_call(
     if rows is not None and (rows > length or rows < 1 and (not remembered or targets is not None)):
         below = "; less than 1 is for calls with a memory and without targets" if rows < 1 else ""
         raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}{below}")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and not noted():
         check_range(vocabulary, "token id", tokens)
         if targets is not None:
             check_range(vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to be left out")
