@@ -1,7 +1,8 @@
 """Index scores of a row, of what its heads have fired, and the exact choice among them.
 
-The k-th highest of the maxima of small groups is a bound: only scores that reach it are partitioned, to find the k-th
-highest. A sweep in ascending order then takes what lies above that, and of its equals the first.
+Slots are dealt to lanes, eight times as many as are chosen; the k-th highest of the lanes' maxima is a bound, and only
+scores that reach it are partitioned, to find the k-th highest. A sweep in ascending order then takes what lies above
+that, and of its equals the first. Both sweeps pass over runs of slots in which nothing is high enough.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import numpy as np
 from ..arrays import floats, integers
 from ..native import compiled
 
-GROUP = 8  # slots
-LOWEST = np.finfo(np.float32).min  # of what can be chosen
+RUN = 32  # slots that are looked at together
+LANES = 8  # for each slot that is chosen: with 8, a bound lets 7 % more pass than it should
+HEADS = 4  # that are read together
+LOWEST = np.float32(np.finfo(np.float32).min)  # of what can be chosen
 ZERO, INFINITE = np.float32(0), np.float32(np.inf)
 
 
@@ -21,10 +24,41 @@ def _score(fired_JF, weight_J, low, high, score_F):
     """sum_j weight_j relu(fired_j) of slots low to high."""
     for f in range(low, high):
         score_F[f] = ZERO
-    for j in range(weight_J.shape[0]):
+    heads = weight_J.shape[0]
+    for j in range(0, heads - HEADS + 1, HEADS):
+        w0, w1, w2, w3 = weight_J[j], weight_J[j + 1], weight_J[j + 2], weight_J[j + 3]
+        fired0, fired1, fired2, fired3 = fired_JF[j], fired_JF[j + 1], fired_JF[j + 2], fired_JF[j + 3]
+        for f in range(low, high):
+            upper = w0 * max(fired0[f], ZERO) + w1 * max(fired1[f], ZERO)
+            score_F[f] += upper + (w2 * max(fired2[f], ZERO) + w3 * max(fired3[f], ZERO))
+    for j in range(heads // HEADS * HEADS, heads):
         weight, fired_F = weight_J[j], fired_JF[j]
         for f in range(low, high):
             score_F[f] += weight * max(fired_F[f], ZERO)
+
+
+@compiled
+def _reaches(score, start, stop, bound):
+    """Whether a score from start to stop reaches the bound."""
+    hit = False
+    for f in range(start, stop):
+        hit |= score[f] >= bound
+    return hit
+
+
+@compiled
+def _bound(score, low, high, k, held):
+    """What the k highest of many scores reach; of few, what can be chosen at all."""
+    lanes = LANES * k
+    if high - low < 2 * lanes:
+        return LOWEST
+    best = held[:lanes]
+    best[:] = score[low : low + lanes]
+    for start in range(low + lanes, high, lanes):
+        some = score[start : min(start + lanes, high)]
+        for lane in range(some.shape[0]):
+            best[lane] = max(best[lane], some[lane])
+    return max(LOWEST, np.partition(best, lanes - k)[lanes - k])
 
 
 @compiled
@@ -36,29 +70,26 @@ def _choose(score, low, high, k, held, chosen_K):
         broken |= score[f] != score[f]
     if broken:
         high = low
-    bound, groups = np.float32(LOWEST), (high - low) // GROUP
-    if groups > k:
-        for group in range(groups):
-            best = score[low + group * GROUP]
-            for f in range(low + group * GROUP + 1, low + (group + 1) * GROUP):
-                best = max(best, score[f])
-            held[group] = best
-        bound = max(bound, np.partition(held[:groups], groups - k)[groups - k])
-    count = 0
-    for f in range(low, high):
-        held[count] = score[f]
-        count += score[f] >= bound
-    threshold, equals = bound, k
+    threshold, count, equals = _bound(score, low, high, k, held), 0, k
+    for start in range(low, high, RUN):
+        stop = min(start + RUN, high)
+        if _reaches(score, start, stop, threshold):
+            for f in range(start, stop):
+                held[count] = score[f]
+                count += score[f] >= threshold
     if count > k:
         threshold = np.partition(held[:count], count - k)[count - k]
         for f in range(count):
             equals -= held[f] > threshold
     written = 0
-    for f in range(low, high):
-        if score[f] > threshold or (score[f] == threshold and equals > 0):
-            equals -= score[f] == threshold
-            chosen_K[written] = f
-            written += 1
+    for start in range(low, high, RUN):
+        stop = min(start + RUN, high)
+        if written < k and _reaches(score, start, stop, threshold):
+            for f in range(start, stop):
+                if score[f] > threshold or (score[f] == threshold and equals > 0):
+                    equals -= score[f] == threshold
+                    chosen_K[written] = f
+                    written += 1
     for place in range(written, k):
         chosen_K[place] = -1
 

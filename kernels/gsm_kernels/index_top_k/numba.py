@@ -55,11 +55,13 @@ def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[
     weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]
     first_BR, last_BR = places(inputs.first_BR), places(inputs.last_BR)
     chosen_BRK = first_BR.new_empty(batch, rows, inputs.k)
-    least = LEAST // max(slots, 1) + 1
-    for part in row_slices(inputs):
+    least, parts = LEAST // max(slots, 1) + 1, row_slices(inputs)
+    scratch = query_BRJI.new_empty(max((part.stop - part.start for part in parts), default=0) * batch * heads * slots)
+    for part in parts:
         length = part.stop - part.start
         query = query_BRJI[:, part].reshape(batch, length * heads, width)
-        fired = torch.bmm(query, key_BFI.mT)
+        fired = scratch[: batch * length * heads * slots].view(batch, length * heads, slots)
+        torch.bmm(query, key_BFI.mT, out=fired)
         sizes = (length, part.start, rows, slots, heads, inputs.k, *numbers)
         given = (fired, weight_BRJ, first_BR, last_BR, *tensors, chosen_BRK)
         run(loop, batch * length, *sizes, *given, least=least)
