@@ -207,20 +207,17 @@ def multiply(a, a_row, a_inner, b, b_inner, out, out_row, rows, inner, columns, 
 
 
 # Which of two lines' numbers are added to which others of theirs: four rounds turn sixteen lines into their sums.
-_ROUNDS = [
-    [[0, 16, 1, 17], [2, 18, 3, 19]],
-    [[0, 1, 16, 17], [2, 3, 18, 19]],
-]
-_ROUNDS = [[[at + i for at in (0, 4, 8, 12) for i in four] for four in pair] for pair in _ROUNDS]
-_ROUNDS += [[[at + i for at in four for i in range(4)] for four in ((0, 8, 16, 24), (4, 12, 20, 28))]] * 2
+_FOURS = ([0, 16, 1, 17], [2, 18, 3, 19]), ([0, 1, 16, 17], [2, 3, 18, 19])
+_ROUNDS = [[[at + i for at in (0, 4, 8, 12) for i in four] for four in pair] for pair in _FOURS]
+_ROUNDS += [[[at + i for at in starts for i in range(4)] for starts in ((0, 8, 16, 24), (4, 12, 20, 28))]] * 2
 
 
-def _number(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+def _line(builder: Any, address: Any) -> Any:
+    """Sixteen numbers at an address."""
+    return builder.load(builder.inttoptr(address, ir.VectorType(ir.FloatType(), 16).as_pointer()), align=4)
 
 
-@intrinsic
-def _dots16(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) -> Any:
+def _dots(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) -> Any:
     """The products of a vector with sixteen others, a step apart, of a size that is a multiple of 16."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -231,9 +228,9 @@ def _dots16(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any
         builder.branch(again)
         builder.position_at_end(again)
         at, sums = builder.phi(index), [builder.phi(line) for _ in entries]
-        own, after = _number(builder, builder.add(vector, at), line), []
+        own, after = _line(builder, builder.add(vector, at)), []
         for one, total in zip(entries, sums, strict=True):
-            product = builder.fmul(own, _number(builder, builder.add(one, at), line), flags=("contract",))
+            product = builder.fmul(own, _line(builder, builder.add(one, at)), flags=("contract",))
             after.append(builder.fadd(total, product, flags=("contract",)))
         following = builder.add(at, ir.Constant(index, 64))
         for phi, later in zip((at, *sums), (following, *after), strict=True):
@@ -251,58 +248,15 @@ def _dots16(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any
     return types.void(*[types.int64] * 5), generated
 
 
-def _sum16(rows: int, sums: int) -> Any:
-    """Adds sixteen columns of sixteen vectors, a step apart, by the weights of `rows` rows to what is there.
-
-    Each row has several sums at first: an addition waits for the one before."""
-
-    @intrinsic
-    def sum16(typing: Any, weight: Any, weight_row: Any, entry: Any, step: Any, out: Any, out_row: Any) -> Any:
-        def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weight, weight_row, entry, step, out, out_row = arguments
-            number, index = ir.FloatType(), ir.IntType(64)
-            line, everywhere = ir.VectorType(number, 16), ir.Constant(ir.VectorType(ir.IntType(32), 16), None)
-            nothing = ir.Constant(line, ir.Undefined)
-
-            def place(address: Any, step: Any, count: int, by: int = 0) -> Any:
-                there = builder.add(address, builder.mul(step, ir.Constant(index, count)))
-                return builder.add(there, ir.Constant(index, by))
-
-            results = [place(out, out_row, row) for row in range(rows)]
-            totals = [[_number(builder, result, line) for result in results]]
-            totals += [[ir.Constant(line, None)] * rows for _ in range(sums - 1)]
-            for i in range(16):
-                entry_line, total = _number(builder, place(entry, step, i), line), totals[i % sums]
-                for row in range(rows):
-                    value = _number(builder, place(weight, weight_row, row, 4 * i), number)
-                    value = builder.insert_element(nothing, value, ir.Constant(index, 0))
-                    product = builder.fmul(
-                        builder.shuffle_vector(value, nothing, everywhere), entry_line, flags=("contract",)
-                    )
-                    total[row] = builder.fadd(total[row], product, flags=("contract",))
-            for row, result in enumerate(results):
-                total = functools.reduce(builder.fadd, [several[row] for several in totals])
-                builder.store(total, builder.inttoptr(result, line.as_pointer()), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), generated
-
-    return sum16
-
-
-_sum16_4, _sum16_2, _sum16_1 = _sum16(4, 2), _sum16(2, 4), _sum16(1, 4)
-
-
-@intrinsic
-def peak(typing: Any, address: Any) -> Any:
+def _peak(typing: Any, address: Any) -> Any:
     """The largest of 64 numbers at an address; what is not a number may hide."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def larger(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
-        line, places = ir.VectorType(ir.FloatType(), 16), [ir.Constant(ir.IntType(64), at) for at in (0, 64, 128, 192)]
-        lines = [_number(builder, builder.add(arguments[0], place), line) for place in places]
+        places = [ir.Constant(ir.IntType(64), at) for at in (0, 64, 128, 192)]
+        lines = [_line(builder, builder.add(arguments[0], place)) for place in places]
         best = functools.reduce(larger, lines)
         for apart in (8, 4, 2, 1):
             mask = ir.Constant(ir.VectorType(ir.IntType(32), 16), [i ^ apart for i in range(16)])
@@ -310,6 +264,10 @@ def peak(typing: Any, address: Any) -> Any:
         return builder.extract_element(best, places[0])
 
     return types.float32(types.int64), generated
+
+
+_dots16: Any = intrinsic(_dots)
+peak: Any = intrinsic(_peak)
 
 
 @compiled
@@ -321,19 +279,3 @@ def dots(groups, shared, size, vectors, entries, step, out, out_row):
     """
     for h in range(groups * shared):
         _dots16(vectors + 4 * h * size, size, entries + 4 * (h // shared) * size, step, out + 4 * h * out_row)
-
-
-@compiled
-def mix(groups, shared, size, weights, weight_row, entries, step, out):
-    """Adds sixteen entries, each times its weights[groups * shared, 16], to out[groups * shared, size]; see `dots`."""
-    for g in range(groups):
-        for c in range(0, size, 16):
-            entry, h, last = entries + 4 * (g * size + c), g * shared, (g + 1) * shared
-            while h + 4 <= last:
-                _sum16_4(weights + 4 * h * weight_row, 4 * weight_row, entry, step, out + 4 * (h * size + c), 4 * size)
-                h += 4
-            if h + 2 <= last:
-                _sum16_2(weights + 4 * h * weight_row, 4 * weight_row, entry, step, out + 4 * (h * size + c), 4 * size)
-                h += 2
-            if h < last:
-                _sum16_1(weights + 4 * h * weight_row, 4 * weight_row, entry, step, out + 4 * (h * size + c), 4 * size)

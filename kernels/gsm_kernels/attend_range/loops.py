@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import dots, exp, floats, integers, mix, peak, read
+from ..arrays import dots, exp, floats, integers, multiply, peak, read
 from ..native import compiled
 
 PART = 64  # slots at a time; of so many scores, `peak` finds the largest
 SHARES = 16  # of a row's slots, at most
+# What `multiply` is given: for a number written in Python it would be compiled once more.
+LINE, UNIT, SIXTEEN, MORE = np.int64(PART), np.int64(1), np.int64(16), np.bool_(True)
 ZERO, ONE = np.float32(0), np.float32(1)
 NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # where there is no slot; before the first
 
@@ -125,7 +127,10 @@ def forward(
             _weigh(heads, channels, score_at, top, total, mixed)
             for i in range(0, count, 16):
                 at, apart = _sixteen(value_at + entry + i * step, count - i, step, numbers, size, spare)
-                mix(groups, shared, channels, score_at + 4 * i, PART, at, apart, mixed_at)
+                for g in range(groups):
+                    h, value = g * shared, at + 4 * g * channels
+                    weights, into = score_at + 4 * (h * PART + i), mixed_at + 4 * h * channels
+                    multiply(weights, LINE, UNIT, value, apart // 4, into, channels, shared, SIXTEEN, channels, MORE)
     if first == 0 and last == rows * shares:
         combine(0, rows, rows, shares, heads, channels, part_at, out_at)
     memory[0] = ZERO  # an array of which only the address is used would be freed
