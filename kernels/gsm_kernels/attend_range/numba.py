@@ -53,7 +53,7 @@ def _attended(query, key, value, first, last, width=None, whole=False) -> Tensor
     least = -(-THREAD * items // max(2 * groups * channels * sum(seen), 1))
     sizes = (rows, shares, each, slots, heads, groups, channels, key.element_size(), *key.stride()[:2])
     run(own.forward, items, *sizes, given, key, value, first, last, part, out, least=max(least, 1))
-    if items > least or not items:  # else it was one piece, which has done this too
+    if items > least:  # else it was one piece, which has done this too
         run(own.combine, rows, rows, shares, heads, channels, part, out, least=max(rows, 1))
     return in_dtype(out, query.dtype)
 
