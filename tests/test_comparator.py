@@ -21,7 +21,7 @@ from gsm.models.matching import BARE, difference_note, head_counts, match
 from gsm.models.schedule import stack_rows
 from gsm.paths import variants
 from gsm.span import Span
-from gsm_kernels import attend_range, listening, using
+from gsm_kernels import attend_range, listening, native, using
 
 MIXERS = {"window": SlidingWindow, "all": Attention}
 TOKENS = random_tokens(2, 40)
@@ -175,6 +175,20 @@ def test_a_cache_grows_by_its_heads_and_a_window_does_not():
     assert [one["decoder_window"] for one in sizes["sliding_window"]] == [GEOMETRY.depth * W * entry] * 2
     assert [one["decoder_cache"] for one in sizes["yoco"]] == [n * entry for n in (40, 80)], "cached once"
     assert sizes["yoco"][0]["encoder_window"] == GEOMETRY.encoder_layers * W * entry
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@torch.no_grad()
+def test_a_decoded_token_does_not_depend_on_the_room_of_its_memory():
+    """The loops read what is filled: they ran, and more room, or room that grows, changes no bit."""
+    model = DecoderOnly(replace(GEOMETRY, entry_dim=16), mixers=MIXERS, layers=["window", "all"], residual=Plain)
+    found = []
+    for memory in (model.float().start(2), model.start(2, capacity=50), model.start(2, capacity=500)):
+        filled = model.prefill(TOKENS[:, :-1], memory).memory
+        with listening() as heard:
+            found.append(model(TOKENS[:, -1:], memory=filled).logits)
+        assert heard.count(("attend_range", "numba")) == GEOMETRY.depth
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
 @torch.no_grad()

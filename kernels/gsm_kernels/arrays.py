@@ -5,6 +5,7 @@ All in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -203,3 +204,78 @@ def multiply(a, a_row, a_inner, b, b_inner, out, out_row, rows, inner, columns, 
             row += 2
         if row < rows:
             _tile1(a + 4 * row * a_row, a_row, a_inner, b_at, b_inner, out_at + 4 * row * out_row, out_row, inner, add)
+
+
+# Which of two lines' numbers are added to which others of theirs: four rounds turn sixteen lines into their sums.
+_FOURS = ([0, 16, 1, 17], [2, 18, 3, 19]), ([0, 1, 16, 17], [2, 3, 18, 19])
+_ROUNDS = [[[at + i for at in (0, 4, 8, 12) for i in four] for four in pair] for pair in _FOURS]
+_ROUNDS += [[[at + i for at in starts for i in range(4)] for starts in ((0, 8, 16, 24), (4, 12, 20, 28))]] * 2
+
+
+def _line(builder: Any, address: Any) -> Any:
+    """Sixteen numbers at an address."""
+    return builder.load(builder.inttoptr(address, ir.VectorType(ir.FloatType(), 16).as_pointer()), align=4)
+
+
+def _dots(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) -> Any:
+    """The products of a vector with sixteen others, a step apart, of a size that is a multiple of 16."""
+
+    def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector, size, entry, step, out = arguments
+        line, index = ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
+        entries = [builder.add(entry, builder.mul(step, ir.Constant(index, i))) for i in range(16)]
+        start, again, end = builder.block, builder.append_basic_block("again"), builder.append_basic_block("end")
+        builder.branch(again)
+        builder.position_at_end(again)
+        at, sums = builder.phi(index), [builder.phi(line) for _ in entries]
+        own, after = _line(builder, builder.add(vector, at)), []
+        for one, total in zip(entries, sums, strict=True):
+            product = builder.fmul(own, _line(builder, builder.add(one, at)), flags=("contract",))
+            after.append(builder.fadd(total, product, flags=("contract",)))
+        following = builder.add(at, ir.Constant(index, 64))
+        for phi, later in zip((at, *sums), (following, *after), strict=True):
+            phi.add_incoming(ir.Constant(phi.type, None), start)
+            phi.add_incoming(later, again)
+        builder.cbranch(builder.icmp_signed("<", following, builder.mul(size, ir.Constant(index, 4))), again, end)
+        builder.position_at_end(end)
+        for pair in _ROUNDS:
+            masks = [ir.Constant(ir.VectorType(ir.IntType(32), 16), mask) for mask in pair]
+            lines = zip(after[::2], after[1::2], strict=True)
+            after = [builder.fadd(*[builder.shuffle_vector(a, b, mask) for mask in masks]) for a, b in lines]
+        builder.store(after[0], builder.inttoptr(out, line.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generated
+
+
+def _peak(typing: Any, address: Any) -> Any:
+    """The largest of 64 numbers at an address; what is not a number may hide."""
+
+    def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        places = [ir.Constant(ir.IntType(64), at) for at in (0, 64, 128, 192)]
+        lines = [_line(builder, builder.add(arguments[0], place)) for place in places]
+        best = functools.reduce(larger, lines)
+        for apart in (8, 4, 2, 1):
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), 16), [i ^ apart for i in range(16)])
+            best = larger(best, builder.shuffle_vector(best, best, mask))
+        return builder.extract_element(best, places[0])
+
+    return types.float32(types.int64), generated
+
+
+_dots16: Any = intrinsic(_dots)
+peak: Any = intrinsic(_peak)
+
+
+@compiled
+def dots(groups, shared, size, vectors, entries, step, out, out_row):
+    """Products of vectors with sixteen entries, out[groups * shared, 16].
+
+    An entry has a vector for every group, side by side, of a size that is a multiple of 16; so many vectors share it.
+    Entries lie `step` bytes apart.
+    """
+    for h in range(groups * shared):
+        _dots16(vectors + 4 * h * size, size, entries + 4 * (h // shared) * size, step, out + 4 * h * out_row)

@@ -14,7 +14,7 @@ check, refusals and implementations take it in place of the arguments.
 
 The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and
 the context manager `using` force a choice. "reference" and "triton" are forced on every operation; any other name on
-those that have such an implementation, and the others choose for themselves.
+those that have such an implementation for all kinds of calls, and the others choose for themselves.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class Impl:
             then not tried again for calls of that variant (`variant`).
         refuses: takes the same, returns why it cannot take this call, or None.
         missing: takes nothing, returns why it can take no call at all on this machine, or None.
+        narrow: which calls it is for, if most are not: it is then not forced, nor what `explain` names.
     """
 
     name: str
     fn: Callable[..., Any]
     refuses: Callable[..., str | None] = _nothing
     missing: Callable[[], str | None] = _nothing
+    narrow: str | None = None
 
 
 @dataclass
@@ -165,7 +167,7 @@ class Op:
         """The choice in force for this operation."""
         if _forced in ("auto", "reference", "triton"):
             return _forced
-        return _forced if any(impl.name == _forced for impl in self.impls) else "auto"
+        return _forced if any(impl.name == _forced and not impl.narrow for impl in self.impls) else "auto"
 
     def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
         return self._unbuilt(impl, *args, **kwargs) or impl.missing() or impl.refuses(*args, **kwargs)
@@ -185,7 +187,7 @@ class Op:
 def _elsewhere(impl: Impl) -> str | None:
     """Why an implementation does not tell what runs on this machine, although it can take calls here, or None."""
     here = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
-    return None if here else "for tensors on the CPU"
+    return impl.narrow if here else "for tensors on the CPU"
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:

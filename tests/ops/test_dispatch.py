@@ -61,6 +61,18 @@ def test_explain_gives_the_machine_s_reason():
     assert toy().explain() == ("triton", "first choice on this machine")
 
 
+def test_an_implementation_for_few_calls_takes_these_and_is_not_forced_on_others():
+    narrow = Impl("numba", lambda x: x + x, needs_bfloat16, narrow="for toys alone")
+    op = Op("toy", double, (narrow, Impl("sdpa", double)))
+    assert op.explain() == ("sdpa", "numba: for toys alone")
+    for choice, taken in (("auto", "numba"), ("numba", "numba"), ("sdpa", "sdpa"), ("reference", "reference")):
+        with using(choice), listening() as heard:
+            op(torch.ones(2))
+            op(torch.ones(2, dtype=torch.bfloat16))
+        other = "reference" if choice == "reference" else "sdpa"
+        assert heard == [("toy", other), ("toy", taken)]
+
+
 def test_an_unknown_choice_is_named():
     with (
         pytest.raises(ValueError, match="'fast' is no implementation; choose one of auto, reference, triton, "),

@@ -1,0 +1,271 @@
+"""attend_range as compiled loops, which decoding uses: against the reference in float64."""
+
+import pytest
+import torch
+from calls import cast, ranges
+from oracles import normal
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from gsm_kernels import attend_range, listening, native, using
+from gsm_kernels.attend_range import numba
+from gsm_kernels.attend_range.inputs import Inputs
+from gsm_kernels.testing import assert_close
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+SIZES = {
+    "several rows": {},
+    "one row": {"rows": 1},
+    "one row and one slot": {"rows": 1, "slots": 1},
+    "one key head": {"heads": 8, "groups": 1, "channels": 48},
+    "a key head for every query head": {"heads": 8, "groups": 8},
+    "four query heads for a key head": {"heads": 16, "groups": 4, "channels": 64},
+    "three and seven query heads for a key head": {"heads": 21, "groups": 3},
+    "one head": {"heads": 1, "groups": 1},
+    "a batch of five": {"batch": 5, "rows": 2, "slots": 130},
+    "as many slots as are taken at a time": {"slots": 64},
+    "one slot more": {"slots": 65},
+    "many slots": {"slots": 3000, "batch": 1, "rows": 2},
+    "no slots": {"slots": 0},
+    "no rows": {"rows": 0},
+    "no sequences": {"batch": 0},
+}
+
+
+def call(batch=2, rows=5, slots=203, heads=4, groups=2, channels=16, dtype=torch.float32, seed=0) -> dict:
+    """Rows that see ranges of a memory which has more room than slots, keys and values side by side. What nobody may
+    read is not a number; the first row sees all slots, the last nothing."""
+    drawn = torch.Generator().manual_seed(seed)
+    ends = torch.randint(0, slots + 1, (2, batch, rows), generator=drawn).sort(0).values
+    if rows and batch:
+        ends[0, 0, 0], ends[1, 0, 0] = 0, slots
+        if batch * rows > 1:
+            ends[:, -1, -1] = slots // 2
+    store = torch.full((batch, slots + 9, 2 * groups * channels), torch.nan).to(dtype)
+    store[:, :slots] = normal(batch, slots, 2 * groups * channels, seed=seed).to(dtype)
+    key, value = store[:, :slots].unflatten(-1, (2, groups, channels)).unbind(2)
+    query = 2 * normal(batch, rows, heads, channels, seed=seed + 1).to(dtype)
+    return {"query_BRHC": query, "key_BFGC": key, "value_BFGC": value, "first_BR": ends[0], "last_BR": ends[1]}
+
+
+def by_loops(given: dict, op=attend_range) -> Tensor:
+    with listening() as heard, torch.no_grad():
+        out = op(**given)
+    assert heard == [("attend_range", "numba")]
+    return out
+
+
+def by_reference(given: dict) -> Tensor:
+    """With the same numbers in float64."""
+    with using("reference"):
+        return attend_range(**cast(given, torch.float64))
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Sets the number of threads, for each of which there is enough to do, and sets it back."""
+    monkeypatch.setattr(numba, "THREAD", 1)
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_loops_are_the_reference(sizes, dtype):
+    given = call(**sizes, dtype=dtype)
+    assert_close(by_loops(given), by_reference(given))
+
+
+def test_every_range_is_read_from_its_first_slot_to_its_last():
+    """All beginnings and lengths of a few slots, and those around the numbers that are taken at a time."""
+    pairs = [(first, last) for first in range(20) for last in range(first, 36)]
+    pairs += [(first, first + length) for first in (0, 7) for length in (63, 64, 65, 1023, 1024, 1025, 1040, 1041)]
+    ends = torch.tensor(pairs).T[:, :, None]
+    given = call(batch=len(pairs), rows=1, slots=1050, heads=2, groups=1)
+    given |= {"first_BR": ends[0], "last_BR": ends[1]}
+    assert_close(by_loops(given), by_reference(given))
+
+
+def test_a_row_that_sees_nothing_returns_zero():
+    given = call()
+    given["first_BR"][1, 2], given["last_BR"][1, 2] = 9, 4
+    out = by_loops(given)
+    empty = given["first_BR"] >= given["last_BR"]
+    assert empty.sum() > 1 and (out[empty] == 0).all() and (out[~empty] != 0).any(-1).all()
+    given["last_BR"] = given["first_BR"]
+    assert (by_loops(given) == 0).all()
+
+
+@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranges_of_a_stream_are_those_that_the_caller_promises(width, whole):
+    given = cast(ranges(rows=4, channels=16, width=width, one_document=whole), torch.float32)
+    assert_close(by_loops(given), by_reference(given))
+
+
+def test_what_nobody_sees_is_not_read():
+    """A memory has room for more than is filled, and what a row does not see may be anything."""
+    given = call(rows=1, slots=500)
+    given |= {"first_BR": torch.tensor([[70], [3]]), "last_BR": torch.tensor([[81], [290]])}
+    place = torch.arange(500)
+    seen = (place >= given["first_BR"]) & (place < given["last_BR"])
+    expected = by_loops(given)
+    for name in ("key_BFGC", "value_BFGC"):
+        given[name][~seen] = torch.nan
+    assert torch.equal(by_loops(given), expected)
+
+
+def test_a_range_beyond_the_slots_ends_with_them():
+    """Reading on would read memory of others, which here is not a number."""
+    given = call(rows=1)
+    expected = by_loops({**given, "first_BR": torch.tensor([[0], [0]]), "last_BR": torch.tensor([[203], [203]])})
+    beyond = {"first_BR": torch.tensor([[-5], [-1]]), "last_BR": torch.tensor([[204], [10**6]])}
+    assert torch.equal(by_loops({**given, **beyond}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoded_token_copies_no_memory(monkeypatch, dtype):
+    given, touched = call(rows=1, dtype=dtype), []
+    for name in ("contiguous", "to", "float", "clone"):
+        inner = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, *rest, inner=inner: touched.append(x.shape) or inner(x, *rest))
+    by_loops(given)
+    assert given["query_BRHC"].shape in touched and given["key_BFGC"].shape not in touched
+
+
+def test_strides_do_not_matter():
+    given = call(batch=3, rows=1, heads=4, groups=4)
+    expected = by_loops(given)
+    apart = {name: given[name].contiguous() for name in ("key_BFGC", "value_BFGC")}
+    heads_first = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in apart.items()}
+    one_apart = {"value_BFGC": apart["value_BFGC"]}
+    turned = {"query_BRHC": given["query_BRHC"].mT.contiguous().mT}
+    short = {name: given[name].to(torch.int32) for name in ("first_BR", "last_BR")}
+    wide = {name: torch.stack([given[name], given[name] * 0], -1)[..., 0] for name in ("first_BR", "last_BR")}
+    for changed in (apart, heads_first, one_apart, turned, short, wide):
+        assert torch.equal(by_loops({**given, **changed}), expected)
+    shared = {name: given[name][:1].expand(3, -1, -1, -1) for name in ("key_BFGC", "value_BFGC")}
+    assert_close(by_loops({**given, **shared}), by_reference({**given, **shared}))
+
+
+def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
+    for query, memory in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2):
+        given = call(dtype=memory)
+        given["query_BRHC"] = given["query_BRHC"].to(query)
+        if memory is torch.float16:
+            given |= {name: given[name].to(torch.bfloat16) for name in ("key_BFGC", "value_BFGC")}
+        out = by_loops(given)
+        assert out.dtype == query
+        assert_close(out, by_reference(given))
+
+
+def test_the_number_of_threads_changes_no_bit(threads):
+    for sizes in ({"batch": 1, "rows": 1, "slots": 2500}, {"batch": 3, "slots": 300}, {"rows": 1, "slots": 40}):
+        given, found = call(**sizes), []
+        for count in (1, 2, 3, 7):
+            threads(count)
+            found.append(by_loops(given))
+        assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+def test_one_row_of_one_sequence_is_shared_among_threads(threads, monkeypatch):
+    from gsm_kernels.attend_range import loops
+
+    pieces, inner = [], loops.forward
+    monkeypatch.setattr(loops, "forward", lambda first, last, *rest: pieces.append(first) or inner(first, last, *rest))
+    threads(2)
+    by_loops(call(batch=1, rows=1, slots=200))
+    assert len(pieces) == 2
+    monkeypatch.setattr(numba, "THREAD", 1 << 18)
+    by_loops(call(batch=1, rows=1, slots=200))
+    assert len(pieces) == 3, "too little to share"
+
+
+def test_a_row_takes_the_same_whatever_else_is_in_the_call():
+    """Neither the room of the memory nor other rows and sequences change how its slots are summed."""
+    given = call(batch=3, rows=4, slots=1500)
+    together = by_loops(given)
+    for b in range(3):
+        one = {name: x[b : b + 1] for name, x in given.items()}
+        filled = int(one["last_BR"].max())
+        one |= {name: one[name][:, :filled] for name in ("key_BFGC", "value_BFGC")}
+        for r in range(4):
+            row = {name: one[name][:, r : r + 1] for name in ("query_BRHC", "first_BR", "last_BR")}
+            assert torch.equal(by_loops({**one, **row}), together[b : b + 1, r : r + 1])
+
+
+def test_huge_logits_stay_finite():
+    given = call()
+    for factor in (1e4, -1e4, 1e30):
+        assert by_loops({**given, "query_BRHC": given["query_BRHC"] * factor}).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["query_BRHC", "key_BFGC", "value_BFGC"])
+@pytest.mark.parametrize("slot", [0, 100, 202])
+def test_what_is_not_a_number_is_not_hidden(name, slot):
+    given = call(rows=1, batch=1)
+    given[name] = given[name].clone()
+    given[name][:, min(slot, given[name].shape[1] - 1)] = torch.nan
+    assert by_loops(given).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "why"),
+    [
+        ({"rows": 9}, {}, "is for at most 8 rows, got 9"),
+        ({"channels": 24}, {}, "needs a multiple of 16 channels, got 24"),
+        ({"dtype": torch.float64}, {}, "too coarse for float64"),
+        ({"dtype": torch.float16}, {}, "reads keys and values in float32 or bfloat16, got torch.float16"),
+        ({}, {"value_BFGC": torch.zeros(2, 203, 2, 16, dtype=torch.bfloat16)}, "got torch.float32 and torch.bfloat16"),
+        ({}, {"query_BRHC": torch.zeros(2, 5, 4, 16, requires_grad=True)}, "has no gradient"),
+        ({}, {"value_BFGC": torch.zeros(2, 203, 2, 16, requires_grad=True)}, "has no gradient"),
+    ],
+)
+def test_other_calls_are_refused_with_a_reason_and_run_as_before(sizes, change, why):
+    given = {**call(**sizes), **change}
+    assert why in str(numba.refuses(Inputs(**given)))
+    for choice in ("auto", "numba"):  # which is for all operations that have loops for all calls
+        with using(choice), listening() as heard:
+            assert_close(attend_range(**given), by_reference(given))
+        assert heard[0] == ("attend_range", "sdpa")
+
+
+def test_what_could_learn_but_is_not_asked_to_is_read_by_the_loops():
+    given = call()
+    given["query_BRHC"].requires_grad_()
+    assert not by_loops(given).requires_grad
+    with listening() as heard:
+        attend_range(**{**given, "query_BRHC": given["query_BRHC"].detach()})
+    assert heard == [("attend_range", "numba")]
+
+
+def test_it_is_told_for_which_calls_it_is():
+    name, why = attend_range.explain()
+    assert name != "numba" and (torch.cuda.is_available() or f"numba: {numba.NARROW}" in why)
+
+
+def test_it_is_one_node_of_a_compiled_graph():
+    given = call()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda **given: attend_range(**given), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(**given), by_loops(given))
+
+
+def test_tensors_without_numbers_pass_through():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake = {name: mode.from_tensor(x) for name, x in call(dtype=torch.bfloat16).items()}
+        out = attend_range(**fake)
+    assert out.shape == (2, 5, 4, 16) and out.dtype == torch.bfloat16
+
+
+def test_it_equals_pytorch_s_attention_of_what_is_seen():
+    """An oracle that is not ours."""
+    given = call(batch=1, rows=1, heads=4, groups=4, slots=900)
+    query, key, value = (given[name].transpose(1, 2) for name in ("query_BRHC", "key_BFGC", "value_BFGC"))
+    assert_close(
+        by_loops(given), F.scaled_dot_product_attention(query.double(), key.double(), value.double()).transpose(1, 2)
+    )
