@@ -42,6 +42,7 @@ from gsm.costs.room import available_bytes
 from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
+from gsm.training.heap import keep_freed
 from gsm.training.optimizer import AdamW
 from gsm_kernels import explain
 
@@ -411,7 +412,9 @@ def _found(
 
 
 def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> Run:
-    """One step of training on tokens of which each is the target of the one before."""
+    """One step of training on tokens of which each is the target of the one before; what is freed is kept, as by
+    ``train.py``, for both."""
+    keep_freed()
     contender.model.train()
     adamw = optimizer.build(contender.groups())
 

@@ -43,6 +43,7 @@ from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.summary import Summary
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
+from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm_kernels import explain
 
@@ -160,11 +161,13 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
     }
     summary = Summary(Path(config["folder"]) / "summary.json", facts)
     trainer = trainers.build(config, task, summary, differing(config))
-    if config["compile"] and trainer.strategy.root_device.type == "cpu":
-        raise ConfigError(
-            "compile is true, but on a CPU that takes minutes and a step is no faster for it: "
-            "leave compile=false, and see `python -m gsm_kernels` for what makes it fast"
-        )
+    if trainer.strategy.root_device.type == "cpu":
+        if config["compile"]:
+            raise ConfigError(
+                "compile is true, but on a CPU that takes minutes and a step is no faster for it: "
+                "leave compile=false, and see `python -m gsm_kernels` for what makes it fast"
+            )
+        keep_freed()
     if start.checkpoint:
         refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
         for logger in trainer.loggers:

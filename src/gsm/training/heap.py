@@ -1,0 +1,27 @@
+"""What the C library does with memory that is freed."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+BLOCK, UNUSED = 1 << 30, (1 << 31) - 1  # bytes: from which a block is the system's own, and of which there may be left
+
+
+def keep_freed() -> bool:
+    """Keeps what is freed for what is asked for next; for this process, until it ends.
+
+    By default glibc gives large blocks back to the system, and the next step gets them page by page, each filled with
+    zeros: a fifth of the time of a step on 16,384 tokens. In return a process holds more than it uses (there 13 %).
+
+    Returns:
+        whether it does; other C libraries have no such choice.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, BLOCK) and mallopt(M_TRIM_THRESHOLD, UNUSED))
