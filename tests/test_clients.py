@@ -104,6 +104,12 @@ def test_a_ratio_is_that_of_one_round_and_each_begins_in_turn(monkeypatch):
     assert order == ["ours", "theirs"] + ["ours", "theirs", "theirs", "ours"] * 2
 
 
+def test_the_table_divides_the_medians_that_it_shows():
+    times = {"ours_ms": {"median": 2.0}, "theirs_ms": {"median": 5.0}}
+    shown = clients._ratio({**times, "ratio": {"median": 2.4, "low": 2.25, "high": 2.75}}, "")
+    assert shown == "2.5 (2.25 to 2.75)"
+
+
 def test_what_a_long_sequence_keeps_follows_from_short_ones(monkeypatch):
     monkeypatch.setattr(clients, "PROBE", 4)
     for length in (8, 12, 13, 50):

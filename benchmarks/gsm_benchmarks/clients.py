@@ -58,8 +58,8 @@ CLIP = 1.0
 PROBE = 256  # tokens; from one, two and three times as many follows what a longer sequence keeps
 BEYOND_KEPT = 1.25  # what a step takes at its peak, as a multiple of what its forward pass keeps
 HEAD = (
-    "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours (quartiles)",
-    "theirs / ours by processor time (quartiles)", "kept, GiB: ours, theirs",
+    "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours: of the medians (quartiles of rounds)",
+    "by processor time", "kept, GiB: ours, theirs",
 )  # fmt: skip
 
 
@@ -517,6 +517,13 @@ def _cells(name: str, row: Row) -> tuple[str, ...]:
     if row.get("failed"):
         return name, f"failed: {row['failed']}", "", "", "", kept
     both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
-    processor = quartiles(row["processor_ratio"]) if "processor_ratio" in row else ""
+    ratio, processor = _ratio(row, ""), _ratio(row, "processor_") if "processor_ratio" in row else ""
     what = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
-    return what, *both, quartiles(row["ratio"]), processor, kept
+    return what, *both, ratio, processor, kept
+
+
+def _ratio(row: Row, clock: str) -> str:
+    """Their time over ours: that of the medians in the table, and the quartiles of what it was round by round."""
+    times, rounds = (row[f"{clock}{who}_ms"]["median"] for who in ("theirs", "ours")), row[f"{clock}ratio"]
+    theirs, ours = times
+    return f"{theirs / ours:.4g} ({rounds['low']:.4g} to {rounds['high']:.4g})"

@@ -17,7 +17,7 @@ import torch
 
 from . import entries, inference, machine, paper, results, training
 from .entries import Entry
-from .inference_report import apart, short, speed_up
+from .inference_report import apart, short, speed_up, value
 from .results import Asked, Errors, Row, mark, read, table, usual_path, write
 
 HEAD = ("", "baseline", "GSM", "GSM / baseline")
@@ -141,7 +141,7 @@ def _requests(rows: Sequence[Row], size: str) -> Iterator[dict[str, Any]]:
                 for name in (paper.OURS, "baseline")
             )
             pair = {paper.OURS: ours, "baseline": other}
-            found = {name: _of(pair[name], lambda row, what=what: _shown(row, what)) for name in entries.PAIR}
+            found = {name: _of(pair[name], lambda row, what=what: value(row, what)) for name in entries.PAIR}
             ratio, processor = _ratio(found), None
             if ratio is not None and what != "cache" and ours and other:
                 ratio = speed_up(ours, other, what)
@@ -159,10 +159,6 @@ def _of(row: Row | None, value: Any) -> float | str | None:
     if row is None:
         return "not measured"
     return f"failed: {row['failed']}" if row.get("failed") else value(row)
-
-
-def _shown(row: Row, what: str) -> float:
-    return row["cache"]["bytes"] / 2**20 if what == "cache" else row[what]["tokens_per_second"]
 
 
 def _ratio(found: Mapping[str, Any]) -> float | None:
@@ -189,8 +185,8 @@ def show(path: Path) -> Path:
         f"Size {content['size']}. Training: {trained['batch_size']} sequences on each of {trained['devices']} devices, "
         f"recompute={str(trained['recompute']).lower()}, median of {trained['steps']} steps after "
         f"{trained['warm_up']}. Inference: {served['batch_size']} request, median of {served['runs']} runs after "
-        f"{served['warm_up']}, {served['steps']} given tokens; text: {content['text']}; ratios run by run, where both "
-        "were measured in turns."
+        f"{served['warm_up']}, {served['steps']} given tokens; text: {content['text']}; ratios are "
+        "those of medians."
     )
     theirs = (
         f"The paper's: training on {paper.TRAINING['device']}, {paper.TRAINING['what']}; inference on "

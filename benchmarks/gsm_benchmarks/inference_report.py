@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import exp, log
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -203,12 +202,8 @@ def _done(rows: Rows, model: str, kind: str) -> list[Row]:
 
 
 def speed_up(ours: Row, other: Row, what: str, clock: str = "ms") -> float:
-    """How many times as fast ``prefill`` or ``decode`` is: the median of the ratios run by run, where the runs of both
-    alternated; else the ratio of medians."""
-    mine, theirs = ours[what][clock], other[what][clock]
-    if apart(ours, other):
-        return theirs["median"] / mine["median"]
-    return median(b / a for a, b in zip(mine["each"], theirs["each"], strict=False))  # one may have had fewer runs
+    """How many times as fast ``prefill`` or ``decode`` is: the ratio of the medians that the table shows."""
+    return other[what][clock]["median"] / ours[what][clock]["median"]
 
 
 def apart(ours: Row, other: Row) -> str:
@@ -362,18 +357,9 @@ def _measured(goal: Goal, rows: Rows) -> float | None:
 # Pictures.
 
 
-def processor_ms(row: Row, what: str) -> float | None:
-    """Processor time of a prefill or a token, where that is what counts: of one thread of a CPU that others use too."""
-    own = row[what].get("processor_ms") if what in row and row.get("threads") == 1 else None
-    return own["median"] if own else None
-
-
 def value(row: Row, what: str) -> float:
-    """Tokens a second of ``prefill`` or ``decode``, MiB of the ``cache``."""
-    if what == "cache":
-        return row["cache"]["bytes"] / 2**20
-    own = processor_ms(row, what)
-    return row[what]["tokens_per_second"] * (row[what]["ms"]["median"] / own if own else 1)
+    """Tokens a second of ``prefill`` or ``decode``, as in the table; MiB of the ``cache``."""
+    return row["cache"]["bytes"] / 2**20 if what == "cache" else row[what]["tokens_per_second"]
 
 
 def picture(rows: Rows) -> bytes:
@@ -385,11 +371,8 @@ def picture(rows: Rows) -> bytes:
     rows = [row for row in rows if not row.get("failed") and row["kind"] in ("read", "decode")]
     if not rows:
         raise ValueError(f"{title}: there is no request that was measured, and so no picture")
-    notes = {
-        "seconds of processor time, one thread": any(processor_ms(row, "decode") for row in rows),
-        "open marks: after a synthetic memory": any(row["synthetic"] for row in rows),
-    }
-    title = "; ".join([title, *(note for note in notes if notes[note])])
+    if any(row["synthetic"] for row in rows):
+        title = f"{title}; open marks: after a synthetic memory"
     labels = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache": "cache (MiB)"}
     models, lengths = dict.fromkeys(row["model"] for row in rows), [row["tokens"] for row in rows]
     return panels(title, labels, models, lengths, partial(_draw, rows))
