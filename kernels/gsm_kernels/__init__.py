@@ -20,6 +20,7 @@ from .pool_groups import pool_groups
 from .rms_norm import rms_norm
 from .rope import rotate
 from .score_slots import score_slots
+from .short_convolution import short_convolution
 from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
@@ -34,6 +35,7 @@ OPS: tuple[Op, ...] = (
     mhc_boundary,
     rms_norm,
     swiglu,
+    short_convolution,
     delta_rule,
     grouped_linear,
     linear_cross_entropy,
@@ -67,6 +69,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "score_slots",
+    "short_convolution",
     "swiglu",
     "using",
 ]

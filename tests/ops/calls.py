@@ -109,6 +109,18 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, s
     }
 
 
+def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
+    """Arguments of `short_convolution`, float64: documents of random lengths, padding in row 0 in two places, and in
+    front of what is stored so many tokens more that are not."""
+    position = packed_positions(batch, before + stored + tokens, seed, padding)[:, before + stored :]
+    position[0, tokens // 2 : tokens // 2 + padding] = -1
+    return {
+        "seen_BEC": normal(batch, stored + tokens, channels, seed=seed),
+        "weight": normal(channels, width, seed=seed + 1),
+        "position_BT": position,
+    }
+
+
 def every_call() -> dict[str, dict]:
     pooled = {k: v for k, v in selection().items() if k != "k"}
     hyper = hyper_connection()
@@ -130,6 +142,7 @@ def every_call() -> dict[str, dict]:
         "mhc_boundary": {**hyper, "rounds": 3},
         "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
+        "short_convolution": convolved(),
         "delta_rule": recurrence(),
         "grouped_linear": {
             "x_MD": normal(9, 4),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsm.costs.primitives import ProductCost
 from gsm.layers.linear import draw
-from gsm.shapes import promoted
+from gsm_kernels import short_convolution
 
 
 class ShortConvolution(nn.Module):
@@ -42,14 +41,7 @@ class ShortConvolution(nn.Module):
         Returns:
             [B, T, C] in the dtype of ``seen_BEC``, summed in at least float32.
         """
-        length = position_BT.shape[1]
-        padded_BEC = F.pad(promoted(seen_BEC), (0, 0, length + self.width - 1 - seen_BEC.shape[1], 0))
-        total_BTC = padded_BEC.new_zeros(())
-        for back in range(self.width):
-            first = self.width - 1 - back
-            reached_BT1 = (position_BT >= back)[..., None]  # this far back it is the same document
-            total_BTC = total_BTC + padded_BEC[:, first : first + length] * reached_BT1 * self.weight[:, back]
-        return total_BTC.to(seen_BEC.dtype)
+        return short_convolution(seen_BEC, self.weight, position_BT)
 
     def products(self) -> ProductCost:
         """What it costs for each token: a product of every channel with every weight of its own."""
