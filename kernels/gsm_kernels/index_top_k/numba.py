@@ -13,7 +13,7 @@ from ..native import loops, places, run, unfit, watched
 from .inputs import Inputs
 from .reference import row_slices
 
-LEAST = 1 << 12  # slots that are worth a thread
+LEAST = 1 << 13  # slots that are worth a thread
 
 
 def refuses(inputs: Inputs) -> str | None:
