@@ -1,5 +1,7 @@
 """The loops of RMSNorm and of the SwiGLU product against the reference in float64."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from calls import cast, gradients

@@ -27,6 +27,19 @@ def test_results_and_gradients_equal_the_reference_in_float64(sizes, rounds, dty
         assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
 
 
+def test_the_number_of_threads_changes_no_bit():
+    before, given, found = torch.get_num_threads(), cast(hyper_connection(batch=2, rows=500), torch.float32), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(mhc_boundary, given))
+    finally:
+        torch.set_num_threads(before)
+    (out, grads), (expected, expected_grads) = found
+    assert all(map(torch.equal, out, expected))
+    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+
+
 def test_large_logits_do_not_overflow():
     given = cast(hyper_connection(), torch.float32)
     given["bias"] = torch.linspace(-300, 300, 24)

@@ -1,5 +1,7 @@
 """short_convolution: the reference against the sum written out token by token, and the loops against the reference."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from calls import cast, convolved, gradients
@@ -108,8 +110,9 @@ def test_the_loops_equal_the_reference_in_float64_whatever_the_strides(case, dty
         assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
 
 
-def test_the_number_of_threads_changes_no_bit(threads):
+def test_the_number_of_threads_changes_no_bit(threads, monkeypatch):
     pytest.importorskip("numba")
+    monkeypatch.setattr(import_module("gsm_kernels.short_convolution.numba"), "LEAST", 1 << 12)
     given, found = cast(convolved(batch=3, tokens=501, channels=131), torch.float32), []
     for count in (1, 2, 3):
         threads(count)
