@@ -110,7 +110,7 @@ def loops(package: str) -> ModuleType:
     return importlib.import_module(".loops", package)
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any], inline: bool = False) -> Any:
     """A decorator: the loop, compiled at its first call or read from the cache.
 
     Sums may be computed in another order than they are written in; infinities and NaN stay what they are."""
@@ -122,9 +122,18 @@ def compiled(function: Callable[..., Any]) -> Any:
     with _decorating:
         before, settings.CACHE_DIR = settings.CACHE_DIR, folder
         try:
-            return numba.njit(cache=bool(folder), nogil=True, error_model="numpy", fastmath=fast)(function)
+            how = {"nogil": True, "error_model": "numpy", "fastmath": fast, "forceinline": inline}
+            return numba.njit(cache=bool(folder), **how)(function)
         finally:
             settings.CACHE_DIR = before
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """A decorator for what loops call: it is compiled into each of them.
+
+    Else the process that compiles would call it as it was compiled by itself, and one that reads the cache as it was
+    compiled with the loop: two orders of the same sums, and a run that is resumed would differ in its last bits."""
+    return compiled(function, inline=True)
 
 
 @functools.cache

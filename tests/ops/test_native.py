@@ -1,5 +1,6 @@
 """Compiled loops for the CPU: how they are shared among threads, kept on disk, and done without."""
 
+import ast
 import concurrent.futures
 import functools
 import os
@@ -226,3 +227,34 @@ def test_a_loop_that_cannot_be_compiled_is_not_tried_again(monkeypatch: pytest.M
         mhc_boundary(**call(3))
         mhc_boundary(**call(3))
     assert heard == [("mhc_boundary", "reference")] * 2
+
+
+def test_what_loops_call_is_compiled_into_them():
+    for file in native.HERE.glob("*/loops.py"):
+        for one in ast.parse(file.read_text()).body:
+            if isinstance(one, ast.FunctionDef) and one.name.startswith("_"):
+                assert [ast.unparse(how) for how in one.decorator_list] == ["part"], f"{file}: {one.name}"
+
+
+DIGEST = """
+import hashlib
+import torch
+from gsm_kernels import mhc_boundary
+torch.manual_seed(0)
+given = [torch.randn(1, 70, 4, 64), torch.randn(1, 70, 64), torch.randn(24, 256) / 16, torch.randn(24), torch.ones(3)]
+given = [x.requires_grad_() for x in given]
+out = mhc_boundary(*given)
+torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+found = b"".join(x.detach().numpy().tobytes() for x in (*out, *(x.grad for x in given)))
+print(hashlib.sha256(found).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_computes_what_one_does_that_reads_the_cache(tmp_path):
+    where = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    found = [
+        subprocess.run([sys.executable, "-c", DIGEST], env=where, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert any(tmp_path.rglob("*.nbc")) and found[0] == found[1]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import add, exp, floats, integers, multiply, read
-from ..native import compiled
+from ..native import compiled, part
 
 LANES = 32  # of which a loop has a constant number
 PART = 128  # entries that are mixed at a time: so many stay in the nearest cache
@@ -32,7 +32,7 @@ NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a sink's
 FIRST, LAST, SINK, HIGH, TOTAL, MEAN = range(6)
 
 
-@compiled
+@part
 def _shape(sizes):
     """Lanes, the numbers from one entry's scores to the next's, those from one vector to the next, and the entries that
     a block's window may hold."""
@@ -41,7 +41,7 @@ def _shape(sizes):
     return lanes, lanes + 16, -(-channels // 16) * 16, queries + min(width, entries) - 1
 
 
-@compiled
+@part
 def _room(sizes, sink_at):
     """Memory for a block's weights: the array, and in it the addresses of the queries, vector by vector and with the
     lanes last; copies of the window's entries, and of the picks; the scores; and what is kept of the lanes."""
@@ -62,7 +62,7 @@ def _room(sizes, sink_at):
     return memory, (natural, last, copied, picked, score, table)
 
 
-@compiled
+@part
 def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
     """Rotates the last pairs of channels."""
     cos, sin = floats(cos_at, (pairs,)), floats(sin_at, (pairs,))
@@ -73,7 +73,7 @@ def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
         pair[p, 1] = a * turned + b * cos[p]
 
 
-@compiled
+@part
 def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last):
     """Reads the vectors of a block's rows, times a factor, and rotates them."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
@@ -92,7 +92,7 @@ def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last
             turned[c, m] = vector[m, c]
 
 
-@compiled
+@part
 def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
     """Rotates the vectors of a block's rows back, and writes them, each times its lane's factor."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
@@ -109,7 +109,7 @@ def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
                 out[c] = vector[c] * times
 
 
-@compiled
+@part
 def _reach(sizes, batch, row, count, position_at, table):
     """The first entry that the block sees, and how many there are; and those that each lane sees, counted from that
     one: the first is after the last where there are none."""
@@ -130,7 +130,7 @@ def _reach(sizes, batch, row, count, position_at, table):
     return low, max(high - low, 0)
 
 
-@compiled
+@part
 def _softmax(near, far, lanes, stride, score_at, table):
     """Turns scores into exp(score - maximum), and sums these up, that of the sink included."""
     for group in range(0, lanes, LANES):
@@ -160,7 +160,7 @@ def _softmax(near, far, lanes, stride, score_at, table):
                 total[m] += weight
 
 
-@compiled
+@part
 def _products(sizes, count, near, near_at, picked, last, score_at):
     """The products of all entries that a block may see with its lanes."""
     heads, channels, picks = sizes[2], sizes[3], sizes[7]
@@ -171,7 +171,7 @@ def _products(sizes, count, near, near_at, picked, last, score_at):
         multiply(at, wide, UNIT, lane, stride, into, stride, picks, channels, heads, NEW)
 
 
-@compiled
+@part
 def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
     """The sum of entries, by weights, for every lane."""
     heads, channels, picks = sizes[2], sizes[3], sizes[7]
@@ -184,7 +184,7 @@ def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
         multiply(weight + 4 * r * heads, UNIT, stride, at, wide, lane, wide, heads, picks, channels, MORE)
 
 
-@compiled
+@part
 def _pick(sizes, batch, start, count, bank_at, index_at, picked):
     """Copies the entries that a block's rows have picked; for those that are none, the first."""
     channels, slots, picks, bank_step, bank_size = sizes[3], sizes[6], sizes[7], sizes[11], sizes[12]
@@ -195,7 +195,7 @@ def _pick(sizes, batch, start, count, bank_at, index_at, picked):
         read(bank + slot * channels * bank_size, bank_size, channels, picked + 4 * k * wide)
 
 
-@compiled
+@part
 def _hide(sizes, start, count, index_at, bias_at, score_at):
     """Adds the bias to the picks' scores, and hides those that are none, and those of lanes without a query."""
     heads, slots, picks = sizes[2], sizes[6], sizes[7]
@@ -215,7 +215,7 @@ def _hide(sizes, start, count, index_at, bias_at, score_at):
             score[k, m] = NOTHING
 
 
-@compiled
+@part
 def _weights(sizes, batch, row, count, given, room):
     """Fills in a block's room; returns its first entry, how many there are, and where they lie."""
     query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at = given
@@ -266,7 +266,7 @@ def forward(
     kept[0], memory[0, 0] = ZERO, ZERO  # an array of which only the address is used would be freed
 
 
-@compiled
+@part
 def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
     """Divides the weights by their sums; turns the entries' products with the gradient into the scores' gradients."""
     for group in range(0, lanes, LANES):
@@ -289,7 +289,7 @@ def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
                 grad[m] = weight[m] * (grad[m] - mean[m])
 
 
-@compiled
+@part
 def _add_picks(sizes, start, count, index_at, grad, score, query, given, into, bank_grad_at, bias_grad_at):
     """Adds to the gradients of the bank what the picks of a block's rows tell of it; writes those of the bias."""
     heads, channels, slots, picks = sizes[2], sizes[3], sizes[6], sizes[7]

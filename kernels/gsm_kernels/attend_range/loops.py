@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import dots, exp, floats, integers, multiply, peak, read
-from ..native import compiled
+from ..native import compiled, part
 
 PART = 64  # slots at a time; of so many scores, `peak` finds the largest
 SHARES = 16  # of a row's slots, at most
@@ -20,7 +20,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # where there is no slot; before the first
 
 
-@compiled
+@part
 def _share(first, last, slots, share):
     """The slots of a share. Few slots make fewer shares, not smaller ones; the number of threads changes nothing."""
     low, high = max(first, 0), min(last, slots)
@@ -28,7 +28,7 @@ def _share(first, last, slots, share):
     return low + share * size, min(low + (share + 1) * size, high)
 
 
-@compiled
+@part
 def _sixteen(at, count, step, numbers, size, spare):
     """Where sixteen slots lie, and how many bytes apart: copied, where they are not float32 or not so many."""
     if count >= 16 and size == 4:
@@ -43,7 +43,7 @@ def _sixteen(at, count, step, numbers, size, spare):
     return spare, 4 * numbers
 
 
-@compiled
+@part
 def _weigh(heads, channels, score_at, top, total, mixed):
     """Turns scores into exp(score - largest) and adds these up; shrinks what there was where the largest has grown."""
     for h in range(heads):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import floats, integers
-from ..native import compiled
+from ..native import compiled, part
 
 RUN = 32  # slots that are looked at together
 LANES = 8  # for each slot that is chosen: with 8, a bound lets 7 % more pass than it should
@@ -19,7 +19,7 @@ LOWEST = np.float32(np.finfo(np.float32).min)  # of what can be chosen
 ZERO, INFINITE = np.float32(0), np.float32(np.inf)
 
 
-@compiled
+@part
 def _score(fired_JF, weight_J, low, high, score_F):
     """sum_j weight_j relu(fired_j) of slots low to high."""
     for f in range(low, high):
@@ -37,7 +37,7 @@ def _score(fired_JF, weight_J, low, high, score_F):
             score_F[f] += weight * max(fired_F[f], ZERO)
 
 
-@compiled
+@part
 def _reaches(score, start, stop, bound):
     """Whether a score from start to stop reaches the bound."""
     hit = False
@@ -46,7 +46,7 @@ def _reaches(score, start, stop, bound):
     return hit
 
 
-@compiled
+@part
 def _bound(score, low, high, k, held):
     """What the k highest of many scores reach; of few, what can be chosen at all."""
     lanes = LANES * k
@@ -61,7 +61,7 @@ def _bound(score, low, high, k, held):
     return max(LOWEST, np.partition(best, lanes - k)[lanes - k])
 
 
-@compiled
+@part
 def _choose(score, low, high, k, held, chosen_K):
     """Writes the places in low to high of the k highest scores above -inf, ascending, then -1; where a score is not a
     number, -1 alone."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import exp, floats
-from ..native import compiled
+from ..native import compiled, part
 
 X = 4  # streams
 MIX, C = 2 * X, 2 * X + X * X  # where the numbers of the mixing matrix begin; all numbers of a token
@@ -19,7 +19,7 @@ GROUP = 32  # tokens; with fewer, LLVM unrolls the loops over them before it cou
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
-@compiled
+@part
 def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, matrix, divisor):
     """Sigmoids [2X, GROUP] and mixing matrices [X*X, GROUP] of tokens, and the divisors of every step but the last, as
     far as there is room for them."""
@@ -72,7 +72,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
                         matrix[j * X + k, n] *= ONE / total
 
 
-@compiled
+@part
 def _sinkhorn_grad(rounds, eps, grad, matrix, divisor):
     """Turns gradients of mixing matrices into those of their logits; both are overwritten. See `sinkhorn_grad`."""
     for c in range(X * X):

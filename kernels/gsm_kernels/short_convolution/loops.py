@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import floats, integers
-from ..native import compiled
+from ..native import compiled, part
 
 
-@compiled
+@part
 def _channels_last(weight, taps):
     """The first filters of a weight [C, W] as [so many, C]."""
     for back in range(taps.shape[0]):
