@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,7 +68,17 @@ def test_what_is_drawn_is_drawn_again():
     assert torch.equal(first, torch.rand(4)) and not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool(x.any()), torch.unique])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: bool(x.any()),
+        torch.unique,
+        lambda x: x * sum(x.tolist()),
+        lambda x: x * x.numpy().sum(),
+    ],
+)
 def test_a_call_that_looks_at_a_value_is_refused(look):
     with pytest.raises(RuntimeError, match="looks at a value while a call is recorded"):
         recorded(lambda: look(torch.ones(3)) * torch.ones(3))
@@ -100,6 +112,45 @@ def test_a_step_has_room_for_twice_the_tokens_when_it_is_full(case):
         rooms.append(max(engine._steps))
     assert rooms == [8] * 8 + [16] * 8 + [24] * 8
     assert_same(torch.stack(read, dim=1), model(token_BT).logits, case)
+
+
+@torch.no_grad()
+def test_a_step_that_was_recorded_in_the_beginning_reads_all_slots_later():
+    geometry = replace(SHALLOW, entry_dim=16, output_groups=1)
+    for case in ("transformer", "gsm"):
+        model, token_BT = build(case, geometry=geometry).float(), random_tokens(1, 200)
+        engine = Engine(model, capacity=200)
+        read = torch.stack([engine.decode(token_B).clone() for token_B in token_BT.unbind(1)], dim=1)
+        torch.testing.assert_close(read, model(token_BT).logits, rtol=1e-4, atol=1e-4)
+        assert engine._steps, "recorded"
+
+
+@torch.no_grad()
+def test_a_step_that_cannot_be_recorded_is_a_plain_call(monkeypatch):
+    model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, 5)
+    right = model.run
+    monkeypatch.setattr(model, "run", lambda x, *more: right(x * (sum(x.flatten().tolist()) < torch.inf), *more))
+    engine = Engine(model, capacity=5)
+    read = torch.stack([engine.decode(token_B).clone() for token_B in token_BT.unbind(1)], dim=1)
+    assert_same(read, model(token_BT).logits, "plain calls")
+
+
+@torch.no_grad()
+def test_under_autocast_a_step_sees_new_weights():
+    model, token_BT = build("gsm", geometry=SHALLOW).float(), random_tokens(1, 6)
+    engine = Engine(model, capacity=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.prefill(token_BT[:, :5])
+        before = engine.decode(token_BT[:, 5]).clone()
+        engine.reset()
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        torch.clear_autocast_cache()
+        engine.prefill(token_BT[:, :5])
+        after, memory = engine.decode(token_BT[:, 5]), model.start(1, 6)
+        model.prefill(token_BT[:, :5], memory)
+        want = model(token_BT[:, 5:], memory=memory, rows=1).logits[:, -1]
+    assert torch.equal(after, want) and not torch.equal(after, before)
 
 
 @torch.no_grad()

@@ -87,11 +87,11 @@ def noted() -> bool:
 def notes(note: Callable[[Callable[[], None], tuple[Tensor | float, ...]], None]) -> Iterator[None]:
     """Inside the block, `note` is given what repeats each loop that this thread has run, on the same tensors, and its
     arguments, which have to be kept as long as it is. For a dispatch mode, which sees all other operators itself."""
-    _here.note = note
+    before, _here.note = getattr(_here, "note", None), note
     try:
         yield
     finally:
-        _here.note = None
+        _here.note = before
 
 
 def places(x: Tensor) -> Tensor:

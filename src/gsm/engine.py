@@ -16,6 +16,7 @@ chunks, by plain calls that do not look at slots which cannot be filled yet.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from gsm.models.checks import check_call, check_room
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import check_sampling, continuation
 from gsm.observe import observed
-from gsm.tape import Tapes
+from gsm.tape import Looked, Tapes
 
 SHORTEST = 16  # tokens of the least bucket of prompts; the others are powers of two
 
@@ -142,7 +143,12 @@ class Engine:
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)
         self._memory.ledger.require(1)
         self._token_B.copy_(token_B)
-        logits_BV = self._decoding(self._memory.used + 1)()
+        try:
+            step = self._decoding(self._memory.used + 1)
+        except Looked:  # such as experts, of whom the host has to know how many rows each has
+            self._recorder = None
+            return self._plain(token_B.to(self.device)[:, None])
+        logits_BV = step()
         self._memory.ledger.claim(1)
         return logits_BV
 
@@ -176,7 +182,8 @@ class Engine:
         empty, all prompts that fit. The memory is left as it was."""
         if self._recorder is None or observed():
             return
-        self._decoding(min(self._memory.used + 1, self.capacity))
+        with suppress(Looked):  # each token is then a plain call
+            self._decoding(min(self._memory.used + 1, self.capacity))
         size = SHORTEST
         while not self._memory.used and size <= self._longest(self._recorder):
             self._bucket(size)

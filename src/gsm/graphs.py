@@ -66,7 +66,7 @@ class CudaGraphs:
     def __call__(self, call: Call, undo: Callable[[], None]) -> Call:
         """See ``Recorder``. Warm-up and capture run on a stream of their own: work of the default one cannot be
         captured, and libraries keep a workspace for every stream."""
-        with torch.cuda.device(self.device), _without_autocast_cache(), ahead_of_a_graph():
+        with torch.cuda.device(self.device), without_autocast_cache(), ahead_of_a_graph():
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for _ in range(WARM_UPS):
@@ -86,7 +86,7 @@ class CudaGraphs:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Inside the block, autocast keeps no copy of a weight: a graph would go on reading it after its memory is
     free, and would miss a new weight."""
     before = torch.is_autocast_cache_enabled()

@@ -15,17 +15,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsm.graphs import Call
+from gsm.graphs import Call, without_autocast_cache
 from gsm_kernels import native
 
 aten = torch.ops.aten
 LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of what hands a value to the host
+HANDED_OUT = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 COPIES = {aten.clone, aten._to_copy}
 ANSWERED = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # what a result that is there already answers
+
+
+class Looked(RuntimeError):
+    """A call that was to be recorded has looked at a value."""
+
+    def __init__(self, how: object):
+        super().__init__(f"{how} looks at a value while a call is recorded: all repeats would have the same one")
+
+
+class NoLooks(TorchFunctionMode):
+    """Refuses what hands values to the host without an operation."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in HANDED_OUT:
+            raise Looked(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Step(NamedTuple):
@@ -56,7 +74,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if LOOKS.intersection(func.tags) and not (func is aten.index.Tensor and _by_number(args[1])):
-            raise RuntimeError(f"{func} looks at a value while a call is recorded: all repeats would have the same one")
+            raise Looked(func)
         out = func(*args, **kwargs)
         reads, made = _storages((args, kwargs)), _storages(out)
         if func._schema.is_mutable:
@@ -102,10 +120,10 @@ class Tapes:
         """See ``Recorder``.
 
         Raises:
-            RuntimeError: if the call looks at a value: it would be the same in every repeat.
+            Looked: if the call looks at a value.
         """
         tape = Tape()
-        with native.notes(tape.note), tape:
+        with without_autocast_cache(), native.notes(tape.note), NoLooks(), tape:
             result = call()
         undo()
         return Repeat(tape, result)

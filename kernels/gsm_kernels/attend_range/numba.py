@@ -6,8 +6,6 @@ that of a mask follows what there is room for. The slots of one row are shared a
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
@@ -45,12 +43,10 @@ def _attended(query, key, value, first, last, width=None, whole=False) -> Tensor
     (batch, each, heads, channels), (_, slots, groups, _) = query.shape, key.shape
     own, given, rows = loops(__package__), wide(query), batch * each
     key, value, first, last = *_side_by_side(key, value), places(first), places(last)
-    ranges = zip(chain.from_iterable(first.tolist()), chain.from_iterable(last.tolist()), strict=True)
-    seen = [max(end - start, 0) for start, end in ranges]
-    shares = min(-(-max(seen, default=0) // own.PART), own.SHARES)
+    shares = min(-(-slots // own.PART), own.SHARES)  # of slots, not of what rows see: a recorded call is for all ranges
     items, out = shares * rows, torch.empty_like(given)
     part = given.new_empty(items * heads * (channels + 2))
-    least = -(-THREAD * items // max(2 * groups * channels * sum(seen), 1))
+    least = -(-THREAD * items // max(2 * groups * channels * rows * slots, 1))
     sizes = (rows, shares, each, slots, heads, groups, channels, key.element_size(), *key.stride()[:2])
     run(own.forward, items, *sizes, given, key, value, first, last, part, out, least=max(least, 1))
     if items > least:  # else it was one piece, which has done this too

@@ -6,6 +6,7 @@ import ctypes
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+OLDER = 1 << 25  # bytes; what older releases take at most for the first of these
 BLOCK, UNUSED = 1 << 30, (1 << 31) - 1  # bytes: from which a block is the system's own, and of which there may be left
 
 
@@ -24,4 +25,5 @@ def keep_freed() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, BLOCK) and mallopt(M_TRIM_THRESHOLD, UNUSED))
+    kept = mallopt(M_MMAP_THRESHOLD, BLOCK) or mallopt(M_MMAP_THRESHOLD, OLDER)
+    return bool(mallopt(M_TRIM_THRESHOLD, UNUSED) and kept)
