@@ -524,6 +524,6 @@ def _cells(name: str, row: Row) -> tuple[str, ...]:
 
 def _ratio(row: Row, clock: str) -> str:
     """Their time over ours: that of the medians in the table, and the quartiles of what it was round by round."""
-    times, rounds = (row[f"{clock}{who}_ms"]["median"] for who in ("theirs", "ours")), row[f"{clock}ratio"]
-    theirs, ours = times
+    theirs, ours = (row[f"{clock}{who}_ms"]["median"] for who in ("theirs", "ours"))
+    rounds = row[f"{clock}ratio"]
     return f"{theirs / ours:.4g} ({rounds['low']:.4g} to {rounds['high']:.4g})"
