@@ -1,12 +1,12 @@
-"""When loops for the CPU are chosen, how they are compiled, and how they are shared among threads.
+"""When loops for the CPU are chosen, how they are compiled, and how they are called.
 
 Every operation with such loops has two files beside its reference: `numba.py` (when it refuses, shapes, autograd; it
 imports no Numba, so that the package can be imported without it) and `loops.py` (the compiled functions), which the
 first imports when it runs. Numba compiles a loop at its first call, in 1 to 7 seconds, and keeps the code on disk.
 
 A loop takes addresses and makes arrays of them: given arrays, Numba needs a microsecond for each, and a decoded token
-is a hundred calls. It works on items first to last; items are shared among `torch.get_num_threads()` threads, and what
-it writes does not depend on how many there are.
+is a hundred calls. It works on items first to last; items are shared among `torch.get_num_threads()` threads (see
+`gsm_kernels.threads`), and what it writes does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import importlib.util
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import KernelBuildError
+from .threads import share
 
 HERE = Path(__file__).parent
 _decorating = threading.Lock()  # what says where code is kept is one for all threads
@@ -166,42 +166,18 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
 
     Args:
         arguments: numbers, and contiguous tensors, of which the loop is given the addresses.
-        least: items that are worth a thread; a thread's items begin at a multiple of it.
+        least: items that are worth a thread of OpenMP's; a thread's items begin at a multiple of it.
 
     Raises:
         KernelBuildError: if Numba cannot compile it.
     """
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     try:
-        _share(loop, items, given, least)
+        share(loop, items, given, least)
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "numba":
             raise
         first = str(error).strip().partition("\n")[0]
         raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference does without it") from error
     if noted():
-        _here.note(functools.partial(_share, loop, items, given, least), arguments)
-
-
-def _share(loop: Callable[..., None], items: int, given: Sequence[float], least: int) -> None:
-    """Runs a loop over all items, in parts of equal size."""
-    threads = min(torch.get_num_threads(), -(-items // least))
-    if threads <= 1:
-        loop(0, items, *given)
-        return
-    each = -(-items // (threads * least)) * least
-    starts = range(0, items, each)
-    pool = _pool(os.getpid())
-    others = [pool.submit(loop, start, min(start + each, items), *given) for start in starts[1:]]
-    try:
-        loop(0, each, *given)
-    finally:
-        wait(others)  # they write to tensors that an error would let go
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads beside the caller's own, made as they are needed; a forked process has none of its parent's."""
-    return ThreadPoolExecutor(max_workers=256, thread_name_prefix="gsm_kernels")
+        _here.note(functools.partial(share, loop, items, given, least), arguments)

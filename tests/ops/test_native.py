@@ -17,8 +17,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gsm_kernels import explain, listening, mhc_boundary, native, rms_norm, using
+from gsm_kernels import threads as shared
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
+from gsm_kernels.arrays import integers  # noqa: E402
+
+
+@numba.njit(nogil=True)
+def marks(first, last, number, half, marked):
+    counts = integers(marked, (last,))
+    for item in range(first, last):
+        counts[item] += int(number / half)
+
+
+@numba.njit(nogil=True)
+def raises(first, last):
+    if first:
+        raise ValueError("a part")
 
 
 @pytest.fixture
@@ -46,11 +61,40 @@ def test_a_loop_is_given_every_item_once_in_as_many_pieces_as_there_are_threads(
         threads(count)
         for items in (0, 1, 7, 64, 65, 1000):
             pieces = []
-            native.run(lambda first, last, number: pieces.append((first, last, number)), items, 5, least=16)  # noqa: B023
+            native.run(lambda first, last, number: pieces.append((first, last, number)), items, 5, least=4)  # noqa: B023
             covered = [item for first, last, _ in sorted(pieces) for item in range(first, last)]
             assert covered == list(range(items)) and {number for *_, number in pieces} == {5}
-            assert len(pieces) <= max(1, min(count, -(-items // 16)))
-            assert all(first % 16 == 0 for first, *_ in pieces)
+            assert len(pieces) <= max(1, min(count, -(-items // 32))), "a Python thread is worth more"
+            assert all(first % 4 == 0 for first, *_ in pieces)
+            marked = torch.zeros(items, dtype=torch.int64)
+            native.run(marks, items, 5, 0.5, marked, least=4)
+            assert marked.tolist() == [10] * items
+
+
+def test_a_loop_runs_on_the_threads_of_pytorchs_operations(threads, monkeypatch: pytest.MonkeyPatch):
+    if shared._library() is None:
+        pytest.skip("this PyTorch has not GNU's OpenMP")
+    threads(2)
+    monkeypatch.setattr(shared, "_pool", None)
+    marked = torch.zeros(9, dtype=torch.int64)
+    native.run(marks, 9, 5, 0.5, marked, least=4)
+    assert marked.tolist() == [10] * 9
+
+
+def test_fewer_threads_than_parts_run_them_all():
+    team = shared._team(marks, [5, 0.5, 0])
+    if team is None:
+        pytest.skip("this PyTorch has not GNU's OpenMP")
+    for threads in (1, 2, 3):
+        marked = torch.zeros(100, dtype=torch.int64)
+        team.run(100, threads, 7, [5, 0.5, marked.data_ptr()])
+        assert marked.tolist() == [10] * 100
+
+
+def test_a_compiled_loop_that_raises_is_not_taken_for_one_that_has_run(threads):
+    threads(2)
+    with pytest.raises((RuntimeError, ValueError)):
+        native.run(raises, 1000, least=4)
 
 
 def test_an_error_in_another_thread_is_raised(threads):
@@ -61,7 +105,7 @@ def test_an_error_in_another_thread_is_raised(threads):
             raise ValueError("the second piece")
 
     with pytest.raises(ValueError, match="the second piece"):
-        native.run(loop, 64, least=16)
+        native.run(loop, 64, least=4)
 
 
 def test_the_number_of_threads_changes_no_bit_of_what_a_loop_writes(threads):
@@ -205,7 +249,7 @@ def test_the_other_pieces_have_ended_when_an_error_is_raised(threads):
         ended.append(first)
 
     with pytest.raises(ValueError, match="the first piece"):
-        native.run(loop, 64, least=16)
+        native.run(loop, 64, least=4)
     assert ended
 
 

@@ -16,7 +16,7 @@ from ..native import loops, run, unfit, watched, wide
 from .inputs import Inputs
 
 STREAMS = 4
-LEAST = 256  # tokens that are worth a thread
+LEAST = 64  # tokens that are worth a thread
 
 
 def refuses(inputs: Inputs) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..device import in_dtype
 from ..native import loops, run, unfit, watched, wide
 
-LEAST = 1 << 18  # numbers that are worth a thread
+LEAST = 1 << 16  # numbers that are worth a thread
 
 
 def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..device import in_dtype
 from ..native import loops, places, run, unfit, watched, wide
 
-LEAST = 1 << 18  # numbers that are worth a thread
+LEAST = 1 << 15  # numbers that are worth a thread
 ROWS = 32  # of a block at least, for which backward adds up the gradient of the weight
 
 

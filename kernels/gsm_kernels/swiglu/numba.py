@@ -8,7 +8,7 @@ from torch import Tensor
 from ..device import in_dtype
 from ..native import loops, run, unfit, watched, wide
 
-LEAST = 1 << 17  # numbers that are worth a thread
+LEAST = 1 << 13  # numbers that are worth a thread
 
 
 def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
