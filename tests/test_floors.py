@@ -126,7 +126,7 @@ def _may_import(importer: str, target: str) -> bool:
 
 def _library_allowed(importer: str, library: str) -> bool:
     if _part(importer) == "gsm_kernels":
-        loops = importer.endswith(".loops") or importer in {f"gsm_kernels.{one}" for one in ("arrays", "native", "threads")}
+        loops = importer.endswith(".loops") or importer.removeprefix("gsm_kernels.") in ("arrays", "native", "threads")
         return library in KERNEL_LIBRARIES or loops and library in COMPILED_LIBRARIES
     return FLOORS[_part(importer)] >= LIBRARIES.get(library, ELSEWHERE)
 
