@@ -164,7 +164,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
     if trainer.strategy.root_device.type == "cpu":
         if config["compile"]:
             raise ConfigError(
-                "compile is true, but on a CPU that takes minutes and a step is no faster for it: "
+                "compile is true, but on a CPU that takes minutes and a step is hardly faster for it: "
                 "leave compile=false, and see `python -m gsm_kernels` for what makes it fast"
             )
         keep_freed()
