@@ -14,7 +14,8 @@ import pytest
 
 from gsm.data.haystack import Haystack, Keys, open_haystack, open_keys, sentence_splitter
 from gsm.data.ingredients import TEMPLATES, Ingredients
-from gsm.data.ruler import DEPTHS, NOISE, TASKS, Needles, read_samples, write_samples
+from gsm.data.ruler import Questions, read_samples, write_samples
+from gsm.data.ruler_tasks import DEPTHS, NOISE, TASKS
 from gsm.data.tokenizer import Tokenizer
 
 BYTES = Tokenizer.plain_bytes()
@@ -24,14 +25,16 @@ SENTENCES.sentences = lambda count: SENTENCES.first(count).split(" ")  # punkt t
 MADE = Ingredients(haystack=SENTENCES)
 SHORT = Ingredients(TEMPLATES["short"], SENTENCES, open_keys(words=4))
 
+OF_WORDS = {name: TASKS[name] for name in ("niah_single_1", "niah_single_2", "niah_multikey_1")}
+
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
     return Tokenizer.train([open_haystack().first(5000), NOISE], 600)
 
 
-def needles(task: str, made: Ingredients = MADE, tokenizer: Tokenizer = BYTES, part: str = "evaluation") -> Needles:
-    return Needles(task, tokenizer, made, part)
+def asking(task: str, made: Ingredients = MADE, tokenizer: Tokenizer = BYTES, part: str = "evaluation") -> Questions:
+    return Questions(task, tokenizer, made, part)
 
 
 def test_the_words_are_the_benchmarks_in_their_form_for_one_number():
@@ -44,13 +47,15 @@ def test_the_words_are_the_benchmarks_in_their_form_for_one_number():
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("{type}", "number")):
         question, prefix = question.replace(old, new), prefix.replace(old, new)
     ruler = TEMPLATES["ruler"]
-    assert (ruler.question, ruler.prefix) == (question, prefix)
-    assert ruler.needle == "One of the special magic numbers for {key} is: {value}."
-    assert (ruler.digits, ruler.new_tokens) == (7, 128)
+    assert ruler.needle == "One of the special magic {types} for {key} is: {value}."
+    assert (ruler.digits, ruler.one.new_tokens) == (7, 128)
+    words = {"type": "number", "key": "{key}"}
+    assert ruler.one.question.format(context="{context}", **words) == question
+    assert ruler.one.prefix.format(**words) == prefix
 
 
 def test_a_sample_among_lines_field_by_field():
-    sample = needles("niah_single_1").sample(3, 2048)
+    sample = asking("niah_single_1").sample(3, 2048)
     head, *lines, tail = sample.input.split("\n")
     (value,), key = sample.outputs, sample.key
     assert head.startswith("A special magic number is hidden") and head.endswith("about the number afterwards.")
@@ -71,48 +76,50 @@ def test_a_sample_among_lines_field_by_field():
     assert sample.row() == {**wanted, "token_position_answer": sample.token_position_answer}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OF_WORDS)
 def test_every_task_has_its_needles_and_asks_for_one(task: str):
     asked = set()
     for index in range(30):
-        sample = needles(task).sample(index, 2000)
+        sample = asking(task).sample(index, 2000)
         found = re.findall(r"One of the special magic numbers for [a-z]+-[a-z]+ is: (\d{7})\.", sample.input)
-        assert len(found) == len(set(found)) == TASKS[task].needles
+        assert len(found) == len(set(found)) == OF_WORDS[task].keys
         assert sample.input.count(sample.needle) == 1 and f" {sample.key} is: {sample.outputs[0]}." in sample.needle
         assert sample.input.count(sample.key) == 2 and sample.answer_prefix.count(sample.key) == 1
         asked.add(found.index(sample.outputs[0]))
-    assert asked == set(range(TASKS[task].needles)), "any of them is asked for"
+    assert asked == set(range(OF_WORDS[task].keys)), "any of them is asked for"
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_1"])
 def test_needles_stand_between_sentences_at_the_benchmarks_depths(task: str):
     assert DEPTHS[:4] == [0, 3, 5, 8] and DEPTHS[-1] == 100 and len(set(DEPTHS)) == 40
-    made, seen = needles(task), set()
-    for index in range(240 // TASKS[task].needles):
+    made, seen = asking(task), set()
+    for index in range(240 // OF_WORDS[task].keys):
         context = made.sample(index, 3000).input.split("\n")[1]
         words = context.replace("One of the special magic numbers for", "NEEDLE").replace(" is: ", " is:").split()
         total = sum(word.startswith("W") for word in words)
         places = [sum(w.startswith("W") for w in words[:at]) for at, word in enumerate(words) if word == "NEEDLE"]
         assert [w for w in words if w.startswith("W")] == SENTENCES.words[:total]
         depths = {place: depth for depth in DEPTHS for place in [int(total * depth / 100)]}
-        assert len(set(places)) == TASKS[task].needles and set(places) <= set(depths)
+        assert len(set(places)) == OF_WORDS[task].keys and set(places) <= set(depths)
         seen |= {depths[place] for place in places}
     assert {0, 100} <= seen and len(seen) > 25
 
 
 def test_a_needle_among_lines_may_come_before_any_of_them():
-    seen = {needles("niah_single_1").sample(i, 1500).input.split("\n")[1:-1].index(NOISE) for i in range(60)}
+    seen = {asking("niah_single_1").sample(i, 1500).input.split("\n")[1:-1].index(NOISE) for i in range(60)}
     assert seen == {0, 1}, "0: a line comes first, 1: the needle does"
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OF_WORDS)
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_samples_are_less_than_a_unit_below_the_length(task: str, kind: str, length: int, bpe: Tokenizer):
     tokenizer = BYTES if kind == "bytes" else bpe
-    made = needles(task, replace(MADE, haystack=open_haystack(), increment=1), tokenizer)
-    unit = len(tokenizer.encode(f"\n{NOISE}")) if TASKS[task].noise else 40  # bytes of the longest words
-    keys = 8 * TASKS[task].needles  # tokens by which prompts with other keys are longer or shorter
+    made = asking(task, replace(MADE, haystack=open_haystack(), increment=1), tokenizer)
+    unit = (
+        len(tokenizer.encode(f"\n{NOISE}")) if OF_WORDS[task].haystack == "lines" else 40
+    )  # bytes of the longest words
+    keys = 8 * OF_WORDS[task].keys  # tokens by which prompts with other keys are longer or shorter
     for index in range(6):
         sample = made.sample(index, length)
         assert sample.length == len(tokenizer.encode(sample.prompt)) + 128
@@ -120,26 +127,26 @@ def test_samples_are_less_than_a_unit_below_the_length(task: str, kind: str, len
 
 
 def test_a_sample_that_is_too_long_loses_the_benchmarks_unit():
-    made = needles("niah_single_1")
+    made = asking("niah_single_1")
     units, unit = made.size(2048, 42)
     assert (
         unit == 5
-        and needles("niah_single_1").size(8192, 42)[1] == 25
-        and needles("niah_single_2").size(8192, 42)[1] == 500
+        and asking("niah_single_1").size(8192, 42)[1] == 25
+        and asking("niah_single_2").size(8192, 42)[1] == 500
     )
     lines = {made.sample(index, 2048).input.count(NOISE) for index in range(30)}
     assert lines <= {units, units - 5, units - 10} and units in lines
 
 
 def test_samples_are_a_function_of_their_number():
-    made, again = needles("niah_multikey_1"), needles("niah_multikey_1")
+    made, again = asking("niah_multikey_1"), asking("niah_multikey_1")
     assert made.sample(5, 1500) == [again.sample(index, 1500) for index in (7, 2, 5)][2]
     several = [made.sample(0, 1500), made.sample(1, 1500), made.sample(0, 1600), made.sample(0, 1500, seed=1)]
     assert len({sample.outputs for sample in several}) == 4
 
 
 def test_training_and_evaluation_never_tell_the_same_pair():
-    made = {part: needles("niah_multikey_1", SHORT, part=part) for part in ("training", "evaluation")}
+    made = {part: asking("niah_multikey_1", SHORT, part=part) for part in ("training", "evaluation")}
     pairs = {part: set() for part in made}
     for part, one in made.items():
         for index in range(300):
@@ -153,7 +160,8 @@ def test_training_and_evaluation_never_tell_the_same_pair():
 def test_of_trillions_of_pairs_both_take_any():
     many = Keys([f"a{n}" for n in range(900)], [f"n{n}" for n in range(6700)], "many")
     assert len(many) == 6_030_000 and many[6_029_999] == "a899-n6699"
-    assert not needles("niah_single_1", replace(MADE, keys=many)).divided and needles("niah_single_1").divided
+    task = OF_WORDS["niah_single_1"]
+    assert not task.divided(replace(MADE, keys=many)) and task.divided(MADE)
 
 
 def test_a_haystack_begins_again_when_it_is_too_short():
@@ -220,7 +228,7 @@ def test_word_lists_come_from_a_file_a_folder_or_the_package(tmp_path: Path, mon
 
 
 def test_a_file_of_the_benchmark_is_written_and_read(tmp_path: Path):
-    made = [needles("niah_single_2").sample(index, 1500) for index in range(3)]
+    made = [asking("niah_single_2").sample(index, 1500) for index in range(3)]
     write_samples(tmp_path / "1500" / "a.jsonl", made)
     found = read_samples(tmp_path / "1500" / "a.jsonl")
     assert [sample.row() for sample in found] == [sample.row() for sample in made]
@@ -244,9 +252,9 @@ def test_a_broken_line_is_named(line: str, words: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: needles("niah_single_1").sample(0, 500), r"length 500 is too short .* takes \d+ tokens, 128 of them"),
-        (lambda: needles("niah_multikey_1", SHORT).sample(0, 200), "length 200 is too short for niah_multikey_1"),
-        (lambda: needles("niah_single_3"), "unknown task 'niah_single_3'"),
+        (lambda: asking("niah_single_1").sample(0, 500), r"length 500 is too short .* takes \d+ tokens, 128 of them"),
+        (lambda: asking("niah_multikey_1", SHORT).sample(0, 200), "length 200 is too short for niah_multikey_1"),
+        (lambda: asking("niah_single_4"), "unknown task 'niah_single_4'"),
         (lambda: Ingredients.choose("long"), "unknown template 'long'; the known ones are ruler, short"),
         (lambda: Ingredients.choose(digits=1), "digits 1 is too small; take at least 2"),
         (lambda: open_keys(words=1), "words 1 is too small"),

@@ -9,7 +9,7 @@ import torch
 from small import build
 
 from gsm.data.adaptation import RulerData
-from gsm.data.ruler import Needles
+from gsm.data.ruler import Questions
 from gsm.data.tokenizer import Tokenizer
 
 BYTES = Tokenizer.plain_bytes()
@@ -111,7 +111,7 @@ def test_no_pair_of_training_is_asked_in_evaluation_or_validation():
         (sample.key, *sample.outputs)
         for task in made.tasks
         for index in range(60)
-        for sample in [Needles(task, BYTES, made.ingredients).sample(index, 440)]
+        for sample in [Questions(task, BYTES, made.ingredients).sample(index, 440)]
     }
     asked |= {(s.key, *s.outputs) for s in (made.validation_set.sample(index, 440) for index in range(60))}
     assert len(trained_on) > 100 and len(asked) > 100 and not trained_on & asked

@@ -17,7 +17,7 @@ from short_runs import TINY
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import Needles, write_samples
+from gsm.data.ruler import Questions, write_samples
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import commands
 from gsm.evaluation.held_out import HeldOut
@@ -115,7 +115,7 @@ def test_every_sample_is_kept_with_what_was_said_of_it():
     cell = ask(Oracle(lambda key, value: f" {value}\nand more"))["cells"]["niah_multikey_1/512"]
     assert [sample["index"] for sample in cell["samples"]] == list(range(5))
     for sample in cell["samples"]:
-        made = Needles("niah_multikey_1", BYTES, SHORT).sample(sample["index"], 512)
+        made = Questions("niah_multikey_1", BYTES, SHORT).sample(sample["index"], 512)
         assert sample["outputs"] == list(made.outputs) and sample["tokens"] == len(made.prompt)
         assert sample["prediction"] == f" {made.outputs[0]}\n" and sample["score"] == 1
 
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_moved_aside(tmp_path: Path):
 
 def test_files_of_the_benchmark_are_asked_instead(tmp_path: Path):
     for task in TASKS:
-        made = [Needles(task, BYTES, SHORT).sample(index, 400, seed=1) for index in range(6)]
+        made = [Questions(task, BYTES, SHORT).sample(index, 400, seed=1) for index in range(6)]
         write_samples(tmp_path / "400" / f"{task}.jsonl", made)
     result = ask(RIGHT, lengths=(400,), files=str(tmp_path))
     assert result["averages"]["average"] == 100 and result["settings"]["files"] == str(tmp_path)

@@ -25,7 +25,8 @@ from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import validation_indices
-from gsm.data.ruler import TASKS, Needles, Sample
+from gsm.data.ruler import Questions, Sample
+from gsm.data.ruler_tasks import TASKS, Needles
 from gsm.data.synthetic import HELD_OUT, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
@@ -37,6 +38,7 @@ RESPONSES = {
     "cot": " told here: {needle} It is about {key}, as asked. " + MARK + " {value}",
 }
 BOTH = "both"
+TAUGHT = ("niah_single_1", "niah_single_2", "niah_multikey_1")  # the paper's
 
 
 class Examples:
@@ -51,7 +53,7 @@ class Examples:
     """
 
     def __init__(
-        self, tasks: Sequence[Needles], answers: str, seed: int, length: Callable[[int], int], count: int
+        self, tasks: Sequence[Questions], answers: str, seed: int, length: Callable[[int], int], count: int
     ) -> None:
         self.tasks, self.answers, self.seed, self.length, self.count = tasks, answers, seed, length, count
         self.ids = lru_cache(count)(self._ids)
@@ -88,7 +90,8 @@ class Examples:
     def _ids(self, index: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompt, and of the answer with its end, int32."""
         sample = self.sample(index, length)
-        made, tokenizer = self.tasks[0], self.tasks[0].tokenizer
+        made = self.tasks[index % len(self.tasks)]
+        tokenizer = made.tokenizer
         turn = list(RESPONSES)[index // len(self.tasks) % len(RESPONSES)]
         said = response(sample, turn if self.answers == BOTH else self.answers)
         answer = [*tokenizer.encode(said), tokenizer.end_of_text]
@@ -113,7 +116,7 @@ class RulerData(MadeData):
         batch_size: B on each device.
         tokenizer: as in `TextData`; "bpe" is the one that it trains on the standard library.
         end_of_text: as in `TextData`.
-        tasks: names of `gsm.data.ruler.TASKS`.
+        tasks: names of `gsm.data.ruler_tasks.TASKS`.
         lengths: T, one after another; None: a sixteenth, an eighth, a quarter and a half of `context`, which stays
             reserved for evaluation.
         answers: "direct", "cot" for a short chain of thought, or "both" by turns.
@@ -136,7 +139,7 @@ class RulerData(MadeData):
         batch_size: int,
         tokenizer: str | Tokenizer = "bpe",
         end_of_text: str | None = None,
-        tasks: Sequence[str] = tuple(TASKS),
+        tasks: Sequence[str] = TAUGHT,
         lengths: Sequence[int] | None = None,
         answers: str = "direct",
         examples: int = 512,
@@ -228,16 +231,24 @@ class RulerData(MadeData):
             raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {known}")
         if not self.tasks or set(self.tasks) - set(TASKS):
             raise ValueError(f"tasks {self.tasks} must be some of {', '.join(TASKS)}")
+        without = [task for task in self.tasks if not isinstance(TASKS[task], Needles)]
+        if without and self.answers != "direct":
+            raise ValueError(
+                f"answers {self.answers!r} tell the needle again, and there is none in {', '.join(without)}: set "
+                "data.answers to direct, or leave these out of data.tasks"
+            )
         if max(self.lengths) > self.context:
             raise ValueError(
                 f"lengths {self.lengths} go beyond context {self.context}; take shorter ones, or set data.context"
             )
 
     @cached_property
-    def _needles(self) -> dict[str, list[Needles]]:
+    def _needles(self) -> dict[str, list[Questions]]:
         """The tasks of each part; they remember the sizes of haystacks, which take a while to find."""
         parts = ("training", "evaluation")
-        return {part: [Needles(task, self.tokenizer, self.ingredients, part) for task in self.tasks] for part in parts}
+        return {
+            part: [Questions(task, self.tokenizer, self.ingredients, part) for task in self.tasks] for part in parts
+        }
 
     def _held_out(self, length: int, count: int) -> Examples:
         return Examples(self._needles["evaluation"], self.answers, HELD_OUT, lambda _: length, count)
@@ -245,7 +256,7 @@ class RulerData(MadeData):
 
 def response(sample: Sample, answers: str) -> str:
     """What is to follow a prompt."""
-    return RESPONSES[answers].format(value=sample.outputs[0], needle=sample.needle, key=sample.key)
+    return RESPONSES[answers].format(value=sample.answer, needle=sample.needle, key=sample.key)
 
 
 def trained_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:

@@ -6,49 +6,110 @@ The short template is for small models and short contexts; results name it, as t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gsm.data.haystack import Haystack, Keys, open_haystack, open_keys
 
 
 @dataclass(frozen=True)
+class Wording:
+    """The words around a context.
+
+    Attributes:
+        question: has `{context}`.
+        prefix: what the answer follows, after a blank.
+        new_tokens: kept free for the answer.
+    """
+
+    question: str
+    prefix: str
+    new_tokens: int
+
+
+@dataclass(frozen=True)
 class Template:
-    """The words around key, number and haystack.
+    """The words of all tasks, and the sizes of what they tell.
 
     Attributes:
         name: what results call it.
-        needle: has `{key}` and `{value}`.
-        question: has `{context}` and `{key}`.
-        prefix: has `{key}`; the answer follows it, after a blank.
+        needle: has `{types}` (numbers or uuids) or `{type}`, `{key}` and `{value}`.
+        one: asks for one value; has `{type}` and `{key}`.
+        many: asks for several; has `{types}` and `{key}`.
+        variables: asks for the names that a value was given; has `{value}` and `{count}`.
+        common: asks for the most common words; has `{count}`.
+        frequent: asks for the three most frequent coded words.
         digits: of a number.
-        new_tokens: kept free for the answer.
+        letters: of a variable's name, of one in the example before the question, of a coded word.
+        words: how many are common.
+        examples: whether tasks with an example before the question have it.
         increment: words (or lines) by which a haystack shrinks for a sample that is too long; None: the benchmark's.
     """
 
     name: str
     needle: str
-    question: str
-    prefix: str
+    one: Wording
+    many: Wording
+    variables: Wording
+    common: Wording
+    frequent: Wording
     digits: int = 7
-    new_tokens: int = 128
+    letters: tuple[int, int, int] = (5, 3, 6)
+    words: int = 10
+    examples: bool = True
     increment: int | None = None
 
 
 TEMPLATES = {
     "ruler": Template(
         "ruler",
-        needle="One of the special magic numbers for {key} is: {value}.",
-        question="A special magic number is hidden within the following text. Make sure to memorize it. I will quiz "
-        "you about the number afterwards.\n{context}\nWhat is the special magic number for {key} mentioned in the "
-        "provided text?",
-        prefix=" The special magic number for {key} mentioned in the provided text is",
+        needle="One of the special magic {types} for {key} is: {value}.",
+        one=Wording(
+            "A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you "
+            "about the {type} afterwards.\n{context}\nWhat is the special magic {type} for {key} mentioned in the "
+            "provided text?",
+            " The special magic {type} for {key} mentioned in the provided text is",
+            128,
+        ),
+        many=Wording(
+            "Some special magic {types} are hidden within the following text. Make sure to memorize it. I will quiz "
+            "you about the {types} afterwards.\n{context}\nWhat are all the special magic {types} for {key} mentioned "
+            "in the provided text?",
+            " The special magic {types} for {key} mentioned in the provided text are",
+            128,
+        ),
+        variables=Wording(
+            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+            "Question: Find all variables that are assigned the value {value} in the text above.",
+            " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+            "assigned the value {value}, they are: ",
+            30,
+        ),
+        common=Wording(
+            "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
+            "that appear most often.\n{context}\nQuestion: What are the {count} most common words in the above list?",
+            " Answer: The top {count} words that appear most often in the list are:",
+            120,
+        ),
+        frequent=Wording(
+            "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+            "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+            "What are the three most frequently appeared words in the above coded text?",
+            " Answer: According to the coded text above, the three most frequently appeared words are:",
+            50,
+        ),
     ),
     "short": Template(
         "short",
-        needle="The number of {key} is {value}.",
-        question="{context}\nWhat is the number of {key}?",
-        prefix=" The number of {key} is",
+        needle="The {type} of {key} is {value}.",
+        one=Wording("{context}\nWhat is the {type} of {key}?", " The {type} of {key} is", 64),
+        many=Wording("{context}\nWhat are the {types} of {key}?", " The {types} of {key} are", 64),
+        variables=Wording("{context}\nWhich {count} variables are {value}?", " They are", 32),
+        common=Wording("{context}\nWhich {count} words are most common?", " They are", 32),
+        frequent=Wording("{context}\nWhich three words are most frequent?", " They are", 32),
         digits=2,
-        new_tokens=64,
+        letters=(2, 2, 2),
+        words=3,
+        examples=False,
         increment=1,
     ),
 }
@@ -62,7 +123,8 @@ class Ingredients:
         template: the words around everything.
         haystack: running text.
         keys: words for keys.
-        digits, new_tokens, increment: as in `Template`; None: the template's.
+        digits, increment: as in `Template`; None: the template's.
+        new_tokens: kept free for an answer; None: as the task's words say.
 
     Raises:
         ValueError: a number is out of range, or there are fewer than 4 keys.
@@ -77,12 +139,19 @@ class Ingredients:
 
     def __post_init__(self) -> None:
         for name, least in (("digits", 2), ("new_tokens", 1), ("increment", 1)):
-            if getattr(self, name) is None:
+            if getattr(self, name) is None and name != "new_tokens":
                 object.__setattr__(self, name, getattr(self.template, name))
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} {getattr(self, name)} is too small; take at least {least}")
         if len(self.keys) < 4:
             raise ValueError(f"the keys {self.keys.name} are {len(self.keys)}, and niah_multikey_1 needs 4 in a sample")
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Different words to count: those of the keys, then those of the haystack, in lower case."""
+        own = [*self.keys.nouns, *self.keys.adjectives]
+        others = sorted({word.lower() for word in self.haystack.words if word.isalpha() and len(word) > 2})
+        return list(dict.fromkeys([*own, *others]))
 
     @classmethod
     def choose(

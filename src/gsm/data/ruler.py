@@ -1,63 +1,53 @@
-"""Needles in a haystack, as RULER makes them (Hsieh et al., 2024; NVIDIA/RULER, Apache-2.0, whose wording this is).
+"""RULER's tasks (Hsieh et al., 2024; NVIDIA/RULER, Apache-2.0, whose wording this is), but for its two of questions
+about documents.
 
     niah_single_1     one line over and over, one needle among the lines
     niah_single_2     running text, one needle between two sentences
+    niah_single_3     the same, and what the needle tells is a UUID
     niah_multikey_1   running text, four needles with four keys; one of them is asked for
+    niah_multikey_2   a needle among lines that are needles with other keys
+    niah_multikey_3   the same, and keys and values are UUIDs
+    niah_multivalue   running text, four needles with one key; all four values are asked for
+    niah_multiquery   running text, four needles with four keys, all asked for
+    vt                among lines, a variable with a number and four that are given its value: which have that number?
+    cwe               a numbered list in which ten words come ten times as often as all others: which?
+    fwe               words of random letters, word k as often as 1 / k^2 of all: which are the three most frequent?
 
 A needle says that a key has a number, the question asks for it, and the prompt ends where the answer begins:
 
     <question, first half> <haystack with needles> <question, second half> <answer prefix> | <number>
 
-A sample is as long as fits: tokens of the prompt and `new_tokens`, kept free for the answer, are at most the length.
+A sample is as long as fits: tokens of the prompt and those kept free for the answer are at most the length.
 
 What differs from the benchmark: every sample draws its random numbers from (seed, task, length, index), so that it does
 not depend on how many are made; keys of a sample differ, and so do their numbers (of millions, they do anyway); the
-search for the size of the haystack has no upper estimate, and goes down to a single word where the benchmark's step
-is too coarse. `Ingredients.facts` says what else was chosen otherwise.
+search for the size of the haystack has no upper estimate, and goes down to a single unit where the benchmark's step
+is too coarse; `vt`'s example has twelve lines of noise; `cwe`'s words are those of the keys, then those of the
+haystack. `Ingredients.facts` says what else was chosen otherwise.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gsm.data.ingredients import Ingredients
+from gsm.data.ruler_tasks import TASKS, Drawn
 from gsm.data.tokenizer import Tokenizer
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()  # percent of the sentences that stand before a needle
 SEED = 42
-MANY = 10**12  # pairs of key and number: of so many, training and evaluation hardly ever draw the same
 TRIES = 1000  # samples drawn anew, when none fits
 FIELDS = ("index", "input", "outputs")  # of a line of JSON, what is needed
 
 
 @dataclass(frozen=True)
-class Task:
-    """Attributes: whether the haystack is `NOISE` in lines, or running text; and how many needles are in it."""
-
-    noise: bool
-    needles: int
-
-
-TASKS = {
-    "niah_single_1": Task(noise=True, needles=1),
-    "niah_single_2": Task(noise=False, needles=1),
-    "niah_multikey_1": Task(noise=False, needles=4),
-}
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A question. The benchmark's fields, and of those that are made here key and needle.
+    """A question. The benchmark's fields, and of those that are made here answer, key and needle.
 
     Attributes:
         index: its number.
@@ -65,9 +55,10 @@ class Sample:
         outputs: what a right answer contains.
         length: tokens of the prompt, and those kept free.
         answer_prefix: the end of the prompt.
-        token_position_answer: tokens before the number; -1: not known.
-        key: what is asked for.
-        needle: the sentence that tells it.
+        token_position_answer: tokens before the number that a needle tells; -1: not known.
+        answer: the right one, as it is taught.
+        key: what is asked for; empty where nothing is named.
+        needle: the sentences that tell it; empty where there are none.
     """
 
     index: int
@@ -76,6 +67,7 @@ class Sample:
     length: int = 0
     answer_prefix: str = ""
     token_position_answer: int = -1
+    answer: str = ""
     key: str = ""
     needle: str = ""
 
@@ -86,20 +78,23 @@ class Sample:
 
     def row(self) -> dict[str, Any]:
         """The fields that a line of the benchmark's JSON has; without a chat template both lengths are equal."""
-        row = {name: value for name, value in asdict(self).items() if name not in ("key", "needle")}
+        row = {name: value for name, value in asdict(self).items() if name not in ("answer", "key", "needle")}
         return {**row, "outputs": list(self.outputs), "length_w_model_temp": self.length}
 
 
-class Needles:
+class Questions:
     """The samples of one task for one tokenizer.
 
-    Where few pairs of key and number exist (fewer than `MANY`), training and evaluation draw from disjoint halves.
+    Where few pairs of key and number exist, training and evaluation draw from disjoint halves.
 
     Args:
         task: one of `TASKS`.
         tokenizer: counts the tokens.
         ingredients: what samples are made of.
         part: "evaluation" or "training".
+
+    Attributes:
+        new_tokens: kept free for an answer.
 
     Raises:
         ValueError: the task or the part is unknown.
@@ -113,9 +108,7 @@ class Needles:
             raise ValueError(f"unknown task {task!r} or part {part!r}; the known values of task are {known}")
         self.name, self.task, self.tokenizer, self.part = task, TASKS[task], tokenizer, part
         self.ingredients = made = ingredients or Ingredients()
-        assert made.digits is not None and made.new_tokens is not None  # its template has them
-        self.numbers, self.new_tokens = (10 ** (made.digits - 1), 10**made.digits - 1), made.new_tokens
-        self.divided = len(made.keys) * (self.numbers[1] - self.numbers[0] + 1) < MANY
+        self.new_tokens = made.new_tokens or self.task.wording(made).new_tokens
         self.size = cache(self._size)
 
     def sample(self, index: int, length: int, seed: int = SEED) -> Sample:
@@ -123,32 +116,45 @@ class Needles:
         again with a smaller haystack. Raises ValueError for a length that holds no sample."""
         units, increment = self.size(length, seed)
         drawing = random.Random(f"{seed}/{self.part}/{self.name}/{length}/{index}")
-        sample, tries = self._draw(drawing, units, index, seed), 1
-        while sample.length > length:
+        drawn, tries = self._draw(drawing, units, length, seed), 1
+        while (tokens := self._tokens(drawn)) > length:
             if tries == TRIES:
-                raise self._too_short(length, sample.length)
-            units -= increment if units > increment else 0
-            sample, tries = self._draw(drawing, units, index, seed), tries + 1
-        before = sample.input.index(sample.needle) + sample.needle.rindex(sample.outputs[0])
-        return replace(sample, token_position_answer=self._count(sample.input[:before]))
+                raise self._too_short(length, tokens)
+            units -= increment if units - increment >= self.task.least else 0
+            drawn, tries = self._draw(drawing, units, length, seed), tries + 1
+        position = -1
+        if drawn.told:
+            before = drawn.input.index(drawn.told[0]) + drawn.told[0].rindex(drawn.outputs[0])
+            position = self._count(drawn.input[:before])
+        return Sample(
+            index=index,
+            input=drawn.input,
+            outputs=drawn.outputs,
+            length=tokens,
+            answer_prefix=drawn.prefix,
+            token_position_answer=position,
+            answer=drawn.answer,
+            key=drawn.key,
+            needle=" ".join(drawn.told),
+        )
 
     def _size(self, length: int, seed: int) -> tuple[int, int]:
-        """The largest haystack that was found to fit, in words or lines, and what it shrinks by. A draw for each step
-        of a binary search: prompts with other keys may be some tokens longer."""
-        usual = 500 if not self.task.noise else 25 if length >= 4096 else 5
-        least = self._count(NOISE) if self.task.noise else 1  # tokens of a unit
+        """The largest haystack that was found to fit, in units, and what it shrinks by. A draw for each step of a
+        binary search: prompts with other keys may be some tokens longer."""
         drawing = random.Random(f"{seed}/{self.part}/{self.name}/{length}/size")
-        for increment in (self.ingredients.increment or usual, 1):
-            low, high = increment, max(length // least, increment)
+        most, least = self.task.most(self.ingredients, length, self._count), self.task.least
+        for increment in (self.ingredients.increment or self.task.increment(length), 1):
+            low = first = max(increment, least)
+            high = max(most, first)
             while low <= high:
                 middle = (low + high) // 2
-                if self._draw(drawing, middle, 0, seed).length <= length:
+                if self._tokens(self._draw(drawing, middle, length, seed)) <= length:
                     low = middle + 1
                 else:
                     high = middle - 1
-            if high >= increment:
+            if high >= first:
                 return high, increment
-        raise self._too_short(length, self._draw(drawing, 1, 0, seed).length)
+        raise self._too_short(length, self._tokens(self._draw(drawing, least, length, seed)))
 
     def _too_short(self, length: int, least: int) -> ValueError:
         remedy = "take longer ones" + ("" if self.ingredients.template.name == "short" else ", or template short")
@@ -157,54 +163,12 @@ class Needles:
             f"{self.new_tokens} of them (new_tokens) for the answer; {remedy}"
         )
 
-    def _draw(self, drawing: random.Random, units: int, index: int, seed: int) -> Sample:
-        made = self.ingredients.template
-        pairs = self._pairs(drawing)
-        needles = [made.needle.format(key=key, value=value) for key, value in pairs]
-        shuffled = list(needles)
-        random.Random(seed).shuffle(shuffled)
-        context = self._lines(drawing, units, shuffled) if self.task.noise else self._text(drawing, units, shuffled)
-        asked = drawing.randrange(len(pairs))
-        key, value = pairs[asked]
-        question, prefix = made.question.format(context=context, key=key), made.prefix.format(key=key)
-        return Sample(
-            index=index,
-            input=question,
-            outputs=(value,),
-            length=self._count(question + prefix) + self.new_tokens,
-            answer_prefix=prefix,
-            key=key,
-            needle=needles[asked],
-        )
+    def _draw(self, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
+        return self.task.draw(self.ingredients, self.part, drawing, units, length, seed)
 
-    def _pairs(self, drawing: random.Random) -> list[tuple[str, str]]:
-        """Keys and their numbers, uniform, all different."""
-        pairs: dict[str, str] = {}
-        while len(pairs) < self.task.needles:
-            key, value = drawing.choice(self.ingredients.keys), str(drawing.randint(*self.numbers))
-            if key not in pairs and value not in pairs.values() and self._mine(key, value):
-                pairs[key] = value
-        return list(pairs.items())
-
-    def _mine(self, key: str, value: str) -> bool:
-        """Whether a pair is in this part's half."""
-        if not self.divided:
-            return True
-        return hashlib.sha256(f"{key}: {value}".encode()).digest()[0] % 2 == (self.part == "training")
-
-    def _lines(self, drawing: random.Random, units: int, needles: Sequence[str]) -> str:
-        lines = [NOISE] * units
-        places = sorted(drawing.sample(range(units), len(needles)), reverse=True)
-        for place, needle in zip(places, needles, strict=True):
-            lines.insert(place, needle)
-        return "\n".join(lines)
-
-    def _text(self, drawing: random.Random, units: int, needles: Sequence[str]) -> str:
-        sentences = list(self.ingredients.haystack.sentences(units))
-        places = sorted(int(len(sentences) * depth / 100) for depth in drawing.sample(DEPTHS, len(needles)))
-        for place, needle in reversed(list(zip(places, needles, strict=True))):
-            sentences.insert(place, needle)
-        return " ".join(sentences)
+    def _tokens(self, drawn: Drawn) -> int:
+        """Those of the prompt, and those kept free."""
+        return self._count(drawn.input + drawn.prefix) + self.new_tokens
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))

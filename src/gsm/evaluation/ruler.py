@@ -1,4 +1,4 @@
-"""RULER's needle tasks put to a model: its answers at every length, their scores, and the paper's tables beside ours.
+"""RULER's tasks put to a model: its answers at every length, their scores, and the paper's tables beside ours.
 
     python evaluate.py checkpoint=logs/default ruler=true
 
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from gsm.config.check import ConfigError
-from gsm.data.adaptation import BOTH, MARK, RESPONSES, trained_lengths
+from gsm.data.adaptation import BOTH, MARK, RESPONSES, TAUGHT, trained_lengths
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import SEED, TASKS, Needles, Sample, read_samples
+from gsm.data.ruler import SEED, Questions, Sample, read_samples
+from gsm.data.ruler_tasks import TASKS
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import paper, plots
 from gsm.evaluation.checkpoints import Trained, home
@@ -60,7 +61,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Ruler(Measure):
-    """Asks trained models RULER's needle tasks and prints accuracies; the names below are given as ruler.examples=20,
+    """Asks trained models RULER's tasks and prints accuracies; the names below are given as ruler.examples=20,
     but checkpoint=...
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless told
@@ -69,7 +70,8 @@ class Ruler(Measure):
 
     Args:
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
-        tasks: some of niah_single_1,niah_single_2,niah_multikey_1; left out: these three
+        tasks: some of niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multikey_2,niah_multikey_3,
+            niah_multivalue,niah_multiquery,vt,cwe,fwe; left out: niah_single_1,niah_single_2,niah_multikey_1
         examples: of every task at every length
         answers: direct; or cot: what follows the last "Final answer:" is judged
         template: ruler; or short, for small models
@@ -182,14 +184,12 @@ class Ruler(Measure):
             ValueError: a value is out of range, a length holds no sample.
             OSError: the file cannot be written.
         """
-        tasks, lengths, answers = self.tasks or tuple(TASKS), self.lengths or LENGTHS, self.answers or "direct"
+        tasks, lengths, answers = self.tasks or TAUGHT, self.lengths or LENGTHS, self.answers or "direct"
         _check(tasks, lengths, self.examples, answers, self.batch_size)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
         made = ingredients or Ingredients.choose(**chosen)
-        most = made.new_tokens
-        assert most is not None  # its template has it
         settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
-        settings |= {"files": self.files, "new_tokens": most} if self.files else made.facts()
+        settings |= {"files": self.files, "new_tokens": made.new_tokens} if self.files else made.facts()
         results = Results(path, {**settings, **(identity or {})})
         asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
         for name in (name for name in asked if name in results.cells):
@@ -197,7 +197,8 @@ class Ruler(Measure):
 
         def compute(name: str) -> dict[str, Any]:
             (task, length), start = asked[name], time.perf_counter()
-            samples = self._samples(task, length, tokenizer, made)
+            questions = Questions(task, tokenizer, made)
+            samples, most = self._samples(questions, length), questions.new_tokens
             said = _answers(model, tokenizer, samples, self.batch_size, most, answers == "direct", self.chunk)
             counted = progress(said, self.examples, f"{name}: ")
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
@@ -234,12 +235,11 @@ class Ruler(Measure):
         found = written["averages"]
         return {"average": found["average"], **found["by_length"], **found["by_task"]}
 
-    def _samples(self, task: str, length: int, tokenizer: Tokenizer, ingredients: Ingredients) -> list[Sample]:
+    def _samples(self, questions: Questions, length: int) -> list[Sample]:
         """The samples of a cell; of a file the first ones. Raises ValueError where it holds fewer."""
         if not self.files:
-            needles = Needles(task, tokenizer, ingredients)
-            return [needles.sample(index, length, self.seed) for index in range(self.examples)]
-        file = Path(self.files) / str(length) / f"{task}.jsonl"
+            return [questions.sample(index, length, self.seed) for index in range(self.examples)]
+        file = Path(self.files) / str(length) / f"{questions.name}.jsonl"
         samples = read_samples(file)
         if len(samples) < self.examples:
             raise ValueError(f"{file} holds {len(samples)} samples, and examples is {self.examples}; take fewer")
