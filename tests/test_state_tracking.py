@@ -116,7 +116,7 @@ def test_asked_at_the_end_there_is_one_target():
     end = replace(MANY, ask="end")
     every, last = (task.draw(np.random.default_rng(4), 12).target_T for task in (MANY, end))
     assert (last[:-1] == -100).all() and last[-1] == every[-1]
-    assert [task.answered(12) for task in (MANY, end, replace(MANY, answers="steps"))] == [12, 1, 6]
+    assert (every >= 0).all() and sum(last >= 0) == 1
 
 
 def test_words_are_tested_at_lengths_around_that_of_training_unless_told():

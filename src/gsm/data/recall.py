@@ -42,10 +42,6 @@ class Task(Protocol):
         """Tokens of the shortest sequence that it can be stretched from."""
         ...
 
-    def answered(self, length: int) -> int:
-        """Targets in a sequence of so many tokens."""
-        ...
-
     def check(self, length: int) -> None:
         """Raises ValueError if sequences of this length cannot hold the task."""
         ...
@@ -83,10 +79,6 @@ class Alphabet:
     def vocabulary(self) -> int:
         """Number of ids."""
         return self.keys + self.values + self.fillers
-
-    def answered(self, length: int) -> int:
-        """Targets in a sequence."""
-        return self.pairs
 
     @property
     def least(self) -> int:

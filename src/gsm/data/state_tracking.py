@@ -86,10 +86,6 @@ class StateTracking:
         """By group, how often a guess is right; with few letters, and words that are short, the best one is better."""
         return {one.name: 1 / len(one) for one in self._groups}
 
-    def answered(self, length: int) -> int:
-        """Targets in a sequence."""
-        return self.word_length(length) if self.ask == "every" else 1
-
     def word_length(self, length: int) -> int:
         """Letters in a sequence of so many positions."""
         return length // self.least

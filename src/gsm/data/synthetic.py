@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ class SyntheticData(MadeData):
     Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
 
     Args:
-        task: see `gsm.data.recall` and `gsm.data.state_tracking`.
+        task: see `gsm.data.recall`, `gsm.data.mad` and `gsm.data.state_tracking`.
         vocabulary: how many ids the model has.
         context: T, at validation and at the end of training.
         batch_size: B on each device.
@@ -173,11 +173,15 @@ class SyntheticData(MadeData):
         generated = Generated(self.task, HELD_OUT, lambda _: length)
         return [generated[index] for index in range(min(most, self.validation_sequences))]
 
+    @cached_property
+    def questions(self) -> int:
+        """Targets in the sequences of validation."""
+        return sum(int((one["targets"] != IGNORED).sum()) for one in self.validation())
+
     def headline(self) -> dict[str, str]:
         """What the header of a run says of its data."""
         grown = f", from {self.shortest} tokens to {self.context}" if self.shortest else ""
-        asked = self.validation_sequences * self.task.answered(self.context)
-        return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {asked:,} held-out questions"}
+        return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {self.questions:,} held-out questions"}
 
     def description(self) -> dict[str, Any]:
         """What a run's summary says of its data, whichever splits it uses."""
@@ -185,7 +189,7 @@ class SyntheticData(MadeData):
             "task": type(self.task).__name__,
             **{name: value for name, value in vars(self.task).items()},
             "context": self.context,
-            "validation_answers": self.validation_sequences * self.task.answered(self.context),
+            "validation_answers": self.questions,
         }
 
     def fingerprint(self) -> dict[str, str | int]:
