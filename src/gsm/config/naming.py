@@ -81,7 +81,7 @@ def _enters(one: Override, divided: bool) -> bool:
         return not one.is_delete() and one.value() is not None and (not rest or rest[0] == "after" or decides(rest[0]))
     if key.startswith(MEASURING):
         return False
-    if key in ("recipe", "start_from") or key.startswith("recipe.") and key not in RECIPE:
+    if key in ("recipe", "start_from", "start_fresh") or key.startswith("recipe.") and key not in RECIPE:
         return True
     return key != "seed" and decides(RECIPE.get(key, key), divided=divided and key != "global_batch")
 

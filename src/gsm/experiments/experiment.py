@@ -13,8 +13,9 @@ together. So it can be stopped and given again at any time. An arm may consist o
       extend: {after: train, data.context: 65536, trainer.max_steps: 100}      # what differs
       tune: {after: extend, /data: ruler, data.answers: cot}             # a group has a slash, as in a defaults list
 
-A run ``after`` another one starts from its last weights with a fresh optimiser. What several arms train alike is
-trained once. ``runs.train=PATH`` stands for a checkpoint that is there.
+A run ``after`` another one starts from its last weights with a fresh optimiser; with ``start_fresh: false`` it goes on
+where that one stood, as a branch that ends otherwise. What several arms train alike is trained once.
+``runs.train=PATH`` stands for a checkpoint that is there.
 """
 
 from __future__ import annotations

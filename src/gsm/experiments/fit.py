@@ -140,7 +140,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
             "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
             "fingerprint": dict(data.fingerprint()),
             "origin": start.origin,
-            "started_from": weights.digest(path),
+            "started_from": weights.begins(config),
         },
         token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
         measures_accuracy=data.measures_accuracy,

@@ -249,6 +249,7 @@ class Experiment:
                 if there.finished():
                     return there
         begins = after.name if after else str(weights.digest(config.get("start_from")))
+        begins += " and its optimiser" if weights.is_branch(config) else ""
         return self._alike.setdefault((folder.identity({**config, "start_from": None}), begins), job)
 
     def _evaluation(self, place: Path, run: Run, start: Path, after: Job | None) -> Evaluation:
