@@ -71,6 +71,11 @@ def name(
     return "-".join([first, *_cut(said)])
 
 
+def label(values: Mapping[str, Any]) -> str:
+    """The name of a folder for what these keys are set to, as they stand in a run's."""
+    return "-".join(_cut([_said(key, value) for key, value in values.items()]))
+
+
 def _enters(one: Override, divided: bool) -> bool:
     """Whether an override may decide what is trained. Of ``runs.<name>``, what decides its training."""
     key = one.key_or_group.replace("/", ".")
