@@ -13,7 +13,7 @@ import torch
 from short_runs import BY_MODEL, TINY, composed
 
 from gsm.config.check import ConfigError
-from gsm.config.load import read_checkpoint
+from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.evaluation import checkpoints, commands, plots
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import experiment as experiments
@@ -138,6 +138,44 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
     assert table.runs[0].value("runs.train.steps") == 2
     assert checkpoints.checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
     assert only(made).finished()
+
+
+def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
+    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It takes optimiser, step, place in the data and random numbers along, though it may be stopped in between."""
+    monkeypatch.setattr(experiments, "Child", InThisProcess)
+    wsd = ("optimizer.schedule=wsd", "optimizer.warmup_steps=2", "optimizer.decay_fraction=0.25")
+    short = "short: {after: stable, start_fresh: false, trainer.max_steps: 12}"
+    stable = "stable: {trainer.max_steps: 9, optimizer.decay_fraction: 0.0}"
+    long = "long: {after: stable, start_fresh: false, trainer.max_steps: 20}"
+    made = asked(f"runs={{{stable}, {short}, {long}}}", *wsd)
+    train_all(made)
+    assert "Going on from" in (said := capsys.readouterr().out) and "jumps to the curve" not in said
+    for name, steps in (("short", 12), ("long", 20)):
+        train_all(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1"))
+        alone = read_checkpoint(asked(f"name={name}", "seeds=1").folder / "gsm/seed0")
+        branch = read_checkpoint(only(made).folder / name)
+        torch.testing.assert_close(branch["state_dict"], alone["state_dict"], rtol=0, atol=0)
+        moments, others = (one["optimizer_states"][0]["state"] for one in (branch, alone))
+        torch.testing.assert_close(moments, others, rtol=0, atol=0)
+        assert branch["global_step"] == steps
+    assert only(made).finished()
+    other = asked(f"runs={{{stable}, {short.replace('false', 'true')}}}", *wsd)
+    assert not only(other).finished(), "with a fresh optimiser it is another run"
+
+
+def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: Callable[..., Experiment]):
+    train(asked("trainer.max_steps=2", "name=stable").config)
+    start = asked("name=stable").config["folder"]
+    given = ("name=branch", f"start_from={start}", "start_fresh=false", "trainer.max_steps=3")
+    for more, said in (
+        (("optimizer.learning_rate=1e-4",), r"differs in optimizer.learning_rate \(.*start_fresh=true to take the"),
+        (("seed=1",), r"differs in data.seed \(0 there, 1 here\), seed"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            train(asked(*given, *more).config)
+    train(asked(*given, "optimizer.decay_fraction=0.5").config)
 
 
 def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Callable[..., Experiment], done: list[str]):

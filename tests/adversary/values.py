@@ -47,6 +47,7 @@ LEFT_OUT = (
     "runs",
     "jobs",
     "table",
+    "tune",
 )  # of several runs, or no value to type
 BAD_ANYWHERE = (
     "null",

@@ -145,7 +145,7 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
 
 def _note(config: DictConfig, plain: Mapping[str, Any]) -> None:
     """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs."""
-    several = plain["arms"] is not None or plain["seeds"] is not None
+    several = any(plain[name] is not None for name in ("arms", "seeds", "tune"))
     folder = (Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml")

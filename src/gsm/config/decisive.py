@@ -11,6 +11,8 @@ IDLE = {
 }
 # What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
 BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
+# How a run ends: free in one that goes on from a checkpoint, as its length is.
+ENDING = {"optimizer.decay_fraction"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
 
@@ -30,4 +32,4 @@ def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:
         return False
     if head == "callbacks":
         return rest.partition(".")[0] not in WATCHING
-    return not (by_path and head == "trainer" and key not in BOUND)
+    return not (by_path and (key in ENDING or head == "trainer" and key not in BOUND))

@@ -71,6 +71,11 @@ def name(
     return "-".join([first, *_cut(said)])
 
 
+def label(values: Mapping[str, Any]) -> str:
+    """The name of a folder for what these keys are set to, as they stand in a run's."""
+    return "-".join(_cut([_said(key, value) for key, value in values.items()]))
+
+
 def _enters(one: Override, divided: bool) -> bool:
     """Whether an override may decide what is trained. Of ``runs.<name>``, what decides its training."""
     key = one.key_or_group.replace("/", ".")
@@ -81,7 +86,7 @@ def _enters(one: Override, divided: bool) -> bool:
         return not one.is_delete() and one.value() is not None and (not rest or rest[0] == "after" or decides(rest[0]))
     if key.startswith(MEASURING):
         return False
-    if key in ("recipe", "start_from") or key.startswith("recipe.") and key not in RECIPE:
+    if key in ("recipe", "start_from", "start_fresh") or key.startswith("recipe.") and key not in RECIPE:
         return True
     return key != "seed" and decides(RECIPE.get(key, key), divided=divided and key != "global_batch")
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gsm.data.base import check_held_out
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
@@ -27,7 +28,7 @@ from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import validation_indices
 from gsm.data.ruler import Questions, Sample
 from gsm.data.ruler_tasks import TASKS, Needles
-from gsm.data.synthetic import HELD_OUT, MadeData
+from gsm.data.synthetic import UNSEEN, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
 from gsm.models.checks import IGNORED
@@ -124,6 +125,7 @@ class RulerData(MadeData):
         template, haystack, keys, words, text_field, digits, new_tokens, increment: see `Ingredients.choose`.
         seed: of the training examples.
         validation_sequences: how many examples validation takes.
+        held_out: "validation", or "tuning" for other examples than those that are reported.
         cache_dir: where the tokenizer is kept; None: GSM_CACHE or `.cache/gsm`.
 
     Raises:
@@ -153,6 +155,7 @@ class RulerData(MadeData):
         increment: int | None = None,
         seed: int = 0,
         validation_sequences: int = 64,
+        held_out: str = "validation",
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
@@ -160,6 +163,7 @@ class RulerData(MadeData):
         self.tasks, self.answers, self.examples = list(tasks), answers, examples
         self.vocabulary, self.context, self.batch_size, self.cache_dir = vocabulary, context, batch_size, cache_dir
         self.seed, self.validation_sequences = seed, validation_sequences
+        self.held_out = check_held_out(held_out)
         self._check()
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         numbers = {"digits": digits, "new_tokens": new_tokens, "increment": increment}
@@ -215,7 +219,7 @@ class RulerData(MadeData):
     def description(self) -> dict[str, Any]:
         """What a run's summary says of its data, whichever splits it uses."""
         chosen = {name: getattr(self, name) for name in ("tasks", "lengths", "answers", "examples", "context")}
-        return {"task": "RULER", **chosen, **self.ingredients.facts(), "tokenizer": self.tokenizer.kind}
+        return {"task": "RULER", **self.marks, **chosen, **self.ingredients.facts(), "tokenizer": self.tokenizer.kind}
 
     def fingerprint(self) -> dict[str, str | int]:
         """What makes the examples that training sees, but for the run's seed and batches."""
@@ -251,7 +255,7 @@ class RulerData(MadeData):
         }
 
     def _held_out(self, length: int, count: int) -> Examples:
-        return Examples(self._needles["evaluation"], self.answers, HELD_OUT, lambda _: length, count)
+        return Examples(self._needles["evaluation"], self.answers, UNSEEN[self.held_out], lambda _: length, count)
 
 
 def response(sample: Sample, answers: str) -> str:

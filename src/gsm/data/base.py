@@ -26,6 +26,8 @@ from gsm.models.checks import IGNORED
 if TYPE_CHECKING:
     from gsm.data.tokenizer import Tokenizer
 
+HELD_OUT_FOR = ("validation", "tuning")  # what a run may validate on: what is reported, or a part of the training data
+
 
 class DataModule(lightning.LightningDataModule):
     """A data module with all extras at their defaults, and with its position in a run.
@@ -41,6 +43,7 @@ class DataModule(lightning.LightningDataModule):
         token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
         measures_accuracy: whether validation counts how often the likeliest token is the target.
         resumes: whether `train_dataloader` goes on where training stands; if not, a run that is resumed says so.
+        held_out: what validation takes: `validation`, which is what tables report, or `tuning`, to choose a value by.
         context, batch_size: T and B on each device, 0 where they are not always the same; for the header of a run, and
             to refuse to resume it with steps of another size.
     """
@@ -49,6 +52,7 @@ class DataModule(lightning.LightningDataModule):
     token_bytes_V: np.ndarray | None = None
     measures_accuracy: bool = False
     resumes: bool = True
+    held_out: str = "validation"
     context: int = 0
     batch_size: int = 0
 
@@ -98,6 +102,11 @@ class DataModule(lightning.LightningDataModule):
         return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
 
     @property
+    def marks(self) -> dict[str, str]:
+        """What tells a run on a tuning split from others, in its summary and its fingerprint."""
+        return {} if self.held_out == "validation" else {"held_out": self.held_out}
+
+    @property
     def batches_done(self) -> int:
         """Batches of finished steps, on each rank; 0 without a trainer. Not those fetched: some may be ahead."""
         return self.trainer.global_step * self.accumulated if self.trainer else 0
@@ -131,6 +140,13 @@ class DataModule(lightning.LightningDataModule):
     def _shares(self) -> dict[str, int]:
         shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return dict(shares or {"num_replicas": 1, "rank": 0})
+
+
+def check_held_out(name: str) -> str:
+    """The same name. Raises ValueError for one that is not in `HELD_OUT_FOR`."""
+    if name not in HELD_OUT_FOR:
+        raise ValueError(f"data.held_out is '{name}', but has to be {' or '.join(HELD_OUT_FOR)}")
+    return name
 
 
 def with_defaults(data: Any) -> DataModule:

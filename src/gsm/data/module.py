@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gsm.data.base import DataModule
+from gsm.data.base import DataModule, check_held_out
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
@@ -24,6 +24,7 @@ from gsm.data.packing import (
 )
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
+from gsm.data.tuning import divide
 
 
 class TextData(DataModule):
@@ -50,6 +51,8 @@ class TextData(DataModule):
         corpus: a source of text instead of `path`.
         max_tokens: at most so many tokens are trained on, the first ones; None: all.
         max_validation_tokens: the same for what is held out.
+        held_out: "validation", or "tuning": a twentieth of the training text is held out instead, and the validation
+            split neither encoded nor read (see `gsm.data.tuning`).
         seed: of the training order.
         validation_sequences: how many sequences validation takes, spread evenly; None: all.
         num_workers: processes that cut batches; 0 is usually fastest.
@@ -79,6 +82,7 @@ class TextData(DataModule):
         corpus: Corpus | None = None,
         max_tokens: int | None = None,
         max_validation_tokens: int | None = None,
+        held_out: str = "validation",
         seed: int = 0,
         validation_sequences: int | None = None,
         num_workers: int = 0,
@@ -97,7 +101,7 @@ class TextData(DataModule):
         _require("longest_line", longest_line, 1)
         if documents not in DOCUMENTS:
             raise ValueError(f"data.documents is '{documents}', but has to be one of {', '.join(DOCUMENTS)}")
-        self.documents = documents
+        self.documents, self.held_out = documents, check_held_out(held_out)
         told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
         told["longest_line"] = longest_line
         self.corpus = corpus or _corpus(path, **told)
@@ -128,17 +132,24 @@ class TextData(DataModule):
         return find_or_train(self.corpus, self.vocabulary, folder, tokens=self.limits["train"])
 
     def split(self, name: str) -> Split:
-        """The cached ids of one split ("train" or "validation"); only what is asked for is encoded."""
+        """The cached ids of one split ("train" or "validation", of which `held_out` says what it is); only what is
+        asked for is encoded."""
         if name not in self._splits:
-            self._splits[name] = find_or_encode(
-                self.corpus,
-                name,
-                self.tokenizer,
-                cache_folder(self.cache_dir),
-                limit=self.limits[name],
-                workers=self.prepare_workers,
-            )
+            if self.held_out == "tuning":
+                self._splits |= divide(self._encoded("train"), self.tokenizer, self.limits["validation"])
+            else:
+                self._splits[name] = self._encoded(name)
         return self._splits[name]
+
+    def _encoded(self, name: str) -> Split:
+        return find_or_encode(
+            self.corpus,
+            name,
+            self.tokenizer,
+            cache_folder(self.cache_dir),
+            limit=self.limits[name],
+            workers=self.prepare_workers,
+        )
 
     @cached_property
     def train_set(self) -> Sequences:
@@ -207,8 +218,10 @@ class TextData(DataModule):
     def headline(self) -> dict[str, str]:
         """What the header of a run says of its data."""
         about = self.description()
+        of_them = " of the same, to tune on" if self.marks else ""
         return {
             "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about)
+            + of_them
             + (", {skipped_files} damaged files skipped".format(**about) if about["skipped_files"] else ""),
             "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         }
@@ -221,6 +234,7 @@ class TextData(DataModule):
         made = {name: self.split(name) for name in splits}
         return {
             **self.corpus.description(),
+            **self.marks,
             "bytes": sum(split.bytes for split in made.values()),
             "tokens": sum(split.tokens for split in made.values()),
             **{f"{name}_bytes": split.bytes for name, split in made.items()},
@@ -240,6 +254,7 @@ class TextData(DataModule):
             "context": self.context,
             "documents": self.documents,
             **{name: limit or "all" for name, limit in limits.items()},
+            **self.marks,
         }
 
     def _open(self, split: str, context: int | None = None) -> Sequences:

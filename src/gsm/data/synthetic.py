@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gsm.data.base import DataModule
+from gsm.data.base import DataModule, check_held_out
 from gsm.data.loader import Batches
 from gsm.data.packing import validation_batches
 from gsm.data.recall import Task
 from gsm.models.checks import IGNORED
 
-# Stands for the seed in validation: the same sequences for every seed of a run, and never trained on.
+# Stand for the seed in validation: the same sequences for every seed of a run, and never trained on.
 HELD_OUT = 2**32 - 1
+UNSEEN = {"validation": HELD_OUT, "tuning": HELD_OUT - 1}  # by what they are held out for
 
 
 class Generated:
@@ -111,6 +112,7 @@ class SyntheticData(MadeData):
         batch_size: B on each device.
         seed: of the training sequences.
         validation_sequences: how many sequences validation takes.
+        held_out: "validation", or "tuning" for other sequences than those that are reported.
         shortest: T at the beginning; None: `context` throughout.
         grow_from, grow_until: between these fractions of all steps T grows, by the same factor in the same time, in
             multiples of 8.
@@ -128,6 +130,7 @@ class SyntheticData(MadeData):
         batch_size: int,
         seed: int = 0,
         validation_sequences: int = 64,
+        held_out: str = "validation",
         shortest: int | None = None,
         grow_from: float = 0.0,
         grow_until: float = 0.5,
@@ -151,7 +154,8 @@ class SyntheticData(MadeData):
         self.task, self.vocabulary, self.context, self.batch_size = task, vocabulary, context, batch_size
         self.seed, self.validation_sequences = seed, validation_sequences
         self.shortest, self.grow_from, self.grow_until = shortest, grow_from, grow_until
-        self.validation_set = Generated(task, HELD_OUT, lambda _: context)
+        self.held_out = check_held_out(held_out)
+        self.validation_set = Generated(task, UNSEEN[held_out], lambda _: context)
 
     def length(self, progress: float) -> int:
         """T after this fraction of the training steps."""
@@ -170,7 +174,7 @@ class SyntheticData(MadeData):
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
         """Held-out sequences of another length. Raises ValueError for one that the task does not fit into."""
-        generated = Generated(self.task, HELD_OUT, lambda _: length)
+        generated = Generated(self.task, UNSEEN[self.held_out], lambda _: length)
         return [generated[index] for index in range(min(most, self.validation_sequences))]
 
     @cached_property
@@ -187,6 +191,7 @@ class SyntheticData(MadeData):
         """What a run's summary says of its data, whichever splits it uses."""
         return {
             "task": type(self.task).__name__,
+            **self.marks,
             **{name: value for name, value in vars(self.task).items()},
             "context": self.context,
             "validation_answers": self.questions,
@@ -195,5 +200,5 @@ class SyntheticData(MadeData):
     def fingerprint(self) -> dict[str, str | int]:
         """What makes the sequences that training sees, but for the run's seed and batches."""
         lengths = {name: getattr(self, name) for name in ("context", "shortest", "grow_from", "grow_until")}
-        facts = {"task": type(self.task).__name__, **vars(self.task), **lengths}
+        facts = {"task": type(self.task).__name__, **self.marks, **vars(self.task), **lengths}
         return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}

@@ -20,14 +20,17 @@ from gsm.models.base import LanguageModel
 CHUNK = 1024  # letters read at a time
 
 
-def measure(model: LanguageModel, task: StateTracking, length: int, words: int = 128) -> dict[str, Any]:
+def measure(
+    model: LanguageModel, task: StateTracking, length: int, words: int = 128, seed: int = HELD_OUT
+) -> dict[str, Any]:
     """The fraction of words whose last state a model knows.
 
     Args:
         model: trained on the task.
         task: says groups, letters and answers, and the lengths to test with.
         length: tokens of the sequences that the model was trained with.
-        words: how many of each length and group, the same for every model and seed.
+        words: how many of each length and group, the same for every model.
+        seed: of the words; one of ``gsm.data.synthetic.UNSEEN``.
 
     Returns:
         By group, by length (as a string, since it goes into JSON).
@@ -35,7 +38,7 @@ def measure(model: LanguageModel, task: StateTracking, length: int, words: int =
     found: dict[str, dict[str, float]] = {}
     for number, name in enumerate(task.groups):
         for count in task.test_lengths(length):
-            held_out = [task.word(number, np.random.default_rng([HELD_OUT, count, i]), count) for i in range(words)]
+            held_out = [task.word(number, np.random.default_rng([seed, count, i]), count) for i in range(words)]
             right_B = last_states(model, held_out, task.answers == "steps")
             found.setdefault(name, {})[str(count)] = float(right_B.double().mean())
     return found

@@ -1,10 +1,10 @@
-"""What a configuration says of an experiment's arms, seeds and runs, and of its table's columns, read and checked."""
+"""What a configuration says of an experiment's arms, seeds, runs, table and tuning, read and checked."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from gsm.experiments.compare import CONTENTS
 from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
 
-OWN = {"name", "arm", "arms", "seed", "seeds", "jobs", "force", "table"}  # the parent's keys; a job gets its own
+OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}  # the parent's; a job gets its own
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no overrides
 TOLD = ("checkpoint", "output")  # of evaluate.py's arguments, those that its job says
+NOT_FOR_TUNING = {*NOT_FOR_ARMS, "runs", "start_from", "start_fresh", "data.held_out"}
+BY, GROW, UNTIL = "by", "grow", "run"  # of tune's entries, those that are no keys to try values of; and seeds
+BETTER = {"bits_per_byte": False, "val_loss": False, "val_perplexity": False, "accuracy": True}  # where more of it is
+WAYS = {"lowest": False, "highest": True}
 NAME = re.compile(r"[A-Za-z_][\w.+-]*")
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")  # what Hydra's grammar takes for one word
 WORDS = {"null", "true", "false", "nan", "inf"}  # what it takes for values rather than names
@@ -39,6 +43,25 @@ class Run:
     lines: tuple[str, ...] = ()
     measures: bool = False
     given: str | None = None
+
+
+@dataclass(frozen=True)
+class Tune:
+    """What ``tune`` says: values to try, and how.
+
+    Attributes:
+        grids: the values by key, in the order of the yaml.
+        by: keys of ``summary.json``, the first of which a run has decides, and whether more of it is better.
+        seeds: that each combination is trained with.
+        grow: how often a grid may grow.
+        until: of several runs, the last one that is trained; None: all that train.
+    """
+
+    grids: dict[str, list[Any]]
+    by: dict[str, bool]
+    seeds: list[int]
+    grow: int
+    until: str | None
 
 
 def read_arms(arms: Any) -> dict[str, list[str]]:
@@ -173,6 +196,71 @@ def read_columns(table: Any) -> list[str]:
     if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
         raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
     return table
+
+
+def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune | None:
+    """What is to be tuned; None: nothing. Raises ConfigError.
+
+    Args:
+        tune: of the configuration.
+        columns: of the table; the first that says which way is better decides, if nothing else is said.
+        runs: of the configuration, for what is to be trained.
+    """
+    if tune is None:
+        return None
+    if not isinstance(tune, Mapping):
+        raise ConfigError(
+            f"tune is {tune!r}, but maps keys to values to try: {{optimizer.learning_rate: [3e-3, 6e-3]}}"
+        )
+    entries = dict(tune)
+    by, seeds, grow, until = (
+        entries.pop(key, usual) for key, usual in ((BY, None), ("seeds", 1), (GROW, 3), (UNTIL, None))
+    )
+    grids = _flat("tune", entries)
+    if not grids:
+        raise ConfigError("tune names no key to try values of: {optimizer.learning_rate: [3e-3, 6e-3]} does")
+    for key, values in grids.items():
+        if not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
+            raise ConfigError(f"tune.{key} is {values!r}, but takes a list of different values to try")
+        if any(isinstance(one, Mapping) for one in values):
+            raise ConfigError(f"tune.{key} has a mapping among its values: name the keys in it one by one")
+        _check_overrides("tune", [f"{key.removeprefix('/')}={quoted(values[0])}"], NOT_FOR_TUNING)
+    if type(grow) is not int or not 0 <= grow <= 100:
+        raise ConfigError(f"tune.grow is {grow!r}, but has to be how often a grid may grow, from 0 to 100")
+    trained = [run.name for run in parse_runs(runs) if not (run.measures or run.given)] if runs is not None else []
+    if until is not None and until not in trained:
+        raise unknown("run", str(until), trained, "the runs that train")
+    return Tune(grids, _read_by(by, columns), read_seeds(seeds), grow, until)
+
+
+def _read_by(by: Any, columns: Sequence[str]) -> dict[str, bool]:
+    """The keys that decide, and whether more of them is better."""
+    if by is None:
+        found = {column: _more_is_better(column) for column in columns if "/" not in column}
+        known = {column: more for column, more in found.items() if more is not None}
+        if not known:
+            raise ConfigError(
+                f"tune does not say which number decides, and of the table's ({', '.join(columns)}) none is known to "
+                "be better where it is lower or where it is higher: say tune.by={accuracy: highest}"
+            )
+        return known
+    if isinstance(by, str) and _more_is_better(by) is not None:
+        by = {by: "highest" if _more_is_better(by) else "lowest"}
+    if not isinstance(by, Mapping) or len(by) != 1 or set(by.values()) - set(WAYS):
+        raise ConfigError(
+            f"tune.by is {by!r}, but takes a key of summary.json with its way: {{accuracy: highest}}, or lowest"
+        )
+    ((column, way),) = by.items()
+    if "/" in column:
+        raise ConfigError(
+            f"tune.by is {column}, which evaluations measure on what is reported: name a number of training"
+        )
+    return {str(column): WAYS[way]}
+
+
+def _more_is_better(column: str) -> bool | None:
+    """As the last word of a column says; None: nobody knows."""
+    return BETTER.get(column.rpartition(".")[2])
 
 
 def _check_name(where: str, name: str) -> None:

@@ -78,6 +78,7 @@ def compare(
         if column not in known:
             raise unknown("column", column, known, "the summaries")
     table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
+    table = replace(table, tuned=_tuned(table.runs))
     notes = [*unfinished(places), *apart(table.runs)]
     print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
     place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
@@ -304,6 +305,18 @@ def _contents(folder: Path) -> dict[str, Any]:
     Not from ``.hydra``, where ``${variants:...}`` stands unresolved.
     """
     return read_json(folder / CONTENTS) or {}
+
+
+def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
+    """What the experiments of these runs have tuned their arms to, as their last commands say."""
+    found = {}
+    for run in runs:
+        tuned = _contents(run.folder.parent.parent).get("tuned")
+        values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
+        if isinstance(values, Mapping):
+            shown = {str(key): said.get("shown") if isinstance(said, Mapping) else None for key, said in values.items()}
+            found[run.arm] = {key: str(value) for key, value in shown.items() if value is not None}
+    return found
 
 
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:

@@ -13,8 +13,12 @@ together. So it can be stopped and given again at any time. An arm may consist o
       extend: {after: train, data.context: 65536, trainer.max_steps: 100}      # what differs
       tune: {after: extend, /data: ruler, data.answers: cot}             # a group has a slash, as in a defaults list
 
-A run ``after`` another one starts from its last weights with a fresh optimiser. What several arms train alike is
-trained once. ``runs.train=PATH`` stands for a checkpoint that is there.
+``tune: {optimizer.learning_rate: [3e-3, 6e-3]}`` has every arm try these values first, on a part of its training data
+(``data.held_out=tuning``), and train with its best: these runs are jobs too, in ``logs/<name>/.tuning``.
+
+A run ``after`` another one starts from its last weights with a fresh optimiser; with ``start_fresh: false`` it goes on
+where that one stood, as a branch that ends otherwise. What several arms train alike is trained once.
+``runs.train=PATH`` stands for a checkpoint that is there.
 """
 
 from __future__ import annotations
@@ -38,22 +42,23 @@ from gsm.config.command_line import again
 from gsm.config.command_line import shown as shown_path
 from gsm.config.compose import search
 from gsm.experiments import folder, launcher, pace
-from gsm.experiments.asked import key_of, parse_runs
+from gsm.experiments.asked import Tune, key_of, parse_runs, quoted
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
 from gsm.experiments.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown
-from gsm.experiments.trials import Evaluation, Experiment, Training, Trial, naming
+from gsm.experiments.trials import Attempt, Evaluation, Experiment, Training, Trial, naming
+from gsm.experiments.tune import EDGE
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
-SEVERAL = ("arms", "seeds", "runs")  # one of them makes an experiment of a configuration
+SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
 
 
 def run(config: Mapping[str, Any]) -> None:
     """What ``train.py`` does inside of Hydra: one run, or, where the configuration has several, all of those."""
     job = HydraConfig.get()
-    if all(config[name] is None for name in SEVERAL):
+    if all(config.get(name) is None for name in SEVERAL):
         if launcher.chosen() and job.mode != RunMode.MULTIRUN:
             raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
         train(config)
@@ -78,25 +83,24 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
     trials = experiment.trials()
     with folder.locked(experiment.held):
         config = experiment.config
-        write_json(experiment.folder / CONTENTS, {"arms": experiment.arms, "table": experiment.columns})
+        write_json(experiment.folder / CONTENTS, experiment.contents())
         if config["force"] or config["resume"] == "never":
-            anew = [trial for trial in trials if config["force"] or not trial.finished()]
+            known = [*experiment.tried, *(trial for trial in trials if config["force"] or experiment.choice(trial.arm))]
+            anew = [trial for trial in known if config["force"] or not trial.finished()]
             _set_aside(anew, experiment.held)
             experiment = Experiment(config, experiment.given, experiment.script)  # as of what is finished now
             trials = experiment.trials()
-        work = _Work(experiment, trials)
-        for job in work.waiting:
-            if isinstance(job, Evaluation) and not hand_to:
+        for job in [] if hand_to else dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
+            if isinstance(job, Evaluation) and not (job.finished() and (job.after is None or job.after.finished())):
                 with naming(f"run {job.folder.name}"):
                     job.measure.require()
+        failed = _tune(experiment, trials, hand_to)
+        work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
+        work.failed |= failed
         print(work.header(), flush=True)
-        if takes := "" if hand_to else work.takes():
-            print(takes, flush=True)
-        stopped = work.hand_over(hand_to) if hand_to and work.waiting else work.train()
-        if stopped is not None:
-            print(f"\nstopped; to go on:\n  {again()}", flush=True)
-            raise SystemExit(128 + stopped)
+        work.work_off(hand_to)
         table = experiment.table()
+        write_json(experiment.folder / CONTENTS, experiment.contents())
         notes = _notes(experiment, table)
         print("\n".join(["", table.text(), "", *_filled([FOOTNOTE, *notes, *_unknown(table)])]), flush=True)
         _conclude_evaluations(experiment, table)  # first, as the page has their tables too
@@ -108,11 +112,69 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
     return table
 
 
-class _Work:
-    """Has the jobs of trials worked off, keeps their summaries, and tells how each job ends."""
+def _tune(experiment: Experiment, trials: Sequence[Trial], hand_to: str | None) -> dict[str, list[str]]:
+    """Tries values until every arm has what wins; returns what is said of arms that have nothing, by name.
 
-    def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
-        self.experiment, self.trials = experiment, trials
+    Each round tries what follows from the one before, of all arms: at first the grids, then what they grow by.
+    """
+    failed: dict[str, list[str]] = {}
+    rounds, later = 0, [trial for trial in trials if not (experiment.choice(trial.arm) and trial.finished())]
+    while attempts := experiment.attempts([arm for arm in experiment.chosen if arm not in failed]):
+        work = _Work(experiment, attempts, [] if rounds else later)
+        print(_tuning(experiment, attempts, rounds, len(later)), flush=True)
+        work.work_off(hand_to)
+        for attempt in attempts:
+            said = [line for job in attempt.jobs.values() for line in work.failed.get(job.name, [])]
+            if not said and not attempt.finished():  # a callback has ended it
+                said = [f"{_name(attempt)} has ended before its last step, and so cannot be compared"]
+            failed |= {attempt.arm: [*failed.get(attempt.arm, []), *said]} if said else {}
+        rounds += 1
+    for arm in experiment.chosen:
+        choice = experiment.choice(arm) if arm not in failed else None
+        if choice and not choice.found:
+            failed[arm] = [f"{arm}: every value that was tried has diverged: {_values(choice.grids)}"]
+    return failed
+
+
+def _tuning(experiment: Experiment, attempts: Sequence[Attempt], rounds: int, later: int) -> str:
+    """What a round tries, and why."""
+    if rounds:
+        named = ", ".join(map(_name, attempts))
+        line = f"the best stands at the edge of what was tried, so that grids grow by a value: {named}"
+        return "\n" + "\n".join(_filled([line]))
+    tune, arms = experiment.tune, dict.fromkeys(attempt.arm for attempt in attempts)
+    assert tune is not None  # or there were no attempts
+    line = (
+        f"experiment {experiment.config['name']} tunes {', '.join(arms)} first, on a part of the training data, by "
+        f"{_decides(tune)}: {_values(tune.grids)}; {len(attempts)} attempts, and up to {tune.grow} more values for an "
+        f"arm whose best stands at an edge; then {later} runs with what has won"
+    )
+    return "\n".join(_filled([line]))
+
+
+def _name(attempt: Attempt) -> str:
+    return f"{attempt.arm} {_values({key: [value] for key, value in attempt.values.items()})}"
+
+
+def _values(grids: Mapping[str, Sequence[Any]]) -> str:
+    return "; ".join(f"{key}={', '.join(map(quoted, values))}" for key, values in grids.items())
+
+
+def _decides(tune: Tune) -> str:
+    return ", else ".join(f"{column} ({'highest' if more else 'lowest'})" for column, more in tune.by.items())
+
+
+class _Work:
+    """Has the jobs of trials worked off, keeps their summaries, and tells how each job ends.
+
+    Args:
+        experiment: that they are of.
+        trials: what is to be done.
+        later: what will be done when these are, for how long that takes.
+    """
+
+    def __init__(self, experiment: Experiment, trials: Sequence[Trial], later: Sequence[Trial] = ()) -> None:
+        self.experiment, self.trials, self.later = experiment, trials, later
         self.done: dict[Job, None] = {}  # in their order
         self.waiting: list[Job] = []
         for job in dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
@@ -121,8 +183,18 @@ class _Work:
             self.waiting += [] if is_done else [job]
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
         self.failed: dict[str, list[str]] = {}  # what is said of each, by name
+        self.diverged: set[Job] = set()
         for trial in trials:
             self._conclude(trial)  # which a command that was killed has not
+
+    def work_off(self, hand_to: str | None) -> None:
+        """Says how long it will take, and does it. Raises SystemExit after a signal."""
+        if takes := "" if hand_to else self.takes():
+            print(takes, flush=True)
+        stopped = self.hand_over(hand_to) if hand_to and self.waiting else self.train()
+        if stopped is not None:
+            print(f"\nstopped; to go on:\n  {again()}", flush=True)
+            raise SystemExit(128 + stopped)
 
     def train(self) -> int | None:
         """With processes of this machine; returns the signal that has ended it all, if one has."""
@@ -156,20 +228,24 @@ class _Work:
         if self.done:
             names = ", ".join(job.name for job in self.done)
             lines.append(f"finished already, and skipped (force=true runs them again): {names}")
-        for line in _without_effect(self.trials[0]):
+        won = {arm: choice.shown() for arm, choice in experiment.won.items() if arm in experiment.chosen}
+        named = (f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in won.items())
+        lines += [f"tuned: {'; '.join(named)}"] if won else []
+        for line in _without_effect(self.trials[0]) if self.trials else []:
             lines.append(f"{line} changes nothing, as every run sets that: ++runs.<name>.{line} would")
         return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False))
 
     def takes(self) -> str:
         """How long this machine will train, by a batch of every arm; empty below a minute."""
-        left = [job for job in self.waiting if isinstance(job, Training)]
-        kinds = [folder.identity({**job.config, "seed": 0, "start_from": None}) for job in left]
+        later = [job for trial in self.later for job in trial.jobs.values()]
+        left = [job for job in dict.fromkeys([*self.waiting, *later]) if isinstance(job, Training)]
+        kinds = [_kind(job.config) for job in left]
         once = dict(zip(kinds, left, strict=True))
         found = {kind: pace.seconds(job.config, gpu=False) for kind, job in once.items()}
         known = [one for kind in kinds if (one := found[kind]) is not None]
         takes = pace.told(sum(known))
         least = "at least " if len(known) < len(kinds) else ""
-        measured = len(self.waiting) - len(left)
+        measured = sum(isinstance(job, Evaluation) for job in [*self.waiting, *later])
         then = f"; then {measured} evaluations" if measured else ""
         return f"training takes {least}{takes} here, by a batch of every arm timed just now{then}" if takes else ""
 
@@ -191,7 +267,13 @@ class _Work:
     def _ended(self, job: Job, code: int | None, child: Child | None = None) -> None:
         """Prints how a job has ended, notes it, and remembers one that has failed."""
         how, numbers = _how(code), ""
-        if code == 0:
+        if code and any(isinstance(trial, Attempt) and trial.note_divergence(job) for trial in self._having(job)):
+            self.diverged.add(job)
+            how = "diverged, which counts as the worst"
+        elif job.after in self.diverged:
+            self.diverged.add(job)
+            how = f"not started, as {job.after.name} has diverged"
+        elif code == 0:
             self.done[job] = None
             numbers = "".join(self._conclude(trial) for trial in self.trials if job in trial.jobs.values())
         elif job.after and job.after.name in self.failed:
@@ -203,6 +285,9 @@ class _Work:
             self.failed[job.name] = [f"{job.name} failed; {said}", *(f"  {word}" for word in words)]
             self._note(job, "failed", how)
         print(f"{self._label(job)}: {how}{f' after {clock(child.seconds())}' if child else ''}{numbers}", flush=True)
+
+    def _having(self, job: Job) -> list[Trial]:
+        return [trial for trial in self.trials if job in trial.jobs.values()]
 
     def _label(self, job: Job) -> str:
         return f"[{self.waiting.index(job) + 1}/{len(self.waiting)}] {job.name}"
@@ -219,6 +304,13 @@ class _Work:
         trial.conclude()
         found = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
         return "".join(f", {column} {shown(found.value(column))}" for column in self.experiment.columns)
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """The same for runs that take as long: neither seed nor the optimiser's numbers nor what is held out matter."""
+    optimizer, data = config.get("optimizer") or {}, config.get("data") or {}
+    alike = {"seed": 0, "start_from": None, "optimizer": optimizer.get("_target_")}
+    return folder.identity({**config, **alike, "data": {**data, "held_out": None}})
 
 
 def _how(code: int | None) -> str:
@@ -263,7 +355,7 @@ def _refuse_ranks() -> None:
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "WORLD_SIZE is set, so this is one of several ranks, but an experiment is one process that starts others: "
-            "leave out torchrun and set trainer.devices, or train one arm with arms=null seeds=null runs=null"
+            "leave out torchrun and set trainer.devices, or train one arm with arms=null seeds=null runs=null tune=null"
         )
 
 
@@ -271,7 +363,7 @@ def _set_aside(trials: Sequence[Trial], held: Path) -> None:
     """Moves earlier runs away at once, so that what is interrupted can go on without being forced again."""
     for trial in trials:
         with contextlib.nullcontext() if trial.folder == held else folder.locked(trial.folder):
-            folder.prepare({**trial.config, "resume": "never"})
+            folder.prepare({**trial.config, "resume": "never", "start_from": None})  # which may have moved already
 
 
 def _notes(experiment: Experiment, table: Table) -> list[str]:
@@ -280,7 +372,23 @@ def _notes(experiment: Experiment, table: Table) -> list[str]:
     others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
     names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
     left_out = [f"left out, being of another configuration: {names}"] if names else []
-    return [*apart(table.runs), *left_out, *unfinished([experiment.folder])]
+    return [*_tuned(experiment), *apart(table.runs), *left_out, *unfinished([experiment.folder])]
+
+
+def _tuned(experiment: Experiment) -> list[str]:
+    """How values were chosen, which arms tried more than the others, and what has diverged."""
+    if experiment.tune is None:
+        return []
+    seeds = f"{'seeds' if len(experiment.tune.seeds) > 1 else 'seed'} {', '.join(map(str, experiment.tune.seeds))}"
+    said = [
+        f"tuned on a part of the training data, which no number above is of, by {_decides(experiment.tune)}, {seeds}: "
+        f"the best of {_values(experiment.tune.grids)}; '{EDGE.strip()}' marks the end of what was tried"
+    ]
+    grown = {arm: choice.grids for arm, choice in experiment.won.items() if choice.grids != experiment.grids(arm)}
+    more = [f"{arm} {_values(grids)}" for arm, grids in grown.items()]
+    lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged]
+    said += [f"tried further, as the best stood at an edge: {'; '.join(more)}"] if more else []
+    return said + ([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])
 
 
 def _unknown(table: Table) -> list[str]:

@@ -27,6 +27,7 @@ from gsm.config.load import (
 )
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.state_tracking import StateTracking
+from gsm.data.synthetic import UNSEEN
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams, overlap, tracking
 from gsm.experiments import pace, report, trainers, weights
@@ -140,7 +141,7 @@ def assemble(config: Mapping[str, Any], start: Start | None = None, data: DataMo
             "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
             "fingerprint": dict(data.fingerprint()),
             "origin": start.origin,
-            "started_from": weights.digest(path),
+            "started_from": weights.begins(config),
         },
         token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
         measures_accuracy=data.measures_accuracy,
@@ -250,7 +251,7 @@ def _conclude(run: Run) -> dict[str, Any]:
         found = {"device": report.device(trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
         task = getattr(data, "task", None)
         found["by_length"] = (
-            tracking.measure(model, task, data.context, data.validation_sequences)  # pyright: ignore
+            tracking.measure(model, task, data.context, data.validation_sequences, UNSEEN[data.held_out])  # pyright: ignore
             if isinstance(task, StateTracking)
             else None
         )

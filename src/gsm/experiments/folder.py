@@ -9,13 +9,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import ConfigError, contrast, few, flat
-from gsm.config.decisive import WATCHING, decides
-from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
+from gsm.config.check import ConfigError, contrast, few, flat, parameters
+from gsm.config.decisive import ENDING, WATCHING, decides
+from gsm.config.load import LAST, CheckpointError, checkpoint_file, instantiate, read_checkpoint
 from gsm.experiments import weights
 from gsm.files import read_json, sweep
 from gsm.training.distributed import shards
@@ -54,7 +55,7 @@ def prepare(
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
       and their batches may be others if as many sequences make up a step. A finished one is left as it is;
-    * ``never`` (or ``force``): start over;
+    * ``never`` (or ``force``): start over; a branch (``start_fresh=false``) at the checkpoint that it leaves;
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
       a run that has begun there already goes on where it is, or is left as it is.
 
@@ -84,14 +85,14 @@ def prepare(
         if checkpoint is None:
             return _from_path(path, config, leads, fingerprint, world)
     elif resume == "never" or config.get("force") or not last.is_file():
-        return _over(config, leads)
+        return _over(config, leads, fingerprint, world)
     else:
         checkpoint, began = _read_last(last), ""
         changes = _changes(checkpoint, config, fingerprint, world)
     step = checkpoint["global_step"]
     if _status(folder) == "finished":
         if changes:
-            return _over(config, leads, _why_over(changes, step))
+            return _over(config, leads, fingerprint, world, _why_over(changes, step))
         return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
@@ -116,7 +117,7 @@ def finished(config: Mapping[str, Any]) -> bool:
 def identity(config: Mapping[str, Any]) -> str:
     """SHA-256 of all that decides what a configuration trains: the same for runs between which nothing differs."""
     decisive = {key: value for key, value in sorted(flat(config).items()) if decides(key)}
-    started = weights.digest(config.get("start_from"))
+    started = weights.begins(config)
     return hashlib.sha256(json.dumps([decisive, started], default=str).encode()).hexdigest()
 
 
@@ -125,14 +126,27 @@ def differences(
 ) -> list[str]:
     """What two configurations train differently: ``data.batch_size (4 there, 8 here)``; empty if they train the same.
 
+    A key that the old one does not have yet is what its part takes by default.
+
     Args:
         old, new: composed configurations.
         by_path: compare only what a checkpoint cannot do without.
         divided: leave out how a step is divided among processes.
     """
-    first, second = flat(old), flat(new)
+    first, second = flat(_completed(old, new)), flat(new)
     keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
     return contrast(first, second, (key for key in keys if decides(key, by_path, divided)))
+
+
+def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """An older configuration with what its parts took by default for keys that were added since."""
+    made = dict(old)
+    if "_target_" in new and old.get("_target_") == new["_target_"]:
+        taken = parameters(new["_target_"]) or {}  # of this configuration: the other one is not trusted to name it
+        defaults = {key: taken[key].default for key in new.keys() - old.keys() if key in taken}
+        made |= {key: value for key, value in defaults.items() if value is not Parameter.empty}
+    both = {key: (old[key], value) for key, value in new.items() if isinstance(old.get(key), Mapping)}
+    return made | {key: _completed(one, two) for key, (one, two) in both.items() if isinstance(two, Mapping)}
 
 
 @contextlib.contextmanager
@@ -208,25 +222,37 @@ def _from_path(
     path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
 ) -> Start:
     """Goes on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
+    start = _going_on(path, config, fingerprint, world, "resume=never to start over")
+    sentence = start.sentence
+    if leads and Path(config["folder"]).resolve() not in path.parents:
+        moved = _move_aside(Path(config["folder"]), config)
+        sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
+    return replace(start, sentence=sentence, origin=str(path))
+
+
+def _over(
+    config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int, reason: str = ""
+) -> Start:
+    """From nothing, or a branch from what it leaves; what lies in the folder moves away."""
+    start = Start()
+    if weights.is_branch(config):
+        path = checkpoint_file(config["start_from"])
+        start = _going_on(path, config, fingerprint, world, "start_fresh=true to take the weights alone")
+    moved = _move_aside(Path(config["folder"]), config) if leads else None
+    told = f"An earlier run in this folder was moved to {moved}{reason}." if moved else ""
+    return replace(start, sentence=" ".join(filter(None, [told, start.sentence])))
+
+
+def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int, remedy: str) -> Start:
+    """With all that a checkpoint holds. Raises CheckpointError where it is of another training."""
     checkpoint = _read(path)
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
-            f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or "
-            "resume=never to start over"
+            f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or {remedy}"
         )
     step = checkpoint["global_step"]
-    sentence = f"Going on from {path}, step {step}.{_jumps(checkpoint, config)}"
-    if leads and Path(config["folder"]).resolve() not in path.parents:
-        moved = _move_aside(Path(config["folder"]), config)
-        sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
-    return Start(path, sentence, step, str(path))
-
-
-def _over(config: Mapping[str, Any], leads: bool, reason: str = "") -> Start:
-    """From nothing; what lies in the folder moves away."""
-    moved = _move_aside(Path(config["folder"]), config) if leads else None
-    return Start(None, f"An earlier run in this folder was moved to {moved}{reason}." if moved else "")
+    return Start(path, f"Going on from {path}, step {step}.{_jumps(checkpoint, config)}", step)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
@@ -240,14 +266,26 @@ def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     planned, steps = _config(checkpoint)["trainer"]["max_steps"], config["trainer"]["max_steps"]
     if planned == steps:
         return ""
-    follow = ["the learning rate"]
+    done = max(0, checkpoint["global_step"] - 1)  # the last step, up to which both may be alike
+    rates = _schedule(_config(checkpoint), config)(done, planned), _schedule(config, config)(done, steps)
+    follow = ["the learning rate"] if rates[0] != rates[1] else []
     follow += ["the length of sequences"] if config["data"].get("shortest") else []
     own = [name for name, node in (config.get("callbacks") or {}).items() if node and name not in WATCHING]
     follow += [f"callbacks.{name}" for name in own]
+    if not follow:
+        return ""
     return (
         f" It was to have {planned} steps and is to have {steps}: from here on, what is a function of the part of the "
         f"run that is done jumps to the curve of the new length: {', '.join(follow)}."
     )
+
+
+def _schedule(ends: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[[int, int], float]:
+    """The factor of the learning rate by step and number of steps, of a run that ends as one of these configurations
+    says and is as the other one else."""
+    ending = {key.removeprefix("optimizer.") for key in ENDING} & ends["optimizer"].keys()
+    chosen = {**config["optimizer"], **{key: ends["optimizer"][key] for key in ending}}
+    return instantiate(chosen, "optimizer").factor
 
 
 def _read(path: Path, verify: bool = True) -> dict[str, Any]:
@@ -285,7 +323,7 @@ def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) 
 
 def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """What a run started from, and would start from now, where these are not the same weights, wherever they lie."""
-    before, here = checkpoint.get("started_from"), weights.digest(config.get("start_from"))
+    before, here = checkpoint.get("started_from"), weights.begins(config)
     names = [_short(digest) if digest else "fresh ones" for digest in (before, here)]
     return [] if before == here else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
 

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Arms and columns, and the runs that they were made from."""
+    """Arms and columns, and the runs that they were made from.
+
+    Attributes:
+        tuned: by arm, what its runs were tuned to, by key, as it is shown.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     runs: tuple[RunSummary, ...] = field(repr=False)
+    tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def text(self, width: int = WIDTH) -> str:
         """Plain ASCII; what is wider than ``width`` characters goes on below, under its arms again."""
@@ -102,8 +107,10 @@ class Table:
     def grids(self) -> list[Grid]:
         """Means over seeds; where there are several seeds, also the first column seed by seed, and the differences,
         where two arms share two seeds or more."""
-        grids = [[["arm", "runs", *self.columns]]]
-        grids[0] += [[row.arm, str(row.runs), *map(str, row.cells.values())] for row in self.rows]
+        grids = [[["arm", "runs", *self._keys, *self.columns]]]
+        grids[0] += [
+            [row.arm, str(row.runs), *self._values(row.arm), *map(str, row.cells.values())] for row in self.rows
+        ]
         seeds = sorted({run.seed for run in self.runs})
         if len(seeds) > 1:
             first = {(run.arm, run.seed): run.value(self.columns[0]) for run in self.runs}
@@ -121,8 +128,16 @@ class Table:
         """One line for each run, with numbers in full."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["arm", "seed", *self.columns])
-        writer.writerows([run.arm, run.seed, *map(run.value, self.columns)] for run in self.runs)
+        writer.writerow(["arm", "seed", *self._keys, *self.columns])
+        writer.writerows(
+            [
+                run.arm,
+                run.seed,
+                *(one.partition(" ")[0] for one in self._values(run.arm)),
+                *map(run.value, self.columns),
+            ]
+            for run in self.runs
+        )
         return text.getvalue()
 
     def plain(self) -> dict[str, Any]:
@@ -131,7 +146,8 @@ class Table:
         for row in self.rows:
             cells = {name: _named(cell, "spread") for name, cell in row.cells.items()}
             seeds = {str(run.seed): {c: run.value(c) for c in self.columns} for run in self.runs if run.arm == row.arm}
-            arms[row.arm] = {"runs": row.runs, "columns": cells, "seeds": seeds}
+            tuned = {"tuned": dict(self.tuned[row.arm])} if row.arm in self.tuned else {}
+            arms[row.arm] = {"runs": row.runs, **tuned, "columns": cells, "seeds": seeds}
         differences = {
             arm: {name: _named(cell, "standard_error") for name, cell in columns.items()}
             for arm, columns in self.differences().items()
@@ -161,6 +177,15 @@ class Table:
             }
             for row in self.rows[1:]
         }
+
+    @property
+    def _keys(self) -> list[str]:
+        """What arms were tuned over."""
+        return list(dict.fromkeys(key for values in self.tuned.values() for key in values))
+
+    def _values(self, arm: str) -> list[str]:
+        """What an arm was tuned to, under `_keys`."""
+        return [self.tuned.get(arm, {}).get(key, "-") for key in self._keys]
 
     def empty_columns(self) -> list[str]:
         """Columns that no run has a value for, though there are runs."""

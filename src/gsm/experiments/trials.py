@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose, refuse_unnamed
-from gsm.config.load import CheckpointError, checkpoint_file
+from gsm.config.load import CheckpointError, checkpoint_file, instantiate
+from gsm.config.naming import label
 from gsm.evaluation import commands
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.evaluation.measure import Measure
@@ -30,10 +32,15 @@ from gsm.experiments.asked import (
     read_chosen,
     read_columns,
     read_seeds,
+    read_tune,
 )
 from gsm.experiments.jobs import Job
-from gsm.experiments.table import Table, read_runs, summarise
+from gsm.experiments.table import RunSummary, Table, read_runs, summarise
+from gsm.experiments.tune import Choice, Values, search
 from gsm.files import read_json, write_json
+
+TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
+DIVERGED = "diverged.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +142,54 @@ class Trial:
         return [name for name, job in self.jobs.items() if isinstance(job, Training)]
 
 
+@dataclass(frozen=True)
+class Attempt(Trial):
+    """An arm with values that are tried, trained and measured on a tuning split, in a folder that no table is made of.
+
+    Attributes:
+        values: what is tried, by key.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def finished(self) -> bool:
+        """Whether it has come to its end, or has diverged, and would again."""
+        return self.diverged is not None or super().finished()
+
+    @property
+    def diverged(self) -> str | None:
+        """Why it has not come to its end; None: it has, or was not tried."""
+        known = read_json(self.folder / DIVERGED) or {}
+        return known.get("reason") if known.get("trained") == self._trains() else None
+
+    def note_divergence(self, job: Job) -> bool:
+        """Whether a job of this attempt that has failed has diverged, which is then remembered. Raises OSError."""
+        told = read_json(job.log.parent / "summary.json") or {}
+        reason = str(told.get("reason"))
+        if told.get("status") != "failed" or not reason.startswith(FloatingPointError.__name__):
+            return False
+        write_json(self.folder / DIVERGED, {"reason": reason, "trained": self._trains()})
+        return True
+
+    def cost(self, by: Mapping[str, bool]) -> float:
+        """The number that decides, so that lower is better; infinite if it has diverged. Raises ConfigError where there
+        is none."""
+        if self.diverged is not None:
+            return math.inf
+        summary = RunSummary(self.arm, self.seed, self.folder, read_json(self.folder / "summary.json") or {})
+        for column, more_is_better in by.items():
+            value = summary.value(column)
+            if value is not None:
+                return -value if more_is_better else value
+        raise ConfigError(
+            f"tune decides by {' or '.join(by)}, which {self.folder} has no number of in its summary.json: say tune.by"
+        )
+
+    def _trains(self) -> list[str]:
+        jobs = (job for job in self.jobs.values() if isinstance(job, Training))
+        return [folder.identity({**job.config, "start_from": None}) for job in jobs]
+
+
 class Experiment:
     """What one command asks for.
 
@@ -147,6 +202,8 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
+        tune: what each arm is tuned over first; None: nothing.
+        choices: where the search of an arm has ended, of those of which it is known by now.
 
     Raises:
         ConfigError: arms, seeds, jobs or table cannot be used.
@@ -166,7 +223,11 @@ class Experiment:
         one_seed = config["seeds"] is None or "seed" in keys
         self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
         self.columns = read_columns(config["table"])
+        self.tune = read_tune(config.get("tune"), self.columns, config["runs"])
         self._trials: dict[tuple[str, int], Trial] = {}  # to compose one takes a third of a second
+        self._attempts: dict[tuple[str, int, str], Attempt] = {}
+        self._costs: dict[tuple[str, int, str], float] = {}  # of those that are finished
+        self.choices: dict[str, Choice] = {}
         self._alike: dict[tuple[str, str], Training] = {}
 
     @property
@@ -177,11 +238,16 @@ class Experiment:
     @property
     def held(self) -> Path:
         """The folder that no other command may work on: the experiment's, or that of a single arm and seed."""
-        single = self.config["arms"] is None and self.config["seeds"] is None
+        single = self.config["arms"] is None and self.config["seeds"] is None and self.tune is None
         return self.trial(self.chosen[0], self.seeds[0]).folder if single else self.folder
 
     def trials(self) -> list[Trial]:
-        """What is to be trained, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm."""
+        """What is to be trained, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm.
+
+        An arm that is not tuned yet has the first values of its grids.
+        """
+        for arm in self.chosen:
+            self.choice(arm)
         found = [self.trial(arm, seed) for seed in self.seeds for arm in self.chosen]
         for arm in self.arms:
             self.trial(arm, self.seeds[0])
@@ -192,8 +258,8 @@ class Experiment:
 
         Raises ConfigError, which names the arm, and the run of it.
         """
-        if (arm, seed) not in self._trials:
-            overrides = self._overrides(arm, seed)
+        overrides = self._overrides(arm, seed)
+        if (arm, seed) not in self._trials or self._trials[arm, seed].overrides != overrides:
             with naming(f"arm {arm}"):
                 trial = Trial(arm, seed, composed(overrides), overrides)
                 self._add_jobs(trial)
@@ -202,16 +268,111 @@ class Experiment:
 
     def table(self) -> Table:
         """Of all finished runs of this configuration, whether this command has trained them or another."""
-        runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
-        return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, self.arms)
+        runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms and self.choice(run.arm)]
+        mine = [run for run in runs if self.trial(run.arm, run.seed).finished()]
+        tuned = {arm: choice.shown() for arm, choice in self.won.items()}
+        return replace(summarise(mine, self.columns, self.arms), tuned=tuned)
 
-    def _overrides(self, arm: str, seed: int) -> tuple[str, ...]:
+    def grids(self, arm: str) -> dict[str, list[Any]]:
+        """What an arm is tuned over: not a key that it, or the command line, sets itself."""
+        said = {key_of(line) for line in [*self.arms[arm], *self.given]}
+        grids = self.tune.grids if self.tune else {}
+        return {key: values for key, values in grids.items() if key.removeprefix("/") not in said}
+
+    def choice(self, arm: str) -> Choice | None:
+        """The values that an arm is trained with; None: something is left to be tried."""
+        if arm not in self.choices:
+            choice = self._search(arm)[1]
+            if choice is None:
+                return None
+            self.choices[arm] = choice
+        return self.choices[arm]
+
+    def attempts(self, arms: Collection[str]) -> list[Attempt]:
+        """What these arms have to try next, of what is known by now. Raises ConfigError."""
+        found = []
+        for arm in arms:
+            missing = [] if self.choice(arm) else self._search(arm)[0]
+            tried = [self._attempt(arm, seed, values) for values in missing for seed in self._tuning_seeds]
+            found += [attempt for attempt in tried if self._cost(attempt) is None]
+        return found
+
+    @property
+    def won(self) -> dict[str, Choice]:
+        """What arms have been tuned to, of which that is known by now and anything came to its end, in their order."""
+        known = {arm: self.choices[arm] for arm in self.arms if arm in self.choices}
+        return {arm: choice for arm, choice in known.items() if choice.values and choice.found}
+
+    @property
+    def tried(self) -> list[Attempt]:
+        """All attempts that were looked at so far, finished or not."""
+        return list(self._attempts.values())
+
+    def contents(self) -> dict[str, Any]:
+        """What the folder says of itself: arms with what they were tuned to, the table's columns, what was tried."""
+        values = {arm: _lines(choice.values) for arm, choice in self.won.items()}
+        arms = {arm: [*lines, *values.get(arm, ())] for arm, lines in self.arms.items()}
+        tuned = {arm: choice.plain() for arm, choice in self.won.items()}
+        return {"arms": arms, "table": self.columns, **({"tuned": tuned} if self.tune else {})}
+
+    @property
+    def _tuning_seeds(self) -> list[int]:
+        return self.tune.seeds if self.tune else []
+
+    def _search(self, arm: str) -> tuple[list[Values], Choice | None]:
+        def cost(values: Values) -> float | None:
+            costs = [self._cost(self._attempt(arm, seed, values)) for seed in self._tuning_seeds]
+            known = [one for one in costs if one is not None]
+            return math.fsum(known) / len(known) if len(known) == len(costs) else None
+
+        def possible(values: Values) -> bool:
+            try:
+                instantiate(self._attempt(arm, self._tuning_seeds[0], values).config["optimizer"], "optimizer")
+            except ConfigError:
+                return False
+            return True
+
+        grids = self.grids(arm)
+        return search(grids, cost, possible, self.tune.grow) if self.tune and grids else ([], Choice({}, {}))
+
+    def _cost(self, attempt: Attempt) -> float | None:
+        """None for one that is not finished."""
+        key = (attempt.arm, attempt.seed, label(attempt.values))
+        if key not in self._costs and self.tune and attempt.finished():
+            if attempt.diverged is None:
+                attempt.conclude()  # which a command that was killed has not
+            self._costs[key] = attempt.cost(self.tune.by)
+        return self._costs.get(key)
+
+    def _attempt(self, arm: str, seed: int, values: Values) -> Attempt:
+        """Raises ConfigError, which names the arm and the values."""
+        name = label(values)
+        if (arm, seed, name) not in self._attempts:
+            place = self.folder / TUNING / arm / name / f"seed{seed}"
+            own = ("data.held_out=tuning", "ngrams=false", "sample=false", f"folder={quoted(place)}")
+            overrides = (*self._overrides(arm, seed, _lines(values)), *own)
+            with naming(f"arm {arm} with {', '.join(_lines(values))}"):
+                if not any(known == arm for known, _, _ in self._attempts):
+                    _require_tunable(composed(self._overrides(arm, seed, _lines(values))))
+                attempt = Attempt(arm, seed, composed(overrides), overrides, values=values)
+                self._add_jobs(attempt)
+            self._attempts[arm, seed, name] = attempt
+        return self._attempts[arm, seed, name]
+
+    def _tuned(self, arm: str) -> tuple[str, ...]:
+        """An arm's tuned values as overrides; as long as they are not known, the first ones of its grids."""
+        if arm in self.choices:
+            return _lines(self.choices[arm].values)
+        return _lines({key: values[0] for key, values in self.grids(arm).items()})
+
+    def _overrides(self, arm: str, seed: int, tuned: tuple[str, ...] | None = None) -> tuple[str, ...]:
         mine = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
         theirs = [line for line in self.given if line not in mine and key_of(line).partition(".")[0] not in OWN]
         name = f"name={quoted(self.config['name'])}"  # which follows from what is given here
         theirs = [line for line in theirs if line != "resume=never"]  # which the parent obeys, once
-        own = ("arms=null", "seeds=null", f"arm={arm}", f"seed={seed}", name)
-        return (*mine, *own, *self.arms[arm], *theirs)
+        several = ["arms=null", "seeds=null", *(["tune=null"] if self.tune else [])]
+        own = (*several, f"arm={arm}", f"seed={seed}", name)
+        return (*mine, *own, *self.arms[arm], *(self._tuned(arm) if tuned is None else tuned), *theirs)
 
     def _add_jobs(self, trial: Trial) -> None:
         """One for every run of a trial, or that of another arm which trains the same."""
@@ -224,7 +385,9 @@ class Experiment:
         if str(config["resume"]) not in ("auto", "never"):
             raise ConfigError("resume=PATH is for a single run: runs.<name>=PATH takes the weights of a checkpoint")
         weights_of: dict[str | None, Path] = {}
-        for run in parse_runs(asked):
+        runs = parse_runs(asked)
+        tries = isinstance(trial, Attempt)
+        for run in _until(runs, self.tune.until if self.tune else None) if tries else runs:
             start, after = weights_of.get(run.after), trial.jobs.get(run.after or "")
             if run.given:
                 weights_of[run.name] = checkpoint_file(run.given)
@@ -239,6 +402,7 @@ class Experiment:
         own = trial.folder / run.name
         overrides = [*_without(trial.overrides, run.lines, start), "runs=null", *run.lines, f"folder={quoted(own)}"]
         overrides += [f"start_from={quoted(start)}"] if start else []
+        overrides += ["data.held_out=tuning"] if isinstance(trial, Attempt) else []  # whatever data the run chooses
         with naming(f"run {run.name}"):
             config = composed(overrides)
         after = after or self._trained_in(config.get("start_from"))
@@ -249,6 +413,7 @@ class Experiment:
                 if there.finished():
                     return there
         begins = after.name if after else str(weights.digest(config.get("start_from")))
+        begins += " and its optimiser" if weights.is_branch(config) else ""
         return self._alike.setdefault((folder.identity({**config, "start_from": None}), begins), job)
 
     def _evaluation(self, place: Path, run: Run, start: Path, after: Job | None) -> Evaluation:
@@ -265,6 +430,31 @@ class Experiment:
 
     def _name(self, place: Path) -> str:
         return os.path.relpath(place, self.folder)
+
+
+def _lines(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Values as overrides."""
+    return tuple(f"{key.removeprefix('/')}={quoted(value)}" for key, value in values.items())
+
+
+def _until(runs: Sequence[Run], last: str | None) -> list[Run]:
+    """Those that train, or of these the one called ``last`` with all that it comes after."""
+    wanted = {last}
+    for run in reversed(runs):
+        wanted |= {run.after} if run.name in wanted else set()
+    return [run for run in runs if not run.measures and (last is None or run.name in wanted)]
+
+
+def _require_tunable(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for data without a tuning split, and for an arm that starts from one that is not there yet."""
+    if "held_out" not in config["data"]:
+        raise ConfigError(
+            f"tune needs data that can hold out a part of what is trained on, and {config['data'].get('_target_')} has "
+            "no data.held_out (see docs/data.md): give it one, or leave tune out"
+        )
+    start = config.get("start_from")
+    if start and not checkpoint_file(start).is_file():
+        raise ConfigError(f"it starts from {start}, where there is no checkpoint yet: train that first, with arm=...")
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
@@ -290,7 +480,7 @@ def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None)
     that the run chooses itself."""
     groups = [key_of(line) for line in lines if is_group(key_of(line))]
     gone = tuple(f"{name}{mark}" for group in groups for name in (group, group.replace("/", ".")) for mark in "./")
-    said = {"runs", *(["start_from"] if start else [])}
+    said = {"runs", "folder", *(["start_from"] if start else [])}
     keys = {line: key_of(line) for line in overrides}
     return [
         line

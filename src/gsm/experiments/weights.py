@@ -2,6 +2,9 @@
 
 It may differ in everything that changes no parameter: the length of sequences, the rotation, the text, the optimiser.
 Its tokenizer is the checkpoint's, since weights mean nothing without the ids that they were trained on.
+
+With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
+on (`gsm.experiments.folder`), and only what decides how the run ends may differ.
 """
 
 from __future__ import annotations
@@ -68,6 +71,17 @@ def digest(path: str | Path | None) -> str | None:
     with zipfile.ZipFile(file) as opened:
         parts = sorted((part.filename, part.file_size, part.CRC) for part in opened.infolist())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def begins(config: Mapping[str, Any]) -> str | None:
+    """What a run starts from, as its checkpoint says: `digest`, marked where it is a branch. Raises as that does."""
+    known = digest(config.get("start_from"))
+    return f"{known} and its optimiser" if known and is_branch(config) else known
+
+
+def is_branch(config: Mapping[str, Any]) -> bool:
+    """Whether a run takes more than weights from where it starts: optimiser, steps, its place in the data."""
+    return bool(config.get("start_from")) and not config.get("start_fresh", True)
 
 
 def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

@@ -87,6 +87,13 @@ class LanguageModeling(lightning.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.optimizer.factor(step, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_train_start(self) -> None:
+        """Sets the rate of the first step: a checkpoint has that of its own run, whose length may have been another."""
+        factor = self.optimizer.factor(self.global_step, self.trainer.max_steps)
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
         """The model's output on a batch, and its targets.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), linear warm-up, then a cosine.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), linear warm-up, then one of `SCHEDULES`.
 
     Attributes:
         learning_rate: peak learning rate.
@@ -23,6 +23,8 @@ class AdamW:
         weight_decay: decay of the groups whose name does not end in ``no_decay``.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
+        schedule: what the rate does after the warm-up: ``cosine``, ``linear`` or ``wsd``.
+        decay_fraction: part of all steps in which ``wsd`` falls, the last ones; 0: it never does. The others ignore it.
     """
 
     learning_rate: float
@@ -31,6 +33,8 @@ class AdamW:
     weight_decay: float
     betas: Sequence[float] = (0.9, 0.95)
     eps: float = 1e-8
+    schedule: str = "cosine"
+    decay_fraction: float = 0.2
 
     shardable: ClassVar[bool] = True  # whether a rank that has its share of every parameter can take a step
 
@@ -39,20 +43,27 @@ class AdamW:
             ("learning_rate", 0, 1e3),
             ("final_fraction", 0, 1),
             ("weight_decay", 0, math.inf),
+            ("decay_fraction", 0, 1),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}, but has to lie between {low} and {high}")
         if self.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}, but has to be 0 or more")
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"optimizer.schedule is '{self.schedule}', but has to be one of {known}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {list(self.betas)}, but has to be two numbers from 0 to below 1")
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """One parameter group per non-empty entry of ``groups``, carrying its name; frozen parameters are left out."""
+        return self._adamw(groups, self.learning_rate)
+
+    def _adamw(self, groups: Mapping[str, Sequence[nn.Parameter]], rate: float) -> torch.optim.Optimizer:
         described = self._described(groups)
         fused = all(p.device.type in ("cpu", "cuda") for group in described for p in group["params"])
         betas = (float(self.betas[0]), float(self.betas[1]))
-        return torch.optim.AdamW(described, lr=self.learning_rate, betas=betas, eps=self.eps, fused=fused)
+        return torch.optim.AdamW(described, lr=rate, betas=betas, eps=self.eps, fused=fused)
 
     def _described(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> list[dict[str, Any]]:
         return [
@@ -66,8 +77,27 @@ class AdamW:
         warmup = min(self.warmup_steps, steps // 4)
         if step < warmup:
             return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-        return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        decaying = min(self.decay_fraction * steps, steps - warmup)
+        height = SCHEDULES[self.schedule](step - warmup, max(1, steps - 1 - warmup), decaying)
+        return self.final_fraction + (1 - self.final_fraction) * height
+
+
+def cosine(step: int, last: int, decaying: float) -> float:
+    """Half a wave from 1 to 0, at ``step`` after the warm-up, of which ``last`` is the last one."""
+    return (1 + math.cos(math.pi * min(1.0, step / last))) / 2
+
+
+def linear(step: int, last: int, decaying: float) -> float:
+    """A straight line from 1 to 0."""
+    return 1 - min(1.0, step / last)
+
+
+def wsd(step: int, last: int, decaying: float) -> float:
+    """Warm-up, stable, decay: 1, and in the last ``decaying`` steps a straight line to 0."""
+    return min(1.0, max(0, last - step) / decaying) if decaying else 1.0
+
+
+SCHEDULES: dict[str, Callable[[int, int, float], float]] = {"cosine": cosine, "linear": linear, "wsd": wsd}
 
 
 @dataclass(frozen=True)
@@ -87,10 +117,12 @@ class Muon(AdamW):
     Attributes:
         momentum: decay rate of Muon's moment.
         iterations: of Newton and Schulz, towards singular values of 1.
+        adamw_rate: peak learning rate of what is left to AdamW; None: as Muon's. What is logged is Muon's.
     """
 
     momentum: float = 0.95
     iterations: int = 5
+    adamw_rate: float | None = None
 
     shardable: ClassVar[bool] = False
 
@@ -100,6 +132,8 @@ class Muon(AdamW):
             raise ValueError(f"optimizer.momentum is {self.momentum}, but has to be from 0 to below 1")
         if not 1 <= self.iterations < 100:
             raise ValueError(f"optimizer.iterations is {self.iterations}, but has to be from 1 to 99")
+        if self.adamw_rate is not None and not 0 <= self.adamw_rate <= 1e3:
+            raise ValueError(f"optimizer.adamw_rate is {self.adamw_rate}, but has to lie between 0 and 1000.0")
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """The group ``decay`` goes to Muon where it is a matrix, all else to AdamW, as there."""
@@ -113,7 +147,8 @@ class Muon(AdamW):
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
-        return Together(muon, super().build(rest))
+        rate = self.learning_rate if self.adamw_rate is None else self.adamw_rate
+        return Together(muon, self._adamw(rest, rate))
 
 
 def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:

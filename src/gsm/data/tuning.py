@@ -1,0 +1,107 @@
+"""A part of the training text that is held out to tune on, so that no choice is made on what is reported.
+
+    training split   aaaaaaaa bbbbbb TTTTT cccccccc dddd TTTTT eeeeee        T: held out, ranges all over the split
+
+The ids and the tokenizer are those of the training split, cached as they are; only where sequences are cut differs.
+A range begins and ends where a document does, if one ends near by; so documents longer than a range are in both parts,
+but no id is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gsm.data.shards import ShardedIds
+from gsm.data.tokenizer import Tokenizer
+from gsm.data.tokens import Split
+
+SHARE = 0.05  # of the training split
+RANGES = 20  # at most
+LEAST = 4096  # ids in a range, unless there are fewer in all
+
+
+class Ranges:
+    """Ranges of ids in one row, as if nothing lay between them.
+
+    Args:
+        ids: all of them.
+        ranges: ascending, from where to where; not empty.
+    """
+
+    def __init__(self, ids: ShardedIds, ranges: Sequence[tuple[int, int]]) -> None:
+        self._ids, self._ranges = ids, ranges
+        self._ends = np.cumsum([stop - start for start, stop in ranges])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a range without a stride; a copy only where it crosses what was left out."""
+        start, stop, _ = places.indices(len(self))
+        parts: list[np.ndarray] = []
+        for number in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ranges)):
+            first, last = self._ranges[number]
+            moved = last - int(self._ends[number])  # from places here to places there
+            parts.append(self._ids[max(first, start + moved) : max(first, min(last, stop + moved))])
+            if stop <= self._ends[number]:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [self._ids[0:0]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Split):
+    """A split that consists of ranges of another one's ids.
+
+    Attributes:
+        whole: the other one.
+        ranges: of its ids, ascending.
+    """
+
+    whole: Split
+    ranges: tuple[tuple[int, int], ...]
+
+    def open(self) -> Ranges:  # pyright: ignore[reportIncompatibleMethodOverride] # it has what sequences ask of ids
+        """The ids, mapped from the files and not read."""
+        return Ranges(self.whole.open(), self.ranges)
+
+
+def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[str, Part]:
+    """The training split in two: what is left to train on ("train"), and what is held out of it ("validation").
+
+    Args:
+        whole: the training split.
+        tokenizer: that it was encoded with.
+        most: about so many ids are held out at most; None: a twentieth.
+
+    Raises:
+        ValueError: the split is too short to be divided.
+    """
+    wanted = int(SHARE * whole.tokens) if most is None else min(most, int(SHARE * whole.tokens))
+    if wanted < 1:
+        raise ValueError(
+            f"data.held_out is tuning, but the training split has {whole.tokens} tokens, too few to hold some out"
+        )
+    ids, count = whole.open(), min(RANGES, max(1, wanted // LEAST))
+    size = wanted // count
+
+    def near(place: int) -> int:
+        """Where a document begins at or behind a place, if one does before another range would fit in."""
+        ended = np.flatnonzero(ids[place - 1 : place - 1 + size] == tokenizer.end_of_text)
+        return place + int(ended[0]) if len(ended) else place
+
+    begins = [(2 * number + 1) * whole.tokens // (2 * count) for number in range(count)]
+    held_out = tuple((near(begin), near(begin + size)) for begin in begins)
+    borders = [0, *(place for pair in held_out for place in pair), whole.tokens]
+    rest = tuple(zip(borders[::2], borders[1::2], strict=True))
+    spelled = sum(int(tokenizer.token_lengths_V[ids[start:stop]].sum()) for start, stop in held_out)
+    text = round(spelled * whole.bytes / max(1, whole.spelled))  # of a tokenizer that is exact, as many
+    tokens = sum(stop - start for start, stop in held_out)
+    facts = {"path": whole.path, "shard": whole.shard, "dtype": whole.dtype, "skipped": whole.skipped, "whole": whole}
+    sizes = {"tokens": whole.tokens - tokens, "bytes": whole.bytes - text, "spelled": whole.spelled - spelled}
+    return {
+        "train": Part(name="train", ranges=rest, **sizes, **facts),
+        "validation": Part(name="tuning", ranges=held_out, tokens=tokens, bytes=text, spelled=spelled, **facts),
+    }

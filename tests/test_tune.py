@@ -1,0 +1,497 @@
+"""Tuning: what a grid tries, which value an arm takes, what is trained again and what never, what the table says."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from short_runs import BY_MODEL, TINY, composed
+
+from gsm.config.check import ConfigError
+from gsm.config.load import read_checkpoint
+from gsm.evaluation import checkpoints, plots
+from gsm.experiments import experiment as experiments
+from gsm.experiments import pace, trials
+from gsm.experiments.asked import read_tune
+from gsm.experiments.compare import compare
+from gsm.experiments.experiment import train_all
+from gsm.experiments.fit import train
+from gsm.experiments.jobs import Job
+from gsm.experiments.trials import Experiment
+from gsm.experiments.tune import Choice, Values, beyond, edge, search
+from gsm.files import write_json
+
+RATE = "optimizer.learning_rate"
+TUNE = f"tune={{{RATE}: [1e-3, 2e-3, 4e-3], by: val_loss}}"
+ARMS = "arms={low: ['model.state_size=9'], high: []}"
+BEST = {"low": 1e-3, "high": 2e-3}  # so that the first stands at an edge
+
+
+def searched(
+    grids: dict[str, list[Any]], cost: Callable[[Values], float], grow: int = 3, possible: Any = lambda _: True
+) -> tuple[list[list[Values]], Choice]:
+    """The rounds of a search, and what has won."""
+    known: dict[str, float] = {}
+    rounds: list[list[Values]] = []
+
+    def found(values: Values) -> float | None:
+        return known.get(repr(values))
+
+    while True:
+        missing, choice = search(grids, found, possible, grow)
+        if choice:
+            return rounds, choice
+        rounds.append(missing)
+        known |= {repr(values): cost(values) for values in missing}
+
+
+def test_a_grid_whose_best_is_inside_is_tried_once():
+    rounds, choice = searched({"a": [1.0, 2.0, 4.0]}, lambda values: abs(values["a"] - 2))
+    assert rounds == [[{"a": 1.0}, {"a": 2.0}, {"a": 4.0}]]
+    assert choice.values == {"a": 2.0} and not choice.at_edge("a") and choice.shown() == {"a": "2.0"}
+
+
+@pytest.mark.parametrize(("best", "tried"), [(8.0, [1, 2, 4, 8, 16]), (0.5, [1, 2, 4, 0.5, 0.25])])
+def test_a_grid_grows_at_the_edge_by_the_ratio_of_its_last_two_until_the_best_is_inside(
+    best: float, tried: list[float]
+):
+    rounds, choice = searched({"a": [1.0, 2.0, 4.0]}, lambda values: abs(math.log(values["a"] / best)))
+    assert len(rounds) == 3 and choice.values == {"a": best} and choice.grids == {"a": tried}
+    assert not choice.at_edge("a")
+
+
+def test_it_grows_only_so_often_and_then_the_edge_is_marked():
+    rounds, choice = searched({"a": [1.0, 2.0]}, lambda values: -values["a"], grow=2)
+    assert [len(one) for one in rounds] == [2, 1, 1]
+    assert choice.shown() == {"a": "8.0 (edge)"}
+
+
+def test_several_keys_are_tried_in_every_combination_also_where_one_has_grown():
+    rounds, choice = searched(
+        {"a": [1, 2], "b": ["x", "y"]}, lambda values: -values["a"] + (values["b"] == "x"), grow=1
+    )
+    assert [len(one) for one in rounds] == [4, 2] and rounds[1] == [{"a": 4, "b": "x"}, {"a": 4, "b": "y"}]
+    assert choice.values == {"a": 4, "b": "y"} and choice.at_edge("a") and not choice.at_edge("b")
+
+
+def test_a_value_that_cannot_be_ends_the_growth_and_is_no_error():
+    rounds, choice = searched({"a": [1, 2]}, lambda values: -values["a"], possible=lambda values: values["a"] < 8)
+    assert choice.values == {"a": 4} and choice.at_edge("a") and len(rounds) == 2
+
+
+def test_where_the_highest_has_diverged_lower_ones_are_tried():
+    rounds, choice = searched({"a": [4.0, 8.0]}, lambda values: math.inf if values["a"] > 1 else values["a"])
+    assert choice.values["a"] == 0.5 and rounds[1:] == [[{"a": 2.0}], [{"a": 1.0}], [{"a": 0.5}]]
+    assert not searched({"a": [4.0, 8.0]}, lambda _: math.inf)[1].found
+
+
+@pytest.mark.parametrize(
+    ("values", "side", "next_one"),
+    [
+        ([3e-3, 6e-3, 1.2e-2], 1, 2.4e-2),
+        ([1e-3, 3e-3, 1e-2], 1, 0.0333),
+        ([1e-3, 3e-3, 1e-2], -1, 3.33e-4),
+        ([4, 8], 1, 16),
+        ([1, 2], -1, None),
+        ([0.0, 0.1], -1, None),
+        ([0.0, 0.1], 1, None),
+    ],
+)
+def test_the_next_value(values: list[float], side: int, next_one: float | None):
+    assert beyond(values, side) == next_one
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [True, False], [1.0], [None, 2.0]])
+def test_words_and_single_values_have_no_edge(values: list[Any]):
+    assert edge(values, values[0]) is None
+
+
+class Pretends:
+    """In place of a child process: leaves what a run leaves, whose loss is the distance of its rate from the best."""
+
+    def __init__(self, job: Job, environment: object = None, follow: bool = False) -> None:
+        self.code = self.run(job)
+
+    compose: Any = staticmethod(lambda given: composed(tuple(given)))
+    started: list[str] = []
+    fails: set[str] = set()  # parts of names
+    diverges: set[str] = set()
+    signals: set[str] = set()
+
+    def run(self, job: Job) -> int:
+        self.started.append(job.name)
+        if any(part in job.name for part in self.fails):
+            return 3
+        config, place = self.compose(job.command), job.log.parent
+        if any(part in job.name for part in self.diverges):
+            write_json(place / "summary.json", {"status": "failed", "reason": "FloatingPointError: the loss is nan"})
+            return 1
+        leave(config, place)
+        return 0
+
+    def poll(self) -> int:
+        return self.code
+
+    def forward(self, signals: object) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return 0.0
+
+    def tail(self) -> list[str]:
+        return ["its last words"]
+
+
+def leave(config: dict[str, Any], place: Path) -> None:
+    from test_runs import pretend
+
+    pretend(config)
+    loss = abs(math.log(config["optimizer"]["learning_rate"] / BEST.get(config["arm"], 2e-3)))
+    facts = {"status": "finished", "val_loss": 1 + loss, "steps": 1, "accuracy": 1 - loss / 10}
+    write_json(place / "summary.json", {**facts, "data": {"held_out": config["data"]["held_out"]}})
+
+
+def quick(given: Sequence[str]) -> dict[str, Any]:
+    """A configuration without composing it, which takes a third of a second: values alone, of what there is."""
+    config = copy.deepcopy(composed((*TINY, "data.path=.")))
+    for line in given:
+        read = OverridesParser.create().parse_override(line)
+        *above, last = read.key_or_group.split(".")
+        functools.reduce(lambda node, key: node[key], above, config)[last] = read.value()
+    if not any(line.startswith("folder=") for line in given):
+        config["folder"] = "{logs}/{name}/{arm}/seed{seed}".format(**config)
+    return config
+
+
+@pytest.fixture
+def asked(
+    real: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Experiment]:
+    """The same, composed in no time."""
+    monkeypatch.setattr(trials, "compose", quick)
+    monkeypatch.setattr(Pretends, "compose", staticmethod(quick))
+
+    def make(*given: str) -> Experiment:
+        usual = [] if any(word.startswith(("tune", "arms")) for word in given) else [TUNE, ARMS]
+        overrides = [f"logs={tmp_path / 'logs'}", "name=toy", *usual, *given]
+        return Experiment(quick(overrides), overrides)
+
+    return make
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Experiment]:
+    """What a command with these overrides asks for, of runs that train nothing."""
+    for name in ("fails", "diverges", "signals"):
+        monkeypatch.setattr(Pretends, name, set())
+    monkeypatch.setattr(Pretends, "started", [])
+    monkeypatch.setattr(experiments, "Child", Pretends)
+    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
+    monkeypatch.setattr(pace, "seconds", lambda *_, **__: 90.0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(trials, "compose", lambda overrides: composed(tuple(overrides)))
+    (tmp_path / "text").mkdir()
+    places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
+
+    def make(*given: str) -> Experiment:
+        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
+        return Experiment(composed(tuple(overrides)), overrides)
+
+    return make
+
+
+def attempt(arm: str, rate: str, seed: int = 0) -> str:
+    return f".tuning/{arm}/optimizer.learning_rate_{rate}/seed{seed}"
+
+
+FIRST = [attempt(arm, rate) for arm in ("low", "high") for rate in ("0.001", "0.002", "0.004")]
+
+
+def rates(experiment: Experiment) -> dict[str, float]:
+    return {trial.arm: trial.config["optimizer"]["learning_rate"] for trial in experiment.trials()}
+
+
+def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_seeds_on_all_of_it(
+    asked: Callable[..., Experiment],
+):
+    train_all(made := asked("seeds=2"))
+    finals = [f"{arm}/seed{seed}" for seed in (0, 1) for arm in ("low", "high")]
+    assert Pretends.started == [*FIRST, attempt("low", "0.0005"), *finals]
+    assert rates(asked("seeds=2")) == BEST
+    for name in Pretends.started:
+        config = read_checkpoint(made.folder / name)["hyper_parameters"]["config"]
+        assert config["data"]["held_out"] == ("tuning" if name.startswith(".tuning") else "validation")
+        assert config["seed"] == int(name[-1])
+
+
+def test_what_is_tuned_is_not_tuned_again_nor_trained_when_seeds_or_table_change(asked: Callable[..., Experiment]):
+    train_all(asked("seeds=1"))
+    del Pretends.started[:]
+    train_all(asked("seeds=1"))
+    train_all(asked("seeds=1", "table=[steps, val_loss]"))
+    assert Pretends.started == []
+    train_all(asked("seeds=[0,5]"))
+    assert Pretends.started == ["low/seed5", "high/seed5"]
+
+
+def test_the_table_says_which_value_won_and_marks_the_edge(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    tune = TUNE.replace("}", ", grow: 0}")
+    made = asked(tune, ARMS, "seeds=1", "table=[val_loss]")
+    table = train_all(made)
+    assert table.tuned == {"low": {RATE: "0.001 (edge)"}, "high": {RATE: "0.002"}}
+    assert table.text().splitlines()[:3] == [
+        "arm   runs  optimizer.learning_rate  val_loss",
+        "low      1             0.001 (edge)    1.0000",
+        "high     1                    0.002    1.0000",
+    ]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tuned on a part of the training data, which no number above is of, by val_loss (lowest)" in said
+    assert f"the best of {RATE}=0.001, 0.002, 0.004; '(edge)' marks the end of what was tried" in said
+    written = json.loads((made.folder / "results.json").read_text())
+    assert written["arms"]["low"]["tuned"] == {RATE: "0.001 (edge)"}
+    with (made.folder / "results.csv").open() as file:
+        assert [row[RATE] for row in csv.DictReader(file)] == ["0.001", "0.002"]
+    assert "0.001 (edge)" in (made.folder / "results.html").read_text()
+    assert compare(str(made.folder)).tuned == table.tuned
+    contents = json.loads((made.folder / "experiment.json").read_text())
+    assert contents["arms"]["high"] == [f"{RATE}=0.002"], "so that charts know in what arms differ"
+
+
+def test_no_table_and_no_evaluation_sees_an_attempt(asked: Callable[..., Experiment]):
+    train_all(made := asked("seeds=1"))
+    assert {run.folder.parent.name for run in made.table().runs} == {"low", "high"}
+    assert all(".tuning" not in str(path) for path in checkpoints.checkpoints(str(made.folder)))
+
+
+def test_one_arm_alone_is_tuned_alone(asked: Callable[..., Experiment]):
+    table = train_all(asked("seeds=1", "arm=high"))
+    assert Pretends.started == [*FIRST[3:], "high/seed0"]
+    assert [run.arm for run in table.runs] == ["high"]
+    del Pretends.started[:]
+    assert {run.arm for run in train_all(asked("seeds=1")).runs} == {"low", "high"}
+    assert Pretends.started == [*FIRST[:3], attempt("low", "0.0005"), "low/seed0"]
+
+
+def test_the_header_says_what_will_be_tried_and_how_long_all_of_it_takes(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    train_all(asked("seeds=2"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experiment toy tunes low, high first, on a part of the training data, by val_loss (lowest)" in said
+    assert f"{RATE}=0.001, 0.002, 0.004; 6 attempts, and up to 3 more values" in said
+    assert "then 4 runs with what has won training takes about 15 minutes here" in said, "six and four, of 90 s each"
+    assert f"grids grow by a value: low {RATE}=0.0005" in said
+    assert f"tuned: low {RATE}=0.001; high {RATE}=0.002" in said
+    assert f"[1/6] {FIRST[0]}: finished after" in said
+
+
+def test_two_at_a_time_are_worked_off_alike(asked: Callable[..., Experiment]):
+    train_all(asked("seeds=1", "jobs=2"))
+    assert sorted(Pretends.started) == sorted([*FIRST, attempt("low", "0.0005"), "low/seed0", "high/seed0"])
+
+
+def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    Pretends.diverges |= {attempt("high", "0.002")}
+    train_all(asked("seeds=1"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{FIRST[4]}: diverged, which counts as the worst" in said
+    assert f"diverged, and counted as the worst: high {RATE}=0.002" in said
+    assert rates(asked("seeds=1"))["high"] in (1e-3, 4e-3)
+    del Pretends.started[:]
+    train_all(asked("seeds=1"))
+    assert Pretends.started == []
+    train_all(asked("seeds=1", "optimizer.weight_decay=0.2"))
+    assert attempt("high", "0.002") in Pretends.started, "of another configuration"
+
+
+def test_an_arm_all_of_whose_attempts_diverge_is_named_and_stops_no_other(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    Pretends.diverges |= {".tuning/low"}
+    with pytest.raises(SystemExit) as stopped:
+        train_all(asked("seeds=1"))
+    assert stopped.value.code == 1 and "high/seed0" in Pretends.started and "low/seed0" not in Pretends.started
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004, 0.0005, 0.00025, 0.000125" in said
+    )
+
+
+def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    Pretends.fails |= {attempt("high", "0.002")}
+    with pytest.raises(SystemExit) as stopped:
+        train_all(asked("seeds=1"))
+    assert stopped.value.code == 1
+    assert "low/seed0" in Pretends.started and "high/seed0" not in Pretends.started
+    assert "its last words" in capsys.readouterr().out
+    Pretends.fails.clear()
+    del Pretends.started[:]
+    train_all(asked("seeds=1"))
+    assert Pretends.started == [attempt("high", "0.002"), "high/seed0"]
+
+
+@pytest.mark.parametrize("after", [0, 2, 6, 7])
+def test_what_was_stopped_goes_on_where_it_was(
+    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, after: int
+):
+    """In the grid, in what it grew by, or in the runs that follow."""
+    whole, run = [*FIRST, attempt("low", "0.0005"), "low/seed0", "high/seed0"], Pretends.run
+
+    def killed(self: Pretends, job: Job) -> int:
+        if len(self.started) == after:
+            raise KeyboardInterrupt
+        return run(self, job)
+
+    monkeypatch.setattr(Pretends, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_all(asked("seeds=1"))
+    monkeypatch.setattr(Pretends, "run", run)
+    train_all(asked("seeds=1"))
+    assert Pretends.started == whole
+
+
+def test_forced_it_tunes_and_trains_all_of_it_again(asked: Callable[..., Experiment]):
+    train_all(asked("seeds=1"))
+    before = list(Pretends.started)
+    train_all(made := asked("seeds=1", "force=true"))
+    assert Pretends.started == before * 2
+    assert len(list((made.folder.parent / ".replaced").rglob("summary.json"))) == len(before)
+
+
+def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
+    """On the command line for all arms, or by an arm for itself."""
+    train_all(made := asked("seeds=1", f"{RATE}=5e-3"))
+    assert Pretends.started == ["low/seed0", "high/seed0"] and rates(made) == {"low": 5e-3, "high": 5e-3}
+    assert made.table().tuned == {}
+    del Pretends.started[:]
+    train_all(made := asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
+    assert Pretends.started == [*FIRST[3:], "low/seed0", "high/seed0"]
+    assert made.table().tuned == {"high": {RATE: "0.002"}}
+
+
+def test_a_group_and_several_seeds_can_be_tuned_over(real: Callable[..., Experiment]):
+    train_all(made := real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", BY_MODEL))
+    names = [f".tuning/gsm/optimizer_{name}/seed{seed}" for name in ("adamw", "muon") for seed in (0, 1)]
+    assert Pretends.started == [*names, "gsm/seed0"]
+    assert made.table().tuned == {"gsm": {"optimizer": "adamw"}}, "of two that are alike the first"
+
+
+def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_reported_is_measured(
+    real: Callable[..., Experiment],
+):
+    runs = (
+        "runs={train: {trainer.max_steps: 2}, loss: {after: train, evaluate: {}}, extend: {after: train, "
+        "/data: ruler, data.template: short, trainer.max_steps: 1}}"
+    )
+    made = real(TUNE, runs, BY_MODEL)
+    tried: Any = made.attempts(["gsm"])[0].jobs
+    assert list(tried) == ["train", "extend"]
+    assert {job.config["data"]["held_out"] for job in tried.values()} == {"tuning"}
+    assert tried["extend"].config["data"]["template"] == "short"
+    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts(["gsm"])[0].jobs
+    assert list(only) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("tune", "said"),
+    [
+        ([1], r"tune is \[1\], but maps keys to values to try"),
+        ({"by": "val_loss"}, "tune names no key to try values of"),
+        ({RATE: 1e-3}, "tune.optimizer.learning_rate is 0.001, but takes a list of different values"),
+        ({RATE: [1e-3, 1e-3]}, "takes a list of different values to try"),
+        ({RATE: []}, "takes a list of different values to try"),
+        ({"seed": [1, 2]}, "tune sets seed, which is the experiment's"),
+        ({"data.held_out": ["tuning"]}, "tune sets data.held_out, which is the experiment's"),
+        ({"optimizer": [{"learning_rate": 1}]}, "tune.optimizer has a mapping among its values"),
+        ({RATE: [1, 2], "by": "cache_bytes"}, "tune.by is 'cache_bytes', but takes a key of summary.json with its way"),
+        ({RATE: [1, 2], "by": {"accuracy": "best"}}, "tune.by is {'accuracy': 'best'}, but takes a key"),
+        (
+            {RATE: [1, 2], "by": {"ppl/loss": "lowest"}},
+            "tune.by is ppl/loss, which evaluations measure on what is report",
+        ),
+        ({RATE: [1, 2], "grow": -1}, "tune.grow is -1, but has to be how often"),
+        ({RATE: [1, 2], "seeds": []}, r"seeds is \[\], but takes a list"),
+        ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(tune: Any, said: str):
+    with pytest.raises(ConfigError, match=said):
+        read_tune(tune, ["val_loss"], {"train": {}, "extend": {"after": "train"}})
+
+
+def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_one():
+    with pytest.raises(ConfigError, match=r"of the table's \(cache_bytes\) none is known to be better"):
+        read_tune({RATE: [1, 2]}, ["cache_bytes"])
+    found = read_tune({RATE: [1, 2]}, ["cache_bytes", "runs.a.accuracy", "val_loss"])
+    assert found and found.by == {"runs.a.accuracy": True, "val_loss": False}, "of which a run may lack the first"
+
+
+def test_what_does_not_compose_is_named_before_anything_trains(real: Callable[..., Experiment]):
+    with pytest.raises(ConfigError, match="^arm low with optimizer.betas=3: .*optimizer.betas is 3"):
+        train_all(real("tune={optimizer.betas: [3, 4]}", ARMS))
+    with pytest.raises(ConfigError, match="^arm gsm with .*it starts from /nowhere, where there is no checkpoint yet"):
+        train_all(real(TUNE, BY_MODEL, "start_from=/nowhere"))
+    assert Pretends.started == []
+
+
+def test_data_without_a_tuning_split_are_refused(real: Callable[..., Experiment]):
+    with pytest.raises(ConfigError, match="tune needs data that can hold out a part of what is trained on"):
+        train_all(real(TUNE, ARMS, "~data.held_out"))
+
+
+def test_a_cluster_gets_every_attempt_as_a_job_of_its_own_and_then_the_runs(
+    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
+):
+    handed: list[list[str]] = []
+
+    def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int]:
+        jobs = [job for part in parts.values() for job in part]
+        handed.append([job.name for job in jobs])
+        return {job.name: Pretends(job).code for job in jobs}
+
+    monkeypatch.setattr(experiments.launcher, "launch", launch)
+    train_all(asked("seeds=1"), "submitit_local")
+    assert handed == [FIRST, [attempt("low", "0.0005")], ["low/seed0", "high/seed0"]]
+
+
+@pytest.mark.slow
+def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
+    real: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A rate of 300 makes the loss infinite within a few steps."""
+
+    def run(self: Pretends, job: Job) -> int:
+        self.started.append(job.name)
+        try:
+            train(composed(job.command))
+        except FloatingPointError:
+            return 1
+        return 0
+
+    monkeypatch.setattr(Pretends, "run", run)
+    tune = f"tune={{{RATE}: [3e-3, 1e-2, 300.0], grow: 0}}"
+    table = train_all(made := real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
+    assert f"diverged, and counted as the worst: gsm {RATE}=300.0" in " ".join(capsys.readouterr().out.split())
+    assert table.tuned["gsm"][RATE] in ("0.003 (edge)", "0.01") and table.rows[0].runs == 1
+    tuned = json.loads((made.folder / attempt("gsm", "0.01") / "summary.json").read_text())["data"]
+    final = json.loads((made.folder / "gsm/seed0/summary.json").read_text())["data"]
+    assert tuned["train_tokens"] + tuned["validation_tokens"] == final["train_tokens"]
+    assert tuned["held_out"] == "tuning" and "held_out" not in final
+    del Pretends.started[:]
+    train_all(real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
+    assert Pretends.started == []
