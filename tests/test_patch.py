@@ -39,7 +39,7 @@ IDLE = {
     "gsm-residual=mhc_two_pass": {"decoder/start"},
 }
 # Taps of what a call hands on to the next, and not to what comes later in the same one.
-HANDED_ON = re.compile(r"decoder/\d+/state")
+HANDED_ON = re.compile(r"(encoder|decoder)/\d+/state")
 
 
 def taps(model: LanguageModel, token_BT: Tensor) -> dict[str, Tensor]:
