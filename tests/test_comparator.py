@@ -120,6 +120,17 @@ def test_a_layer_is_the_equation_of_attention():
     assert_same(got, mixer.output(torch.stack(heads, dim=1)), "one layer")
 
 
+@torch.no_grad()
+def test_attention_without_positions_reads_a_set_of_tokens():
+    mixer = variant("mixer", "attention_without_positions")(GEOMETRY.shape(), geometry=GEOMETRY, name="").double()
+    x, span = torch.randn(1, 9, GEOMETRY.dim, dtype=torch.float64), Span(torch.arange(9)[None], 1)
+    cache = forgetful(mixer.start(1, "decoder"))
+    shuffled = torch.cat([x[:, :8].flip(1), x[:, 8:]], dim=1)
+    assert_same(mixer(shuffled, span, cache, None)[0], mixer(x, span, cache, None)[0], "the last row")
+    rotated = variant("mixer", "attention")(GEOMETRY.shape(), geometry=GEOMETRY, name="").double()
+    assert not torch.allclose(rotated(shuffled, span, cache, None)[0], rotated(x, span, cache, None)[0])
+
+
 @pytest.mark.parametrize("case", comparators())
 @torch.no_grad()
 def test_fast_implementations_and_references_make_the_same_model(case):

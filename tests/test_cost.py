@@ -90,8 +90,9 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def attend_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
-    def delta_rule(query_BTHC, key, value, beta, log_decay, start, live, state_BHCC, scale=1.0):
-        return query_BTHC + sum(x.sum() for x in (key, value, beta, log_decay) if x is not None), state_BHCC
+    def delta_rule(query_BTHC, key, value, beta, log_decay, start, live, state_BHCC, scale, channel_decay):
+        given = (key, value, beta, log_decay, channel_decay)
+        return query_BTHC + sum(x.sum() for x in given if x is not None), state_BHCC
 
     def nothing(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, count, pool=None):
         return first_BR[..., None].expand(-1, -1, count) * 0 - 1
@@ -146,7 +147,7 @@ def part_of(model: LanguageModel, path: list[str]) -> str | None:
     owners = {
         "query": "projections", "output": "projections", "window": "entries", "compressor": "compressors",
         "indexer": "indexers", "feed_forward": "feed-forward", "key_value": "keys and values",
-        "attention": "projections", "shared": "feed-forward",
+        "attention": "projections", "shared": "feed-forward", "decay": "projections", "gate": "projections",
     }  # fmt: skip
     owner = path[-2] if len(path) > 2 else ""
     leaf = not any(model.get_submodule(".".join(path[1:])).children())
@@ -262,6 +263,7 @@ def test_the_rates_of_attention_and_search_are_those_of_their_equations():
         ("delta_net", 2, 1),  # so does the key, before it writes
         ("gated_delta_net", 2, 1),
         ("delta_product", 3, 2),
+        ("kda", 2, 1),
     ],
 )
 def test_recurrences_cost_what_their_equations_need(name: str, reads: int, writes: int):

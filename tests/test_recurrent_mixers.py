@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gsm.cache.memory import forgetful
 from gsm.layers.convolution import ShortConvolution
+from gsm.layers.kda import KDA
 from gsm.layers.recurrence import Recurrence
 from gsm.layers.residual import Plain
 from gsm.models.decoder_only import DecoderOnly
@@ -66,16 +67,17 @@ def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
             v_SHC, beta_SH = F.silu(v_SHC), mixer.largest_beta * torch.sigmoid(mixer.beta(x_TD[t])).view(steps, heads)
         else:
             q_HC, k_SHC = (torch.where(a > 0, a + 1, a.exp()) for a in (q_HC, k_SHC))
-        if hasattr(mixer, "decay"):
-            step_H = torch.log1p(torch.exp(mixer.decay(x_TD[t]) + mixer.decay_bias))
-            state_HCC = torch.exp(-mixer.decay_rate.exp() * step_H)[:, None, None] * state_HCC
+        if hasattr(mixer, "decay"):  # a number for each head, or for each of its channels
+            step_HN = torch.log1p(torch.exp(mixer.decay(x_TD[t]) + mixer.decay_bias)).view(heads, -1)
+            state_HCC = torch.exp(-mixer.decay_rate.exp()[:, None] * step_HN)[..., None] * state_HCC
         for i in range(steps):
             answer_HC = torch.einsum("hkv,hk->hv", state_HCC, k_SHC[i])
             write_HC = beta_SH[i][:, None] * (v_SHC[i] - answer_HC) if delta else v_SHC[i]
             state_HCC = state_HCC + torch.einsum("hk,hv->hkv", k_SHC[i], write_HC)
         out_HC = mixer.norm(torch.einsum("hkv,hk->hv", state_HCC, q_HC.view(heads, width)))
         if hasattr(mixer, "gate"):
-            out_HC = out_HC * F.silu(mixer.gate(x_TD[t])).view(heads, width)
+            squash = torch.sigmoid if isinstance(mixer, KDA) else F.silu
+            out_HC = out_HC * squash(mixer.gate(x_TD[t])).view(heads, width)
         rows.append(mixer.output(out_HC.flatten()))
     return torch.stack(rows)
 
@@ -131,11 +133,10 @@ def test_the_convolution_equals_pytorch_s_on_one_document():
     assert_same(convolution(x_BTC, torch.arange(11).expand(2, -1)), want, "the short convolution")
 
 
-def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2():
+@pytest.mark.parametrize("name", ["gated_delta_net", "kda"])
+def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2(name):
     torch.manual_seed(0)
-    mixer = instantiate(yaml_of("gated_delta_net"))(
-        replace(GEOMETRY.shape(), heads=64), geometry=GEOMETRY, name="decoder/1"
-    )
+    mixer = instantiate(yaml_of(name))(replace(GEOMETRY.shape(), heads=64), geometry=GEOMETRY, name="decoder/1")
     step_H, rate_H = F.softplus(mixer.decay_bias), mixer.decay_rate.exp()
     assert 0.001 <= step_H.min() < 0.003 and 0.03 < step_H.max() <= 0.1001
     assert 1 <= rate_H.min() < 3 and 14 < rate_H.max() <= 16

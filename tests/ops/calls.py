@@ -91,7 +91,7 @@ def hyper_connection(batch=2, rows=5, streams=4, width=6, seed=0) -> dict:
     }
 
 
-def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, seed=0) -> dict:
+def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, by_channel=False, seed=0) -> dict:
     """Arguments of `delta_rule`, float64: unit keys, documents of random lengths, padding in row 0 in two places."""
     position = packed_positions(batch, tokens, seed, padding=min(2, tokens - 1))
     position[0, tokens // 2 : tokens // 2 + 3] = -1
@@ -106,6 +106,7 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, s
         "live_BT": position >= 0,
         "state_BHCC": normal(batch, heads, channels, channels, seed=seed + 5),
         "scale": 0.7,
+        "channel_decay_BTHC": -normal(*shape, channels, seed=seed + 6).abs() if by_channel else None,
     }
 
 
@@ -143,7 +144,7 @@ def every_call() -> dict[str, dict]:
         "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
         "short_convolution": convolved(),
-        "delta_rule": recurrence(),
+        "delta_rule": recurrence(by_channel=True),
         "grouped_linear": {
             "x_MD": normal(9, 4),
             "weight_END": normal(4, 5, 4, seed=1),

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
 from .inputs import Inputs
 
-FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule")  # no delta rule, with it, and with decay besides
+# No delta rule; with it; with decay besides; and with a decay of each channel.
+FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule", "kda")
 WIDEST = 256  # channels of a head
 
 
@@ -36,6 +37,8 @@ def refuses(inputs: Inputs) -> str | None:
         return refusal
     if inputs.query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {inputs.query_BTHC.shape[-1]}"
+    if inputs.channel_decay_BTHC is not None and inputs.beta_BTH is None:
+        return "has decays of channels with the delta rule alone"
     if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
         return "waits for the device, which a CUDA graph cannot"
     return None
@@ -43,16 +46,18 @@ def refuses(inputs: Inputs) -> str | None:
 
 def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
-    query_BTHC, key_BTHC, value_BTHC, beta_BTH, log_decay_BTH, start_BT, live_BT, state_BHCC, scale = inputs
+    query_BTHC, key_BTHC, value_BTHC, beta_BTH, _, start_BT, live_BT, state_BHCC, scale, _ = inputs
     idle_BT1, start_BT, state_BHCC = ~live_BT[..., None], start_BT & live_BT, at_least_float32(state_BHCC)
     call = {"q": query_BTHC, "k": key_BTHC.masked_fill(idle_BT1[..., None], 0), "v": value_BTHC}
     if beta_BTH is not None:
         call["beta"] = beta_BTH.to(query_BTHC.dtype)
-    if log_decay_BTH is not None:
-        call["g"] = at_least_float32(log_decay_BTH).masked_fill(idle_BT1, 0)
+    decay = _decay(inputs)
+    if decay is not None:
+        call["g"] = decay.masked_fill(idle_BT1 if decay.ndim == 3 else idle_BT1[..., None], 0)
     # The kernels for single tokens have no backward.
     single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
-    run = _kernel("beta" in call, "g" in call, "fused_recurrent" if single else "chunk")
+    family = FAMILIES[0 if beta_BTH is None else 1 if decay is None else decay.ndim - 1]
+    run = _kernel(family, "fused_recurrent" if single else "chunk")
     if single:
         entering_BHCC = state_BHCC.masked_fill(start_BT[..., None, None], 0)
         out_BTHC, after_BHCC = run(**call, scale=scale, initial_state=entering_BHCC, output_final_state=True)
@@ -61,10 +66,18 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out_BTHC.masked_fill(idle_BT1[..., None], 0), after_BHCC
 
 
-def _kernel(rule: bool, decay: bool, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The library's function for a recurrence, in its ``chunk`` or its ``fused_recurrent`` form."""
-    name = FAMILIES[0 if not rule else 2 if decay else 1]
-    return getattr(importlib.import_module(f"fla.ops.{name}"), f"{form}_{name}")
+def _decay(inputs: Inputs) -> Tensor | None:
+    """All decay together: a number for each head, [B, T, H], or for each of its channels, [B, T, H, C]."""
+    head_BTH, channel_BTHC = inputs.log_decay_BTH, inputs.channel_decay_BTHC
+    if head_BTH is None or channel_BTHC is None:
+        decay = channel_BTHC if head_BTH is None else head_BTH
+        return None if decay is None else at_least_float32(decay)
+    return at_least_float32(head_BTH)[..., None] + at_least_float32(channel_BTHC)
+
+
+def _kernel(family: str, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The library's function of a family, in its ``chunk`` or its ``fused_recurrent`` form."""
+    return getattr(importlib.import_module(f"fla.ops.{family}"), f"{form}_{family}")
 
 
 def _laid_end_to_end(

@@ -6,7 +6,8 @@
 
 Queries are low-rank as in all models here, so that mixers differ in what they remember. The recurrence itself is
 ``gsm_kernels.delta_rule``; a variant says how keys are made (``feature``), how values are (``activate``), how strongly
-a token writes (``strength``), what is left of the state (``log_decay``), and what the output passes (``gated``).
+a token writes (``strength``), what is left of the state (``log_decay``, ``channel_decay``), and what the output passes
+(``gated``).
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Recurrence(nn.Module, ABC):
     reach: int | None = None
     # Whether a write first reads what the state answers to its key: the delta rule.
     corrects = False
+    # Whether every key channel decays at a rate of its own.
+    by_channel = False
 
     def __init__(self, shape: Shape, *, name: str, convolution: int, steps: int = 1):
         super().__init__()
@@ -112,9 +115,8 @@ class Recurrence(nn.Module, ABC):
         every token stands so many times: the state is emptied and decays before its first write, and is read behind its
         last.
         """
-        log_decay_BTH = self.log_decay(x_BTD)
-        if log_decay_BTH is not None:
-            log_decay_BTH = self.before_first(log_decay_BTH)
+        decays = (self.log_decay(x_BTD), self.channel_decay(x_BTD))
+        log_decay_BTH, channel_decay_BTHC = (None if decay is None else self.before_first(decay) for decay in decays)
         out_BTHC, state_BHCC = delta_rule(
             query_BTHC.repeat_interleave(self.steps, dim=1),
             key_BTHC,
@@ -124,6 +126,7 @@ class Recurrence(nn.Module, ABC):
             self.before_first(position_BT == 0),
             (position_BT >= 0).repeat_interleave(self.steps, dim=1),
             state_BHCC,
+            channel_decay_BTHC=channel_decay_BTHC,
         )
         return out_BTHC[:, self.steps - 1 :: self.steps], state_BHCC
 
@@ -152,6 +155,10 @@ class Recurrence(nn.Module, ABC):
         """Logarithm of what is left of the state, [B, T, H]; None: all of it."""
         return None
 
+    def channel_decay(self, x_BTD: Tensor) -> Tensor | None:
+        """The same for each key channel besides, [B, T, H, C]; None: no such decay."""
+        return None
+
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
         """The normed output as it goes into the output projection."""
         return out_BRHC
@@ -169,9 +176,10 @@ class Recurrence(nn.Module, ABC):
         rows, inner = self.for_rows(), self.heads * self.width
         tokens = [part for part in self.children() if part not in rows and part is not self.convolution]
         touched = 1 + self.steps * (2 if self.corrects else 1)
+        given = 2 + 2 * self.steps + self.by_channel  # query, output, keys, values, decays
         per_token = {
             "projections": products(*tokens, *self.parameters(recurse=False)),
-            "recurrence": ProductCost(touched * inner * self.width, (2 + 2 * self.steps) * inner),
+            "recurrence": ProductCost(touched * inner * self.width, given * inner),
         }
         stores = [Store(f"{kind}_state", inner * self.width, 1, full=True, carried=True)]
         if self.convolution is not None:
