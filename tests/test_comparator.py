@@ -139,7 +139,7 @@ def test_fast_implementations_and_references_make_the_same_model(case):
         fast = model(TOKENS).logits
     with using("reference"):
         assert_same(fast, model(TOKENS).logits, case)
-    assert {("attend_range", "sdpa"), ("delta_rule", "chunked")} & set(heard)
+    assert {("attend_range", "sdpa"), ("delta_rule", "chunked"), ("slot_attention", "chunked")} & set(heard)
 
 
 @torch.no_grad()

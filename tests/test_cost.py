@@ -90,9 +90,9 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def attend_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
-    def delta_rule(query_BTHC, key, value, beta, log_decay, start, live, state_BHCC, scale, channel_decay):
+    def recur(query_BTHC, key, value, beta, log_decay, start, live, state_BHRC, scale, channel_decay=None):
         given = (key, value, beta, log_decay, channel_decay)
-        return query_BTHC + sum(x.sum() for x in given if x is not None), state_BHCC
+        return query_BTHC + sum(x.sum() for x in given if x is not None), state_BHRC
 
     def nothing(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, count, pool=None):
         return first_BR[..., None].expand(-1, -1, count) * 0 - 1
@@ -109,7 +109,8 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     ):
         for name, stub in stubs.items():
             monkeypatch.setattr(module, name, stub)
-    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range, "delta_rule": delta_rule}
+    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range}
+    stubs |= {"delta_rule": recur, "slot_attention": recur}
     for name, stub in stubs.items():  # the operations themselves, wherever they are called
         reference = Impl("reference", lambda inputs, stub=stub: stub(*inputs))
         monkeypatch.setattr(getattr(gsm_kernels, name), "impls", (reference,))
@@ -264,16 +265,18 @@ def test_the_rates_of_attention_and_search_are_those_of_their_equations():
         ("gated_delta_net", 2, 1),
         ("delta_product", 3, 2),
         ("kda", 2, 1),
+        ("gsa", 1, 1),  # keys and values of slots: both are read once, and written
     ],
 )
 def test_recurrences_cost_what_their_equations_need(name: str, reads: int, writes: int):
     heads, width, sees = GEOMETRY.heads, GEOMETRY.entry_dim, 4
-    state = torch.zeros(heads, width, width)
+    across = 2 * width if name == "gsa" else width  # as many slots as channels
+    state = torch.zeros(heads, width, across)
     with FlopCounterMode(display=False) as recurrence:
         for _ in range(reads):
             _ = state.mT @ torch.zeros(heads, width, 1)
         for _ in range(writes):
-            state = state + torch.zeros(heads, width, 1) @ torch.zeros(heads, 1, width)
+            state = state + torch.zeros(heads, width, 1) @ torch.zeros(heads, 1, across)
     channels = heads * width * (1 + 2 * writes)
     with FlopCounterMode(display=False) as convolution:
         F.conv1d(torch.zeros(1, channels, sees), torch.zeros(channels, 1, sees), groups=channels)

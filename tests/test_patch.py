@@ -145,8 +145,8 @@ def test_what_a_recurrent_layer_is_left_with_is_what_the_next_call_goes_on_from(
     assert torch.equal(half.logits, emptied.logits), "the call itself has read it already"
     follow = [model(token_BT[:, 9:], memory=out.memory).logits for out in (half, emptied)]
     assert not torch.allclose(*follow)
-    states = [cache.state.value_BHCC for cache in emptied.memory.decoder]
-    assert states and not any(state_BHCC.any() for state_BHCC in states)
+    states = [cache.state.value_BHRC for cache in emptied.memory.decoder]
+    assert states and not any(state_BHRC.any() for state_BHRC in states)
 
 
 @torch.no_grad()

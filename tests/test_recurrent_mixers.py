@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gsm.cache.memory import forgetful
 from gsm.layers.convolution import ShortConvolution
+from gsm.layers.gsa import GSA
 from gsm.layers.kda import KDA
 from gsm.layers.recurrence import Recurrence
 from gsm.layers.residual import Plain
@@ -29,6 +30,7 @@ def yaml_of(name: str):
 
 
 NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_of(name)._target_), Recurrence)]
+SLOTS = ("gsa",)  # whose state is keys and values
 LENGTH = 41
 
 
@@ -51,13 +53,11 @@ def build(name: str) -> DecoderOnly:
 
 def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
     """What a mixer makes of one document, from its parameters."""
+    if isinstance(mixer, GSA):
+        return slots_written_out(mixer, x_TD)
     heads, width, steps, delta = mixer.heads, mixer.width, mixer.steps, hasattr(mixer, "beta")
-    parts = [mixer.query(x_TD[None])[0][0].flatten(-2), mixer.key(x_TD), mixer.value(x_TD)]
-    raw_TC = torch.cat(parts, dim=-1)
-    taps_CW = torch.ones_like(raw_TC[0])[:, None] if mixer.convolution is None else mixer.convolution.weight
     state_HCC, rows = x_TD.new_zeros(heads, width, width), []
-    for t in range(len(x_TD)):
-        mixed_C = sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, taps_CW.shape[1])))
+    for t, mixed_C in enumerate(convolved(mixer, x_TD)):
         q_HC, k_SHC, v_SHC = (
             part.view(-1, heads, width)
             for part in mixed_C.split([heads * width, steps * heads * width, steps * heads * width])
@@ -82,10 +82,34 @@ def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def convolved(mixer: Recurrence, x_TD: Tensor) -> list[Tensor]:
+    """Query, key and value of every token, behind the short convolution."""
+    raw_TC = torch.cat([mixer.query(x_TD[None])[0][0].flatten(-2), mixer.key(x_TD), mixer.value(x_TD)], dim=-1)
+    taps_CW = torch.ones_like(raw_TC[0])[:, None] if mixer.convolution is None else mixer.convolution.weight
+    count = taps_CW.shape[1]
+    return [sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, count))) for t in range(len(x_TD))]
+
+
+def slots_written_out(mixer: GSA, x_TD: Tensor) -> Tensor:
+    """The same of a mixer with slots."""
+    heads, width, slots = mixer.heads, mixer.width, mixer.slots
+    key_HMC, value_HMC, rows = x_TD.new_zeros(heads, slots, width), x_TD.new_zeros(heads, slots, width), []
+    for t, mixed_C in enumerate(convolved(mixer, x_TD)):
+        q_HC, k_HC, v_HC = F.silu(mixed_C).view(3, heads, width)
+        left_HM1 = torch.sigmoid(mixer.decay(x_TD[t])).view(heads, slots, 1) ** (1 / mixer.damping)
+        key_HMC = left_HM1 * key_HMC + (1 - left_HM1) * k_HC[:, None]
+        value_HMC = left_HM1 * value_HMC + (1 - left_HM1) * v_HC[:, None]
+        weight_HM = torch.einsum("hmc,hc->hm", key_HMC, q_HC).softmax(-1)
+        out_HC = mixer.norm(F.silu(torch.einsum("hm,hmc->hc", weight_HM, value_HMC)))
+        rows.append(mixer.output(out_HC.flatten()))
+    return torch.stack(rows)
+
+
 KNOBS = [(name, {}) for name in NAMES] + [
     ("linear_attention", {"convolution": 1}),
     ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
     ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
+    ("gsa", {"convolution": 1, "slots": 5, "damping": 2.0}),
 ]
 
 
@@ -120,6 +144,8 @@ def test_delta_product_of_one_step_is_delta_net():
         ("delta_net", {"largest_beta": 2.5}, "largest_beta must lie above 0 and be at most 2, .* got 2.5"),
         ("delta_product", {"steps": 0}, "steps must be at least 1 write for a token, got 0"),
         ("linear_attention", {"convolution": 0}, "convolution must see at least 1 token, .* got 0"),
+        ("gsa", {"slots": 0}, "slots must be at least 1 for each head, got 0"),
+        ("gsa", {"damping": 0.0}, "damping must lie above 0, got 0"),
     ],
 )
 def test_a_knob_that_cannot_be_is_named(name, knobs, message):
@@ -148,8 +174,9 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
     model = build(name).to(torch.bfloat16)
     inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
+    state = 2 * inner if name in SLOTS else inner  # keys and values of as many slots as there are channels, or a matrix
     sizes = {
-        "decoder_state": layers * 3 * inner * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
+        "decoder_state": layers * 3 * state * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
         "decoder_convolution": layers * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
     }
     for capacity in (None, 20, 40):
@@ -174,7 +201,8 @@ def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
     with record("decoder/*/state") as seen:
         model(random_tokens(2, 5))
     assert set(seen) == {f"decoder/{layer}/state" for layer in range(1, GEOMETRY.depth + 1)}
-    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, GEOMETRY.entry_dim)
+    across = (2 if name in SLOTS else 1) * GEOMETRY.entry_dim
+    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, across)
     parts = model.parameter_report().parts
     assert parts["recurrence"] > 0 and parts["query, output, sink"] > 0
     assert not {"other", "attention, other"} & set(parts), "a parameter without a name of its own"

@@ -36,7 +36,8 @@ its own. The layers of comparators, called the decoder's except for the first ha
 
     decoder/<l>/weights  [B, R, H, F]         where a layer attends, to F tokens, stored and new; what a row does not
                                               see is 0
-    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call
+    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] where it is
+                                              M slots, key and value side by side
     encoder/<l>/...                           YOCO: likewise
 
 After the named probes of facebookresearch/lingua; here they nest, choose by pattern, replace, and vanish under

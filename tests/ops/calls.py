@@ -110,6 +110,20 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, b
     }
 
 
+def slots(batch=2, tokens=37, heads=2, channels=4, slots=3, seed=0) -> dict:
+    """Arguments of `slot_attention`, float64: documents and padding as of `recurrence`; some slots are left alone."""
+    call, shape = recurrence(batch, tokens, heads, channels, seed=seed), (batch, tokens, heads, slots)
+    write = normal(*shape, seed=seed + 7).relu()
+    return {
+        **{name: call[name] for name in ("query_BTHC", "key_BTHC", "value_BTHC")},
+        "write_BTHM": write,
+        "log_decay_BTHM": -normal(*shape, seed=seed + 8).abs() * (write > 0),
+        **{name: call[name] for name in ("start_BT", "live_BT")},
+        "state_BHMU": normal(batch, heads, slots, 2 * channels, seed=seed + 9),
+        "scale": 0.7,
+    }
+
+
 def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
     """Arguments of `short_convolution`, float64: documents of random lengths, padding in row 0 in two places, and in
     front of what is stored so many tokens more that are not."""
@@ -145,6 +159,7 @@ def every_call() -> dict[str, dict]:
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
         "short_convolution": convolved(),
         "delta_rule": recurrence(by_channel=True),
+        "slot_attention": slots(),
         "grouped_linear": {
             "x_MD": normal(9, 4),
             "weight_END": normal(4, 5, 4, seed=1),

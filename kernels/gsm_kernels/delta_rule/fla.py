@@ -1,8 +1,7 @@
 """The recurrence of `gsm_kernels.delta_rule` by the Triton kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-Its kernels know no flags of documents but offsets of sequences laid end to end, each with a state of its own to start
-from: every document in a row of the batch, or part of one, becomes such a sequence. How many there are only the device
-knows, so a call of several tokens waits for it; a single token does not.
+Its kernels know no flags of documents but sequences laid end to end (`gsm_kernels.sequences`). How many there are only
+the device knows, so a call of several tokens waits for it; a single token does not.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
+from ..sequences import laid_end_to_end
 from .inputs import Inputs
 
 # No delta rule; with it; with decay besides; and with a decay of each channel.
@@ -62,7 +62,7 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
         entering_BHCC = state_BHCC.masked_fill(start_BT[..., None, None], 0)
         out_BTHC, after_BHCC = run(**call, scale=scale, initial_state=entering_BHCC, output_final_state=True)
     else:
-        out_BTHC, after_BHCC = _laid_end_to_end(run, call, start_BT, state_BHCC, scale)
+        out_BTHC, after_BHCC = laid_end_to_end(run, call, start_BT, state_BHCC, scale)
     return out_BTHC.masked_fill(idle_BT1[..., None], 0), after_BHCC
 
 
@@ -78,28 +78,3 @@ def _decay(inputs: Inputs) -> Tensor | None:
 def _kernel(family: str, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The library's function of a family, in its ``chunk`` or its ``fused_recurrent`` form."""
     return getattr(importlib.import_module(f"fla.ops.{family}"), f"{form}_{family}")
-
-
-def _laid_end_to_end(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    call: dict[str, Tensor],
-    start_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Runs a kernel on all rows as one, cut where a row or a document starts."""
-    batch, length = start_BT.shape
-    cut_BT = start_BT.clone()
-    cut_BT[:, 0] = True
-    first_N = cut_BT.flatten().nonzero()[:, 0]
-    end = first_N.new_tensor([batch * length])
-    goes_on_N = (first_N % length == 0) & ~start_BT.flatten()[first_N]
-    entering_NHCC = state_BHCC[first_N // length].masked_fill(~goes_on_N[:, None, None, None], 0)
-    out_1THC, after_NHCC = run(
-        **{name: x.flatten(0, 1)[None] for name, x in call.items()},
-        scale=scale,
-        initial_state=entering_NHCC,
-        output_final_state=True,
-        cu_seqlens=torch.cat((first_N, end)),
-    )
-    return out_1THC[0].unflatten(0, (batch, length)), after_NHCC[cut_BT.sum(dim=1).cumsum(0) - 1]

@@ -26,11 +26,9 @@ class KDA(DeltaNet):
         largest_beta: as in ``DeltaNet``.
     """
 
-    by_channel = True
-
     def __init__(self, shape: Shape, *, geometry: object, name: str, convolution: int, largest_beta: float):
         super().__init__(shape, geometry=geometry, name=name, convolution=convolution, largest_beta=largest_beta)
-        inner = shape.heads * shape.entry_dim
+        inner, self.decays = shape.heads * shape.entry_dim, shape.entry_dim
         self.decay = through(shape.dim, shape.entry_dim, inner)
         self.decay_rate = nn.Parameter(fresh_rates(shape.heads))
         self.decay_bias = nn.Parameter(fresh_steps(inner))

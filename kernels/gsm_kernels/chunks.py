@@ -1,4 +1,5 @@
-"""Sums over a chunk in which every channel decays at a rate of its own, for recurrences in chunks.
+"""What recurrences in chunks of tokens share: cutting into chunks, the state from chunk to chunk, and sums over a chunk
+in which every channel decays at a rate of its own.
 
 With d_i the sum of a channel's log decays up to token i, exp(d_i - d_j) of what token j has written is left at a later
 token i. As exp(d_i) exp(-d_j) it would divide into two factors of one product, but the second may be larger than any
@@ -13,9 +14,34 @@ more than the others.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .device import full_precision
+
+CHUNK = 32
+
+
+def chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] as [B, H, N, L, ...], filled up with zeros."""
+    missing = -x.shape[1] % size
+    padded = F.pad(x, (0,) * (2 * x.ndim - 4) + (0, missing)) if missing else x
+    return padded.unflatten(1, (-1, size)).movedim(3, 1).contiguous()
+
+
+def halved(tokens: int) -> int:
+    """The size of chunks that can be cut into halves down to single tokens."""
+    return min(1 << (tokens - 1).bit_length(), CHUNK)
+
+
+def scan(kept: Tensor, added_BHNCC: Tensor, state_BHCC: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before every chunk, [B, H, N, C, C], and the one after the last. ``kept`` multiplies it as a matrix
+    [C, C], or as a number for each row [1, 1] or [C, 1]."""
+    before = []
+    for keep, add in zip(kept.unbind(2), added_BHNCC.unbind(2), strict=True):
+        before.append(state_BHCC)
+        state_BHCC = (product(keep, state_BHCC) if keep.shape[-1] > 1 else keep * state_BHCC) + add
+    return torch.stack(before, dim=2), state_BHCC
 
 
 def decayed_products(row_LC: Tensor, column_LC: Tensor, total_LC: Tensor) -> Tensor:
