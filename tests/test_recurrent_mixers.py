@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gsm.cache.memory import forgetful
 from gsm.layers.convolution import ShortConvolution
-from gsm.layers.gsa import GSA
 from gsm.layers.kda import KDA
+from gsm.layers.raven import Raven
 from gsm.layers.recurrence import Recurrence
 from gsm.layers.residual import Plain
+from gsm.layers.slot_memory import SlotMemory
 from gsm.models.decoder_only import DecoderOnly
 from gsm.observe import record
 from gsm.paths import ROOT, variants
@@ -30,14 +31,14 @@ def yaml_of(name: str):
 
 
 NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_of(name)._target_), Recurrence)]
-SLOTS = ("gsa",)  # whose state is keys and values
+SLOTS = ("gsa", "raven")  # whose state is keys and values
 LENGTH = 41
 
 
 def mixer_of(name: str, **knobs) -> Recurrence:
     mixer = instantiate(yaml_of(name), **knobs)(GEOMETRY.shape(), geometry=GEOMETRY, name="decoder/1").double()
     randomise(mixer)
-    return mixer
+    return mixer.eval()
 
 
 def build(name: str) -> DecoderOnly:
@@ -53,7 +54,7 @@ def build(name: str) -> DecoderOnly:
 
 def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
     """What a mixer makes of one document, from its parameters."""
-    if isinstance(mixer, GSA):
+    if isinstance(mixer, SlotMemory):
         return slots_written_out(mixer, x_TD)
     heads, width, steps, delta = mixer.heads, mixer.width, mixer.steps, hasattr(mixer, "beta")
     state_HCC, rows = x_TD.new_zeros(heads, width, width), []
@@ -90,13 +91,16 @@ def convolved(mixer: Recurrence, x_TD: Tensor) -> list[Tensor]:
     return [sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, count))) for t in range(len(x_TD))]
 
 
-def slots_written_out(mixer: GSA, x_TD: Tensor) -> Tensor:
+def slots_written_out(mixer: SlotMemory, x_TD: Tensor) -> Tensor:
     """The same of a mixer with slots."""
     heads, width, slots = mixer.heads, mixer.width, mixer.slots
     key_HMC, value_HMC, rows = x_TD.new_zeros(heads, slots, width), x_TD.new_zeros(heads, slots, width), []
     for t, mixed_C in enumerate(convolved(mixer, x_TD)):
         q_HC, k_HC, v_HC = F.silu(mixed_C).view(3, heads, width)
-        left_HM1 = torch.sigmoid(mixer.decay(x_TD[t])).view(heads, slots, 1) ** (1 / mixer.damping)
+        if isinstance(mixer, Raven):
+            q_HC, k_HC, left_HM1 = mixer.query_norm(q_HC), mixer.key_norm(k_HC), routed(mixer, x_TD[t])[..., None]
+        else:
+            left_HM1 = torch.sigmoid(mixer.decay(x_TD[t])).view(heads, slots, 1) ** (1 / mixer.damping)
         key_HMC = left_HM1 * key_HMC + (1 - left_HM1) * k_HC[:, None]
         value_HMC = left_HM1 * value_HMC + (1 - left_HM1) * v_HC[:, None]
         weight_HM = torch.einsum("hmc,hc->hm", key_HMC, q_HC).softmax(-1)
@@ -105,11 +109,25 @@ def slots_written_out(mixer: GSA, x_TD: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def routed(mixer: Raven, x_D: Tensor) -> Tensor:
+    """What Raven leaves of each slot, one by one."""
+    score_HM = torch.sigmoid(mixer.router(x_D)).view(mixer.heads, mixer.slots)
+    step_H = torch.log1p(torch.exp(mixer.decay(x_D) + mixer.decay_bias))
+    left_HM = torch.ones_like(score_HM)
+    for head, score_M in enumerate(score_HM):
+        best = sorted(range(mixer.slots), key=lambda slot: -score_M[slot])[: mixer.top_k]
+        for slot in best:
+            share = score_M[slot] / sum(score_M[other] for other in best)
+            left_HM[head, slot] = torch.exp(-mixer.decay_rate[head].exp() * step_H[head] * share)
+    return left_HM
+
+
 KNOBS = [(name, {}) for name in NAMES] + [
     ("linear_attention", {"convolution": 1}),
     ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
     ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
     ("gsa", {"convolution": 1, "slots": 5, "damping": 2.0}),
+    ("raven", {"convolution": 4, "slots": 5, "top_k": 1}),
 ]
 
 
@@ -130,6 +148,19 @@ def test_a_mixer_equals_its_equations(name, knobs):
 
 
 @torch.no_grad()
+def test_a_token_of_raven_leaves_the_slots_alone_that_it_has_not_chosen_and_noise_tries_others():
+    mixer, x_BTD = mixer_of("raven", top_k=2), torch.randn(3, 20, GEOMETRY.dim, dtype=torch.float64)
+    share_BTHM = mixer.route(x_BTD)
+    assert ((share_BTHM > 0).sum(-1) == 2).all()
+    assert_same(share_BTHM.sum(-1), torch.ones_like(share_BTHM[..., 0]), "shares")
+    assert ((mixer.slot_decay(x_BTD) < 0) == (share_BTHM > 0)).all()
+    assert torch.equal(mixer.route(x_BTD), share_BTHM)
+    assert not torch.equal(mixer.train().route(x_BTD) > 0, share_BTHM > 0)
+    mixer.noise = False
+    assert torch.equal(mixer.route(x_BTD), share_BTHM)
+
+
+@torch.no_grad()
 def test_delta_product_of_one_step_is_delta_net():
     one, net = mixer_of("delta_product", steps=1), mixer_of("delta_net")
     one.load_state_dict(net.state_dict())
@@ -145,6 +176,7 @@ def test_delta_product_of_one_step_is_delta_net():
         ("delta_product", {"steps": 0}, "steps must be at least 1 write for a token, got 0"),
         ("linear_attention", {"convolution": 0}, "convolution must see at least 1 token, .* got 0"),
         ("gsa", {"slots": 0}, "slots must be at least 1 for each head, got 0"),
+        ("raven", {"top_k": 9}, "top_k must be from 1 to the 8 slots, got 9"),
         ("gsa", {"damping": 0.0}, "damping must lie above 0, got 0"),
     ],
 )
@@ -175,10 +207,9 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
     inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
     state = 2 * inner if name in SLOTS else inner  # keys and values of as many slots as there are channels, or a matrix
-    sizes = {
-        "decoder_state": layers * 3 * state * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
-        "decoder_convolution": layers * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
-    }
+    sizes = {"decoder_state": layers * 3 * state * GEOMETRY.entry_dim * 4}  # layers, sequences, float32
+    if name != "raven":
+        sizes["decoder_convolution"] = layers * 3 * (1 + 2 * steps) * inner * 3 * 2  # three tokens, bfloat16
     for capacity in (None, 20, 40):
         memory = model.start(3, capacity)
         memory = model(random_tokens(3, 7), memory=memory).memory

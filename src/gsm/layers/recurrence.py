@@ -91,7 +91,7 @@ class Recurrence(nn.Module, ABC):
         query_BTC, key_BTC, value_BTC = mixed_BTC.split(self.channels, dim=-1)
         empty_BHRC = promoted(x_BTD.new_zeros(len(x_BTD), self.heads, *self.kept))
         out_BTHC, state_BHRC = self.recur(
-            self.feature(self.split(query_BTC)),
+            self.query_feature(self.split(query_BTC)),
             self.feature(self.split(key_BTC)),
             self.split(self.activate(value_BTC)),
             x_BTD,
@@ -144,7 +144,11 @@ class Recurrence(nn.Module, ABC):
 
     @abstractmethod
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """Queries and keys as the state is addressed with them."""
+        """Keys as the state is addressed with them, and queries unless ``query_feature`` says otherwise."""
+
+    def query_feature(self, x_BTHC: Tensor) -> Tensor:
+        """Queries as the state is read with them."""
+        return self.feature(x_BTHC)
 
     def activate(self, value_BTC: Tensor) -> Tensor:
         """Values as they are written."""
@@ -170,21 +174,22 @@ class Recurrence(nn.Module, ABC):
         """The parts that only rows asked for meet; all others meet every token."""
         return self.norm, self.output
 
-    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs, token by token as the equations stand; in chunks, more is computed.
+    def multiplied(self) -> int:
+        """Numbers of the state that a token multiplies or adds to: all for its query, for each of its keys where writes
+        correct, and for the outer product of each key and value. That the state decays is no product."""
+        return (1 + self.steps * (2 if self.corrects else 1)) * self.heads * math.prod(self.kept)
 
-        A token multiplies the state of every head with its query, with each of its keys where writes correct, and adds
-        an outer product for each. That the state decays is no product. Every call reads and writes the state.
-        """
-        rows, inner, state = self.for_rows(), self.heads * self.width, self.heads * math.prod(self.kept)
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs, token by token as the equations stand; in chunks, more is computed. Every call reads and
+        writes the state."""
+        rows, inner = self.for_rows(), self.heads * self.width
         tokens = [part for part in self.children() if part not in rows and part is not self.convolution]
-        touched = 1 + self.steps * (2 if self.corrects else 1)
         moved = (2 + 2 * self.steps) * inner + self.heads * self.decays
         per_token = {
             "projections": products(*tokens, *self.parameters(recurse=False)),
-            "recurrence": ProductCost(touched * state, moved),
+            "recurrence": ProductCost(self.multiplied(), moved),
         }
-        stores = [Store(f"{kind}_state", state, 1, full=True, carried=True)]
+        stores = [Store(f"{kind}_state", self.heads * math.prod(self.kept), 1, full=True, carried=True)]
         if self.convolution is not None:
             per_token["convolution"] = self.convolution.products()
             channels, seen = sum(self.channels), self.convolution.width - 1
