@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from small import GEOMETRY, W, assert_same, build, comparators, random_tokens, variant
+from small import GEOMETRY, SHALLOW, W, assert_same, build, comparators, random_tokens, variant
 
 import gsm
 from gsm.cache.memory import forgetful
@@ -120,6 +120,17 @@ def test_a_layer_is_the_equation_of_attention():
     assert_same(got, mixer.output(torch.stack(heads, dim=1)), "one layer")
 
 
+@torch.no_grad()
+def test_attention_without_positions_reads_a_set_of_tokens():
+    mixer = variant("mixer", "attention_without_positions")(GEOMETRY.shape(), geometry=GEOMETRY, name="").double()
+    x, span = torch.randn(1, 9, GEOMETRY.dim, dtype=torch.float64), Span(torch.arange(9)[None], 1)
+    cache = forgetful(mixer.start(1, "decoder"))
+    shuffled = torch.cat([x[:, :8].flip(1), x[:, 8:]], dim=1)
+    assert_same(mixer(shuffled, span, cache, None)[0], mixer(x, span, cache, None)[0], "the last row")
+    rotated = variant("mixer", "attention")(GEOMETRY.shape(), geometry=GEOMETRY, name="").double()
+    assert not torch.allclose(rotated(shuffled, span, cache, None)[0], rotated(x, span, cache, None)[0])
+
+
 @pytest.mark.parametrize("case", comparators())
 @torch.no_grad()
 def test_fast_implementations_and_references_make_the_same_model(case):
@@ -128,7 +139,7 @@ def test_fast_implementations_and_references_make_the_same_model(case):
         fast = model(TOKENS).logits
     with using("reference"):
         assert_same(fast, model(TOKENS).logits, case)
-    assert {("attend_range", "sdpa"), ("delta_rule", "chunked")} & set(heard)
+    assert {("attend_range", "sdpa"), ("delta_rule", "chunked"), ("slot_attention", "chunked")} & set(heard)
 
 
 @torch.no_grad()
@@ -203,6 +214,28 @@ def test_prefill_asks_yoco_s_second_half_for_one_row(monkeypatch):
     monkeypatch.setattr(type(model.decoder), "forward", watch)
     model(TOKENS, rows=1)
     assert asked == [(40, [40] * GEOMETRY.encoder_layers), (1, [1] * GEOMETRY.decoder_layers)]
+
+
+@pytest.mark.parametrize("name", variants("model/mixer"))
+@torch.no_grad()
+def test_any_mixer_may_stand_in_yoco_s_self_decoder(name):
+    """Every token of it is cached, whatever the mixer reaches: in chunks the same as at once."""
+    model = build("yoco", self_decoder=variant("mixer", name), geometry=SHALLOW)
+    kinds = {type(block.attention) for block in model.encoder}
+    assert kinds == {type(variant("mixer", name)(GEOMETRY.shape(), geometry=GEOMETRY, name=""))}
+    full, memory = model(TOKENS).logits, model.start(2)
+    for first, end in ((0, 3), (3, 4), (4, 21), (21, 40)):
+        out = model(TOKENS[:, first:end], memory=memory, rows=1)
+        memory = out.memory
+        assert_same(out.logits, full[:, end - 1 : end], f"{name}, up to {end}")
+
+
+@torch.no_grad()
+def test_yoco_on_gated_delta_nets_keeps_one_cache_and_states():
+    sizes = [build("yoco_gated_delta_net").start(1, capacity=n).breakdown() for n in (39, 79)]
+    state = GEOMETRY.encoder_layers * GEOMETRY.heads * GEOMETRY.entry_dim**2 * 8
+    assert [one["encoder_state"] for one in sizes] == [state, state]
+    assert sizes[1]["decoder_cache"] == 2 * sizes[0]["decoder_cache"] and "encoder_window" not in sizes[0]
 
 
 def test_matching_takes_the_first_heads_whose_rank_fits():

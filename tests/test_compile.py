@@ -32,6 +32,8 @@ TRACED: dict[str, dict[str, Any]] = {
     "baseline-pool": {},
     "yoco": {},
     "hybrid": {},
+    "kda": {},
+    "raven": {},
 }
 
 
@@ -39,6 +41,7 @@ def loss_and_gradients(
     model: torch.nn.Module, run: Callable[..., Any], device: str = "cpu"
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What is trained on, for two sequences of two documents, and the gradients of all parameters that get one."""
+    torch.manual_seed(0)  # of what is drawn in training
     tokens = random_tokens(2, LENGTH).to(device)
     documents = (torch.arange(LENGTH, device=device) >= LENGTH // 3).long().expand(2, -1)
     model.zero_grad()

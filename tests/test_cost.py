@@ -90,8 +90,9 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def attend_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
-    def delta_rule(query_BTHC, key, value, beta, log_decay, start, live, state_BHCC, scale=1.0):
-        return query_BTHC + sum(x.sum() for x in (key, value, beta, log_decay) if x is not None), state_BHCC
+    def recur(query_BTHC, key, value, beta, log_decay, start, live, state_BHRC, scale, channel_decay=None):
+        given = (key, value, beta, log_decay, channel_decay)
+        return query_BTHC + sum(x.sum() for x in given if x is not None), state_BHRC
 
     def nothing(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, count, pool=None):
         return first_BR[..., None].expand(-1, -1, count) * 0 - 1
@@ -108,7 +109,8 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     ):
         for name, stub in stubs.items():
             monkeypatch.setattr(module, name, stub)
-    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range, "delta_rule": delta_rule}
+    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range}
+    stubs |= {"delta_rule": recur, "slot_attention": recur}
     for name, stub in stubs.items():  # the operations themselves, wherever they are called
         reference = Impl("reference", lambda inputs, stub=stub: stub(*inputs))
         monkeypatch.setattr(getattr(gsm_kernels, name), "impls", (reference,))
@@ -146,7 +148,7 @@ def part_of(model: LanguageModel, path: list[str]) -> str | None:
     owners = {
         "query": "projections", "output": "projections", "window": "entries", "compressor": "compressors",
         "indexer": "indexers", "feed_forward": "feed-forward", "key_value": "keys and values",
-        "attention": "projections", "shared": "feed-forward",
+        "attention": "projections", "shared": "feed-forward", "decay": "projections", "gate": "projections",
     }  # fmt: skip
     owner = path[-2] if len(path) > 2 else ""
     leaf = not any(model.get_submodule(".".join(path[1:])).children())
@@ -262,22 +264,27 @@ def test_the_rates_of_attention_and_search_are_those_of_their_equations():
         ("delta_net", 2, 1),  # so does the key, before it writes
         ("gated_delta_net", 2, 1),
         ("delta_product", 3, 2),
+        ("kda", 2, 1),
+        ("gsa", 1, 1),  # keys and values of slots: both are read once, and written
+        ("raven", 1, 0.5),  # half of them are written
     ],
 )
-def test_recurrences_cost_what_their_equations_need(name: str, reads: int, writes: int):
+def test_recurrences_cost_what_their_equations_need(name: str, reads: int, writes: float):
     heads, width, sees = GEOMETRY.heads, GEOMETRY.entry_dim, 4
-    state = torch.zeros(heads, width, width)
+    across = 2 * width if name in ("gsa", "raven") else width  # as many slots as channels
+    state = torch.zeros(heads, width, across)
     with FlopCounterMode(display=False) as recurrence:
         for _ in range(reads):
             _ = state.mT @ torch.zeros(heads, width, 1)
-        for _ in range(writes):
-            state = state + torch.zeros(heads, width, 1) @ torch.zeros(heads, 1, width)
-    channels = heads * width * (1 + 2 * writes)
+        for _ in range(max(1, int(writes))):
+            _ = torch.zeros(heads, int(min(1, writes) * width), 1) @ torch.zeros(heads, 1, across)
+    channels = heads * width * (1 + 2 * int(writes))
     with FlopCounterMode(display=False) as convolution:
         F.conv1d(torch.zeros(1, channels, sees), torch.zeros(channels, 1, sees), groups=channels)
     parts, times = cost(build(name)).forward_flops(9, rows=2), 9 * GEOMETRY.depth
     assert parts["decoder/recurrence"] == times * recurrence.get_total_flops()
-    assert parts["decoder/convolution"] == times * convolution.get_total_flops()
+    if name != "raven":  # which has none
+        assert parts["decoder/convolution"] == times * convolution.get_total_flops()
 
 
 @pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool", *comparators()])

@@ -29,7 +29,7 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 from gsm_kernels.index_top_k.reference import slots_visible
 
 BLOCKS = ("encoder", "decoder")
-CARRIED = ("_pending", "_convolution", "decoder_state")  # every call reads all of these
+CARRIED = ("_pending", "_convolution", "encoder_state", "decoder_state")  # every call reads all of these
 
 
 class Touched(TorchDispatchMode):

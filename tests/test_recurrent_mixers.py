@@ -15,8 +15,11 @@ from torch import Tensor
 
 from gsm.cache.memory import forgetful
 from gsm.layers.convolution import ShortConvolution
+from gsm.layers.kda import KDA
+from gsm.layers.raven import Raven
 from gsm.layers.recurrence import Recurrence
 from gsm.layers.residual import Plain
+from gsm.layers.slot_memory import SlotMemory
 from gsm.models.decoder_only import DecoderOnly
 from gsm.observe import record
 from gsm.paths import ROOT, variants
@@ -28,13 +31,14 @@ def yaml_of(name: str):
 
 
 NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_of(name)._target_), Recurrence)]
+SLOTS = ("gsa", "raven")  # whose state is keys and values
 LENGTH = 41
 
 
 def mixer_of(name: str, **knobs) -> Recurrence:
     mixer = instantiate(yaml_of(name), **knobs)(GEOMETRY.shape(), geometry=GEOMETRY, name="decoder/1").double()
     randomise(mixer)
-    return mixer
+    return mixer.eval()
 
 
 def build(name: str) -> DecoderOnly:
@@ -50,13 +54,11 @@ def build(name: str) -> DecoderOnly:
 
 def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
     """What a mixer makes of one document, from its parameters."""
+    if isinstance(mixer, SlotMemory):
+        return slots_written_out(mixer, x_TD)
     heads, width, steps, delta = mixer.heads, mixer.width, mixer.steps, hasattr(mixer, "beta")
-    parts = [mixer.query(x_TD[None])[0][0].flatten(-2), mixer.key(x_TD), mixer.value(x_TD)]
-    raw_TC = torch.cat(parts, dim=-1)
-    taps_CW = torch.ones_like(raw_TC[0])[:, None] if mixer.convolution is None else mixer.convolution.weight
     state_HCC, rows = x_TD.new_zeros(heads, width, width), []
-    for t in range(len(x_TD)):
-        mixed_C = sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, taps_CW.shape[1])))
+    for t, mixed_C in enumerate(convolved(mixer, x_TD)):
         q_HC, k_SHC, v_SHC = (
             part.view(-1, heads, width)
             for part in mixed_C.split([heads * width, steps * heads * width, steps * heads * width])
@@ -66,24 +68,66 @@ def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
             v_SHC, beta_SH = F.silu(v_SHC), mixer.largest_beta * torch.sigmoid(mixer.beta(x_TD[t])).view(steps, heads)
         else:
             q_HC, k_SHC = (torch.where(a > 0, a + 1, a.exp()) for a in (q_HC, k_SHC))
-        if hasattr(mixer, "decay"):
-            step_H = torch.log1p(torch.exp(mixer.decay(x_TD[t]) + mixer.decay_bias))
-            state_HCC = torch.exp(-mixer.decay_rate.exp() * step_H)[:, None, None] * state_HCC
+        if hasattr(mixer, "decay"):  # a number for each head, or for each of its channels
+            step_HN = torch.log1p(torch.exp(mixer.decay(x_TD[t]) + mixer.decay_bias)).view(heads, -1)
+            state_HCC = torch.exp(-mixer.decay_rate.exp()[:, None] * step_HN)[..., None] * state_HCC
         for i in range(steps):
             answer_HC = torch.einsum("hkv,hk->hv", state_HCC, k_SHC[i])
             write_HC = beta_SH[i][:, None] * (v_SHC[i] - answer_HC) if delta else v_SHC[i]
             state_HCC = state_HCC + torch.einsum("hk,hv->hkv", k_SHC[i], write_HC)
         out_HC = mixer.norm(torch.einsum("hkv,hk->hv", state_HCC, q_HC.view(heads, width)))
         if hasattr(mixer, "gate"):
-            out_HC = out_HC * F.silu(mixer.gate(x_TD[t])).view(heads, width)
+            squash = torch.sigmoid if isinstance(mixer, KDA) else F.silu
+            out_HC = out_HC * squash(mixer.gate(x_TD[t])).view(heads, width)
         rows.append(mixer.output(out_HC.flatten()))
     return torch.stack(rows)
+
+
+def convolved(mixer: Recurrence, x_TD: Tensor) -> list[Tensor]:
+    """Query, key and value of every token, behind the short convolution."""
+    raw_TC = torch.cat([mixer.query(x_TD[None])[0][0].flatten(-2), mixer.key(x_TD), mixer.value(x_TD)], dim=-1)
+    taps_CW = torch.ones_like(raw_TC[0])[:, None] if mixer.convolution is None else mixer.convolution.weight
+    count = taps_CW.shape[1]
+    return [sum(taps_CW[:, j] * raw_TC[t - j] for j in range(min(t + 1, count))) for t in range(len(x_TD))]
+
+
+def slots_written_out(mixer: SlotMemory, x_TD: Tensor) -> Tensor:
+    """The same of a mixer with slots."""
+    heads, width, slots = mixer.heads, mixer.width, mixer.slots
+    key_HMC, value_HMC, rows = x_TD.new_zeros(heads, slots, width), x_TD.new_zeros(heads, slots, width), []
+    for t, mixed_C in enumerate(convolved(mixer, x_TD)):
+        q_HC, k_HC, v_HC = F.silu(mixed_C).view(3, heads, width)
+        if isinstance(mixer, Raven):
+            q_HC, k_HC, left_HM1 = mixer.query_norm(q_HC), mixer.key_norm(k_HC), routed(mixer, x_TD[t])[..., None]
+        else:
+            left_HM1 = torch.sigmoid(mixer.decay(x_TD[t])).view(heads, slots, 1) ** (1 / mixer.damping)
+        key_HMC = left_HM1 * key_HMC + (1 - left_HM1) * k_HC[:, None]
+        value_HMC = left_HM1 * value_HMC + (1 - left_HM1) * v_HC[:, None]
+        weight_HM = torch.einsum("hmc,hc->hm", key_HMC, q_HC).softmax(-1)
+        out_HC = mixer.norm(F.silu(torch.einsum("hm,hmc->hc", weight_HM, value_HMC)))
+        rows.append(mixer.output(out_HC.flatten()))
+    return torch.stack(rows)
+
+
+def routed(mixer: Raven, x_D: Tensor) -> Tensor:
+    """What Raven leaves of each slot, one by one."""
+    score_HM = torch.sigmoid(mixer.router(x_D)).view(mixer.heads, mixer.slots)
+    step_H = torch.log1p(torch.exp(mixer.decay(x_D) + mixer.decay_bias))
+    left_HM = torch.ones_like(score_HM)
+    for head, score_M in enumerate(score_HM):
+        best = sorted(range(mixer.slots), key=lambda slot: -score_M[slot])[: mixer.top_k]
+        for slot in best:
+            share = score_M[slot] / sum(score_M[other] for other in best)
+            left_HM[head, slot] = torch.exp(-mixer.decay_rate[head].exp() * step_H[head] * share)
+    return left_HM
 
 
 KNOBS = [(name, {}) for name in NAMES] + [
     ("linear_attention", {"convolution": 1}),
     ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
     ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
+    ("gsa", {"convolution": 1, "slots": 5, "damping": 2.0}),
+    ("raven", {"convolution": 4, "slots": 5, "top_k": 1}),
 ]
 
 
@@ -104,6 +148,19 @@ def test_a_mixer_equals_its_equations(name, knobs):
 
 
 @torch.no_grad()
+def test_a_token_of_raven_leaves_the_slots_alone_that_it_has_not_chosen_and_noise_tries_others():
+    mixer, x_BTD = mixer_of("raven", top_k=2), torch.randn(3, 20, GEOMETRY.dim, dtype=torch.float64)
+    share_BTHM = mixer.route(x_BTD)
+    assert ((share_BTHM > 0).sum(-1) == 2).all()
+    assert_same(share_BTHM.sum(-1), torch.ones_like(share_BTHM[..., 0]), "shares")
+    assert ((mixer.slot_decay(x_BTD) < 0) == (share_BTHM > 0)).all()
+    assert torch.equal(mixer.route(x_BTD), share_BTHM)
+    assert not torch.equal(mixer.train().route(x_BTD) > 0, share_BTHM > 0)
+    mixer.noise = False
+    assert torch.equal(mixer.route(x_BTD), share_BTHM)
+
+
+@torch.no_grad()
 def test_delta_product_of_one_step_is_delta_net():
     one, net = mixer_of("delta_product", steps=1), mixer_of("delta_net")
     one.load_state_dict(net.state_dict())
@@ -118,6 +175,9 @@ def test_delta_product_of_one_step_is_delta_net():
         ("delta_net", {"largest_beta": 2.5}, "largest_beta must lie above 0 and be at most 2, .* got 2.5"),
         ("delta_product", {"steps": 0}, "steps must be at least 1 write for a token, got 0"),
         ("linear_attention", {"convolution": 0}, "convolution must see at least 1 token, .* got 0"),
+        ("gsa", {"slots": 0}, "slots must be at least 1 for each head, got 0"),
+        ("raven", {"top_k": 9}, "top_k must be from 1 to the 8 slots, got 9"),
+        ("gsa", {"damping": 0.0}, "damping must lie above 0, got 0"),
     ],
 )
 def test_a_knob_that_cannot_be_is_named(name, knobs, message):
@@ -131,11 +191,10 @@ def test_the_convolution_equals_pytorch_s_on_one_document():
     assert_same(convolution(x_BTC, torch.arange(11).expand(2, -1)), want, "the short convolution")
 
 
-def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2():
+@pytest.mark.parametrize("name", ["gated_delta_net", "kda"])
+def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2(name):
     torch.manual_seed(0)
-    mixer = instantiate(yaml_of("gated_delta_net"))(
-        replace(GEOMETRY.shape(), heads=64), geometry=GEOMETRY, name="decoder/1"
-    )
+    mixer = instantiate(yaml_of(name))(replace(GEOMETRY.shape(), heads=64), geometry=GEOMETRY, name="decoder/1")
     step_H, rate_H = F.softplus(mixer.decay_bias), mixer.decay_rate.exp()
     assert 0.001 <= step_H.min() < 0.003 and 0.03 < step_H.max() <= 0.1001
     assert 1 <= rate_H.min() < 3 and 14 < rate_H.max() <= 16
@@ -147,10 +206,10 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
     model = build(name).to(torch.bfloat16)
     inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
-    sizes = {
-        "decoder_state": layers * 3 * inner * GEOMETRY.entry_dim * 4,  # layers, sequences, float32
-        "decoder_convolution": layers * 3 * (1 + 2 * steps) * inner * 3 * 2,  # three tokens, bfloat16
-    }
+    state = 2 * inner if name in SLOTS else inner  # keys and values of as many slots as there are channels, or a matrix
+    sizes = {"decoder_state": layers * 3 * state * GEOMETRY.entry_dim * 4}  # layers, sequences, float32
+    if name != "raven":
+        sizes["decoder_convolution"] = layers * 3 * (1 + 2 * steps) * inner * 3 * 2  # three tokens, bfloat16
     for capacity in (None, 20, 40):
         memory = model.start(3, capacity)
         memory = model(random_tokens(3, 7), memory=memory).memory
@@ -173,7 +232,8 @@ def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
     with record("decoder/*/state") as seen:
         model(random_tokens(2, 5))
     assert set(seen) == {f"decoder/{layer}/state" for layer in range(1, GEOMETRY.depth + 1)}
-    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, GEOMETRY.entry_dim)
+    across = (2 if name in SLOTS else 1) * GEOMETRY.entry_dim
+    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, across)
     parts = model.parameter_report().parts
     assert parts["recurrence"] > 0 and parts["query, output, sink"] > 0
     assert not {"other", "attention, other"} & set(parts), "a parameter without a name of its own"

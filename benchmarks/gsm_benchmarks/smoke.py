@@ -109,6 +109,11 @@ def pieces() -> tuple[Piece, ...]:
         ),
         _borrowed(w.attend_range("attend_range 4 x 4K", 4, 4096), w.attend_range("", 1, 8, 2, 1, 16)),
         _borrowed(w.delta_rule("delta_rule 4 x 4K", 4, 4096), w.delta_rule("", 1, 8, 2, 16)),
+        _borrowed(
+            w.delta_rule("delta_rule by channel 4 x 4K", 4, 4096, by_channel=True),
+            w.delta_rule("", 1, 8, 2, 16, by_channel=True),
+        ),
+        _borrowed(w.slot_attention("slot_attention 4 x 4K", 4, 4096), w.slot_attention("", 1, 8, 2, 16, 4)),
         _borrowed(w.grouped_linear("grouped_linear 16K", 16384), w.grouped_linear("", 16, 4, 16, 16)),
         Piece(
             last_rows(w.attend("attend 64K", 1, 65536), 1, _attended(32, 128)),

@@ -311,23 +311,54 @@ def attend_range(
     )
 
 
-def delta_rule(name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS) -> Case:
-    """The gated delta rule, one document a sequence."""
+def delta_rule(
+    name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS, by_channel: bool = False
+) -> Case:
+    """The gated delta rule, one document a sequence; a decay for each head, or for each of its channels."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         query, key, value = (torch.randn(batch, length, heads, channels, device=device).to(dtype) for _ in range(3))
-        start_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
-        start_BT[:, 0] = True
+        start_BT = _starts(batch, length, device)
+        decay = -torch.rand(*(key.shape if by_channel else key.shape[:3]), device=device) / 16
         return {
             **{"query_BTHC": query, "key_BTHC": torch.nn.functional.normalize(key, dim=-1), "value_BTHC": value},
             "beta_BTH": torch.rand(batch, length, heads, device=device, dtype=dtype),
-            "log_decay_BTH": -torch.rand(batch, length, heads, device=device) / 16,
+            "log_decay_BTH": None if by_channel else decay,
             **{"start_BT": start_BT, "live_BT": torch.ones_like(start_BT)},
             **{"state_BHCC": torch.zeros(batch, heads, channels, channels, device=device), "scale": channels**-0.5},
+            "channel_decay_BTHC": decay if by_channel else None,
         }
 
-    products, moved = 6 * batch * length * heads * channels**2, 8 * batch * length * heads * channels
+    products, moved = 6 * batch * length * heads * channels**2, (8 + 4 * by_channel) * batch * length * heads * channels
     return Case(name, "delta_rule", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)})
+
+
+def slot_attention(
+    name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS, slots: int = 64
+) -> Case:
+    """Gated slot attention, one document a sequence."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        query, key, value = (torch.randn(batch, length, heads, channels, device=device).to(dtype) for _ in range(3))
+        start_BT, decay = _starts(batch, length, device), -torch.rand(batch, length, heads, slots, device=device) / 16
+        return {
+            **{"query_BTHC": query, "key_BTHC": key, "value_BTHC": value},
+            **{"write_BTHM": -decay.expm1(), "log_decay_BTHM": decay},
+            **{"start_BT": start_BT, "live_BT": torch.ones_like(start_BT)},
+            **{"state_BHMU": torch.zeros(batch, heads, slots, 2 * channels, device=device), "scale": channels**-0.5},
+        }
+
+    products = 8 * batch * length * heads * slots * channels
+    moved = 8 * batch * length * heads * (channels + slots)
+    work = {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
+    return Case(name, "slot_attention", make, work)
+
+
+def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Where the one document of each sequence starts."""
+    start_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    start_BT[:, 0] = True
+    return start_BT
 
 
 def grouped_linear(name: str, rows: int, groups: int = 56, width: int = MODEL, inner: int = 768) -> Case:

@@ -21,6 +21,7 @@ from .rms_norm import rms_norm
 from .rope import rotate
 from .score_slots import score_slots
 from .short_convolution import short_convolution
+from .slot_attention import slot_attention
 from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
@@ -37,6 +38,7 @@ OPS: tuple[Op, ...] = (
     swiglu,
     short_convolution,
     delta_rule,
+    slot_attention,
     grouped_linear,
     linear_cross_entropy,
 )
@@ -70,6 +72,7 @@ __all__ = [
     "rotate",
     "score_slots",
     "short_convolution",
+    "slot_attention",
     "swiglu",
     "using",
 ]

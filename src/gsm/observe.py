@@ -34,9 +34,11 @@ window entries and F bank slots, stored and new; a layer that produces fewer row
 The baseline's decoder layers show what its encoder layers do. A writer, a state reader or a retriever may have taps of
 its own. The layers of comparators, called the decoder's except for the first half of YOCO, show:
 
-    encoder/<l>/weights  [B, R, H, F]         YOCO: attention on F tokens, stored and new; what a row does not see is 0
-    decoder/<l>/weights  [B, R, H, F]         likewise, where a layer attends
-    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call
+    decoder/<l>/weights  [B, R, H, F]         where a layer attends, to F tokens, stored and new; what a row does not
+                                              see is 0
+    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] where it is
+                                              M slots, key and value side by side
+    encoder/<l>/...                           YOCO: likewise
 
 After the named probes of facebookresearch/lingua; here they nest, choose by pattern, replace, and vanish under
 `torch.compile`.

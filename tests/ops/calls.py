@@ -91,7 +91,7 @@ def hyper_connection(batch=2, rows=5, streams=4, width=6, seed=0) -> dict:
     }
 
 
-def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, seed=0) -> dict:
+def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, by_channel=False, seed=0) -> dict:
     """Arguments of `delta_rule`, float64: unit keys, documents of random lengths, padding in row 0 in two places."""
     position = packed_positions(batch, tokens, seed, padding=min(2, tokens - 1))
     position[0, tokens // 2 : tokens // 2 + 3] = -1
@@ -105,6 +105,21 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, s
         "start_BT": position == 0,
         "live_BT": position >= 0,
         "state_BHCC": normal(batch, heads, channels, channels, seed=seed + 5),
+        "scale": 0.7,
+        "channel_decay_BTHC": -normal(*shape, channels, seed=seed + 6).abs() if by_channel else None,
+    }
+
+
+def slots(batch=2, tokens=37, heads=2, channels=4, slots=3, seed=0) -> dict:
+    """Arguments of `slot_attention`, float64: documents and padding as of `recurrence`; some slots are left alone."""
+    call, shape = recurrence(batch, tokens, heads, channels, seed=seed), (batch, tokens, heads, slots)
+    write = normal(*shape, seed=seed + 7).relu()
+    return {
+        **{name: call[name] for name in ("query_BTHC", "key_BTHC", "value_BTHC")},
+        "write_BTHM": write,
+        "log_decay_BTHM": -normal(*shape, seed=seed + 8).abs() * (write > 0),
+        **{name: call[name] for name in ("start_BT", "live_BT")},
+        "state_BHMU": normal(batch, heads, slots, 2 * channels, seed=seed + 9),
         "scale": 0.7,
     }
 
@@ -143,7 +158,8 @@ def every_call() -> dict[str, dict]:
         "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
         "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
         "short_convolution": convolved(),
-        "delta_rule": recurrence(),
+        "delta_rule": recurrence(by_channel=True),
+        "slot_attention": slots(),
         "grouped_linear": {
             "x_MD": normal(9, 4),
             "weight_END": normal(4, 5, 4, seed=1),

@@ -14,12 +14,15 @@ from gsm_kernels.delta_rule import chunked, fla, reference
 from gsm_kernels.delta_rule.inputs import Inputs
 from gsm_kernels.testing import assert_close, relative_error
 
-KINDS = [{"rule": rule, "decay": decay} for rule, decay in itertools.product((True, False), repeat=2)]
+KINDS = [
+    {"rule": rule, "decay": decay, "by_channel": by_channel}
+    for rule, decay, by_channel in itertools.product((True, False), repeat=3)
+]
 NAMES = [" and ".join(name for name, on in kind.items() if on) or "sum" for kind in KINDS]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
-def matrices(query, key, value, beta, log_decay, start, live, state, scale):
+def matrices(query, key, value, beta, log_decay, start, live, state, scale, by_channel):
     """The recurrence with one matrix at a time, I - beta k k^T among them."""
     out, after = torch.zeros_like(query), state.clone()
     eye = torch.eye(key.shape[-1], dtype=key.dtype)
@@ -31,6 +34,7 @@ def matrices(query, key, value, beta, log_decay, start, live, state, scale):
             k, v = key[b, t, h], value[b, t, h]
             S = torch.zeros_like(S) if start[b, t] else S
             S = S if log_decay is None else log_decay[b, t, h].exp() * S
+            S = S if by_channel is None else torch.diag(by_channel[b, t, h].exp()) @ S
             strength = 1 if beta is None else beta[b, t, h]
             S = (S if beta is None else (eye - strength * torch.outer(k, k)) @ S) + strength * torch.outer(k, v)
             out[b, t, h] = scale * (query[b, t, h] @ S)
@@ -77,10 +81,10 @@ def test_a_stream_in_parts_equals_the_whole_stream(kind):
 
 
 def test_padding_may_hold_anything():
-    call = recurrence(tokens=40)
+    call = recurrence(tokens=40, by_channel=True)
     idle = ~call["live_BT"]
     out, state = delta_rule(**call)
-    for name in ("query_BTHC", "key_BTHC", "value_BTHC", "beta_BTH", "log_decay_BTH"):
+    for name in ("query_BTHC", "key_BTHC", "value_BTHC", "beta_BTH", "log_decay_BTH", "channel_decay_BTHC"):
         call[name] = call[name].masked_fill(idle.view(*idle.shape, *[1] * (call[name].ndim - 2)), 77.0)
     call["start_BT"] = call["start_BT"] | idle
     other_out, other_state = delta_rule(**call)
@@ -95,17 +99,33 @@ def test_a_write_of_strength_two_turns_the_state_around():
     assert_close(turned, torch.tensor([-1.0, 1.0, 1.0])[:, None] * state)
 
 
-def test_a_decay_to_nothing_is_finite_forward_and_backward():
-    call = cast(recurrence(tokens=64), torch.float32)
-    call["log_decay_BTH"] = torch.full_like(call["log_decay_BTH"], -40.0)  # exp(40 * 32) is none of float32's numbers
+@pytest.mark.parametrize("name", ["log_decay_BTH", "channel_decay_BTHC"])
+def test_a_decay_to_nothing_is_finite_forward_and_backward(name):
+    call = cast(recurrence(tokens=64, by_channel=True), torch.float32)
+    call[name] = torch.full_like(call[name], -40.0)  # exp(40 * 32) is none of float32's numbers
     with using("chunked"):
         out, grads = gradients(delta_rule, call)
+    with using("reference"):
+        expected = delta_rule(**call)
     assert all(x.isfinite().all() for x in (*out, *grads.values()))
+    for got, wanted in zip(out, expected, strict=True):
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_channels_that_decay_alike_decay_as_their_head(name):
+    call = recurrence(tokens=75)
+    as_head, none = call["log_decay_BTH"], call | {"log_decay_BTH": None}
+    with using(name):
+        by_channel = delta_rule(**none | {"channel_decay_BTHC": as_head[..., None].expand(call["key_BTHC"].shape)})
+        for got, wanted in zip(by_channel, delta_rule(**call), strict=True):
+            assert_close(got, wanted)
 
 
 def test_there_must_be_a_token():
     with pytest.raises(ValueError, match="at least one token"):
-        delta_rule(**recurrence(tokens=1) | {k: v[:, :0] for k, v in recurrence(tokens=1).items() if "_BT" in k})
+        call = recurrence(tokens=1, by_channel=True)
+        delta_rule(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k})
 
 
 def test_a_single_token_is_left_to_the_reference():
@@ -117,18 +137,22 @@ def test_a_single_token_is_left_to_the_reference():
 # What flash-linear-attention is given. Its kernels need a GPU: here the reference stands in for them.
 
 
-def stand_in(rule, decay, form):
+def stand_in(family, form):
     """A kernel of the library's signature: sequences end to end, each from a state of its own."""
+    takes = {"simple_gla": (False, None), "delta_rule": (True, False), "gated_delta_rule": (True, 3), "kda": (True, 4)}
+    rule, ndim = takes[family]
 
     def run(q, k, v, beta=None, g=None, *, scale, initial_state, output_final_state, cu_seqlens=None):
-        assert (beta is not None, g is not None) == (rule, decay) and output_final_state
+        assert (beta is not None) == rule and output_final_state
+        assert ndim is None or (g.ndim if g is not None else False) == ndim
         bounds = list(range(q.shape[0] + 1)) if cu_seqlens is None else cu_seqlens.tolist()
         outs, states = [], []
         for number, (first, end) in enumerate(itertools.pairwise(bounds)):
             cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
-            parts = [None if x is None else cut(x) for x in (q, k, v, beta, g)]
-            never = torch.zeros(parts[0].shape[:2], dtype=torch.bool)
-            inputs = Inputs(*parts, never, ~never, initial_state[number][None], scale)
+            q_, k_, v_, beta_, g_ = (None if x is None else cut(x) for x in (q, k, v, beta, g))
+            never = torch.zeros(q_.shape[:2], dtype=torch.bool)
+            decays = (None, g_) if family == "kda" else (g_, None)
+            inputs = Inputs(q_, k_, v_, beta_, decays[0], never, ~never, initial_state[number][None], scale, decays[1])
             out, state = reference.delta_rule(inputs)
             outs.append(out)
             states.append(state)
@@ -138,7 +162,11 @@ def stand_in(rule, decay, form):
     return run
 
 
-@kinds
+BORROWED = [kind for kind in KINDS if kind["rule"] or not kind["by_channel"]]
+borrowed = pytest.mark.parametrize("kind", BORROWED, ids=[NAMES[KINDS.index(kind)] for kind in BORROWED])
+
+
+@borrowed
 @pytest.mark.parametrize("tokens", [1, 37])
 @torch.no_grad()
 def test_documents_become_sequences_end_to_end(kind, tokens, monkeypatch):
@@ -159,14 +187,15 @@ def test_the_library_says_why_it_cannot_be_used_here():
     assert fla.refuses(Inputs(**recurrence())) == "needs tensors on a GPU, got cpu"
 
 
-@kinds
+@pytest.mark.parametrize("family", fla.FAMILIES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_library_s_functions_take_what_they_are_given(kind):
+def test_the_library_s_functions_take_what_they_are_given(family):
     pytest.importorskip("fla.ops")
     for form in ("chunk", "fused_recurrent"):
-        function = fla._kernel(kind["rule"], kind["decay"], form)
+        function = fla._kernel(family, form)
         call = {"q": 0, "k": 0, "v": 0, "scale": 0, "initial_state": 0, "output_final_state": True, "cu_seqlens": 0}
-        call |= ({"beta": 0} if kind["rule"] else {}) | ({"g": 0} if kind["decay"] else {})
+        call |= {"beta": 0} if family != "simple_gla" else {}
+        call |= {"g": 0} if family != "delta_rule" else {}
         signature = inspect.signature(inspect.unwrap(function))
         assert set(call) <= set(signature.parameters)
         signature.bind(**call)
@@ -178,20 +207,22 @@ def test_the_library_s_own_naive_forms_agree(name):
     pytest.importorskip("fla.ops")
     from fla.ops.delta_rule.naive import delta_rule_recurrence
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.kda.naive import naive_recurrent_kda
     from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
 
-    call = cast(recurrence(tokens=70), torch.float32)
+    call = cast(recurrence(tokens=70, by_channel=True), torch.float32)
     never = torch.zeros_like(call["start_BT"])
-    q, k, v, beta, g, _, _, state, scale = (call | {"scale": call["query_BTHC"].shape[-1] ** -0.5}).values()
+    q, k, v, beta, g, _, _, state, scale, gk = (call | {"scale": call["query_BTHC"].shape[-1] ** -0.5}).values()
     heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
     out, after = delta_rule_recurrence(*heads_first, initial_state=state)
     wanted = {
-        (True, False): (out.transpose(1, 2), after),
-        (True, True): naive_recurrent_gated_delta_rule(q, k, v, beta, g, scale, state, True),
-        (False, False): naive_recurrent_linear_attn(q, k, v, scale, state, True),
+        (beta, None, None): (out.transpose(1, 2), after),
+        (beta, g, None): naive_recurrent_gated_delta_rule(q, k, v, beta, g, scale, state, True),
+        (beta, None, gk): naive_recurrent_kda(q, k, v, gk, beta, scale, state, True),
+        (None, None, None): naive_recurrent_linear_attn(q, k, v, scale, state, True),
     }
-    for (rule, decay), expected in wanted.items():
+    for (rule, head, by_channel), expected in wanted.items():
         with using(name):
-            got = delta_rule(q, k, v, beta if rule else None, g if decay else None, never, ~never, state, scale)
+            got = delta_rule(q, k, v, rule, head, never, ~never, state, scale, by_channel)
         for mine, theirs in zip(got, expected, strict=True):
             assert relative_error(mine, theirs) < 2e-6

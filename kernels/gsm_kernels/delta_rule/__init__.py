@@ -3,7 +3,7 @@
 For every token t, from the state S [C, C] that the tokens before it have left,
 
     S  <-  0                                where a document starts (start_t)
-    S  <-  exp(log_decay_t) S
+    S  <-  exp(log_decay_t) diag(exp(channel_decay_t)) S
     S  <-  S + k_t w_t^T                    w_t = beta_t (v_t - S^T k_t), the delta rule; w_t = v_t if beta is None
     out_t = scale S^T q_t
 
@@ -17,6 +17,7 @@ Args:
     live_BT: bool, False for padding.
     state_BHCC: S before the first token, rows by key channel, columns by value channel.
     scale: factor of the outputs.
+    channel_decay_BTHC: logarithm of the decay of each key channel, at most 0; None: no such decay.
 
 Returns:
     out_BTHC in the query's dtype, and the state after the last token in at least float32. All is computed in at least
@@ -25,8 +26,9 @@ Returns:
 Raises:
     ValueError: if the shapes do not fit, or there is no token.
 
-Source: the recurrences of Katharopoulos et al. 2020 (linear attention), Schlag et al. 2021 (delta rule) and Yang et al.
-2024b, "Gated Delta Networks", equation 10 (with decay; they write the transpose of S).
+Source: the recurrences of Katharopoulos et al. 2020 (linear attention), Schlag et al. 2021 (delta rule), Yang et al.
+2024b, "Gated Delta Networks", equation 10 (with decay; they write the transpose of S) and Kimi Team 2025, "Kimi Linear"
+(with a decay for each channel).
 """
 
 from ..dispatch import Impl, Op

@@ -16,18 +16,19 @@ U = v without the delta rule). Then a chunk is one linear map of the state, and 
 
 so that only S' has to be computed chunk after chunk. This is the WY form of Yang et al. 2024, "Parallelizing Linear
 Transformers with the Delta Rule over Sequence Length", with the documents as zeros in G and e.
+
+Where every key channel c decays at a rate of its own, d_i, e_i and G_ij are vectors, e multiplies keys and queries
+channel by channel, and G_ij (k_i . k_j) stands for sum_c k_ic G_ijc k_jc, which `gsm_kernels.chunks` computes.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..chunks import CHUNK, chunks, decayed_products, halved, product, scan
 from ..device import at_least_float32, full_precision
 from .inputs import Inputs
-
-CHUNK = 32
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -38,34 +39,38 @@ def refuses(inputs: Inputs) -> str | None:
 def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
     tokens = inputs.query_BTHC.shape[1]
-    size = min(tokens, CHUNK)
+    size = min(tokens, CHUNK) if inputs.channel_decay_BTHC is None else halved(tokens)
     # A token that is not live reads and writes nothing; the last chunk is filled up with such tokens.
     idle_BT11 = ~inputs.live_BT[..., None, None]
-    query, key, value = (_chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:3])
-    log_decay = None
+    query, key, value = (chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:3])
+    log_decay = total = None
     if inputs.log_decay_BTH is not None:
-        log_decay = _chunks(at_least_float32(inputs.log_decay_BTH).masked_fill(idle_BT11[..., 0], 0), size)
+        log_decay = chunks(at_least_float32(inputs.log_decay_BTH).masked_fill(idle_BT11[..., 0], 0), size)
+    if inputs.channel_decay_BTHC is not None:
+        total = chunks(at_least_float32(inputs.channel_decay_BTHC).masked_fill(idle_BT11, 0), size).cumsum(-2)
     left, entering = _what_is_left(
-        _chunks((inputs.start_BT & inputs.live_BT).long()[..., None], size), log_decay, value.dtype
+        chunks((inputs.start_BT & inputs.live_BT).long()[..., None], size), log_decay, value.dtype
     )
-    read = left * _product(query, key.mT)
-    leaving = (left[..., -1, :, None] * key).mT
-    seen, kept = entering[..., None] * query, entering[..., -1, None, None]
+    overlap = None if total is None else decayed_products(torch.stack((query, key)), key, total)
+    read = left * (product(query, key.mT) if overlap is None else overlap[0])
+    asked, met, leaving = query, key, key  # as the state that enters answers to them, and as they are left at the end
+    kept = entering[..., -1, None, None]
+    if total is not None:
+        asked, met, leaving = query * total.exp(), key * total.exp(), key * (total[..., -1:, :] - total).exp()
+        kept = kept * total[..., -1, :, None].exp()
+    leaving = (left[..., -1, :, None] * leaving).mT
+    seen = entering[..., None] * asked
     if inputs.beta_BTH is not None:
-        value, undone = _writes(key, value, _chunks(at_least_float32(inputs.beta_BTH), size), left, entering)
-        seen = seen - _product(read, undone)
-        kept = kept * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) - _product(leaving, undone)
-    before, state_BHCC = _scan(kept, _product(leaving, value), at_least_float32(inputs.state_BHCC))
-    out_BHNLC = inputs.scale * (_product(seen, before) + _product(read, value))
+        beta = chunks(at_least_float32(inputs.beta_BTH), size)[..., None]
+        # On and above the diagonal the solver looks at none.
+        below = beta * left * (product(key, key.mT) if overlap is None else overlap[1])
+        value, undone = _writes(below, beta * value, beta * entering[..., None] * met)
+        seen = seen - product(read, undone)
+        kept = kept * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) - product(leaving, undone)
+    before, state_BHCC = scan(kept, product(leaving, value), at_least_float32(inputs.state_BHCC))
+    out_BHNLC = inputs.scale * (product(seen, before) + product(read, value))
     out_BTHC = out_BHNLC.movedim(1, 3).flatten(1, 2)[:, :tokens]
     return out_BTHC.to(inputs.query_BTHC.dtype), state_BHCC
-
-
-def _chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] as [B, H, N, L, ...], filled up with zeros."""
-    missing = -x.shape[1] % size
-    padded = F.pad(x, (0,) * (2 * x.ndim - 4) + (0, missing)) if missing else x
-    return padded.unflatten(1, (-1, size)).movedim(3, 1).contiguous()
 
 
 def _what_is_left(start_B1NL: Tensor, log_decay_BHNL: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,46 +85,11 @@ def _what_is_left(start_B1NL: Tensor, log_decay_BHNL: Tensor | None, dtype: torc
     return between.exp() * together, total.exp() * first
 
 
-def _writes(
-    key_BHNLC: Tensor, value_BHNLC: Tensor, beta_BHNL: Tensor, left_BHNLL: Tensor, entering_BHNL: Tensor
-) -> tuple[Tensor, Tensor]:
+def _writes(below_BHNLL: Tensor, value_BHNLC: Tensor, key_BHNLC: Tensor) -> tuple[Tensor, Tensor]:
     """U and R, [B, H, N, L, C] each: the writes of the delta rule are U - R S."""
-    beta = beta_BHNL[..., None]
-    below = beta * left_BHNLL * _product(key_BHNLC, key_BHNLC.mT)  # on and above the diagonal the solver looks at none
-    right = torch.cat((beta * value_BHNLC, beta * entering_BHNL[..., None] * key_BHNLC), dim=-1)
-    fresh, undone = _Solution.apply(below, right).chunk(2, dim=-1)
+    right = torch.cat((value_BHNLC, key_BHNLC), dim=-1)
+    fresh, undone = _Solution.apply(below_BHNLL, right).chunk(2, dim=-1)
     return fresh, undone
-
-
-def _scan(kept: Tensor, added_BHNCC: Tensor, state_BHCC: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before every chunk, [B, H, N, C, C], and the one after the last. ``kept`` multiplies it as a matrix
-    [C, C], or as a number [1, 1]."""
-    before = []
-    for keep, add in zip(kept.unbind(2), added_BHNCC.unbind(2), strict=True):
-        before.append(state_BHCC)
-        state_BHCC = (_product(keep, state_BHCC) if keep.shape[-1] > 1 else keep * state_BHCC) + add
-    return torch.stack(before, dim=2), state_BHCC
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, of which autocast lowers not even the gradients."""
-    return _Product.apply(left, right)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, left, right):
-        ctx.save_for_backward(left, right)
-        return left @ right
-
-    @staticmethod
-    def backward(ctx, grad):
-        left, right = ctx.saved_tensors
-        with full_precision(grad):
-            return (
-                grad @ right.mT if ctx.needs_input_grad[0] else None,
-                left.mT @ grad if ctx.needs_input_grad[1] else None,
-            )
 
 
 class _Solution(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """The recurrence of `gsm_kernels.delta_rule` by the Triton kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-Its kernels know no flags of documents but offsets of sequences laid end to end, each with a state of its own to start
-from: every document in a row of the batch, or part of one, becomes such a sequence. How many there are only the device
-knows, so a call of several tokens waits for it; a single token does not.
+Its kernels know no flags of documents but sequences laid end to end (`gsm_kernels.sequences`). How many there are only
+the device knows, so a call of several tokens waits for it; a single token does not.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
+from ..sequences import laid_end_to_end
 from .inputs import Inputs
 
-FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule")  # no delta rule, with it, and with decay besides
+# No delta rule; with it; with decay besides; and with a decay of each channel.
+FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule", "kda")
 WIDEST = 256  # channels of a head
 
 
@@ -36,6 +37,8 @@ def refuses(inputs: Inputs) -> str | None:
         return refusal
     if inputs.query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {inputs.query_BTHC.shape[-1]}"
+    if inputs.channel_decay_BTHC is not None and inputs.beta_BTH is None:
+        return "has decays of channels with the delta rule alone"
     if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
         return "waits for the device, which a CUDA graph cannot"
     return None
@@ -43,50 +46,35 @@ def refuses(inputs: Inputs) -> str | None:
 
 def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
-    query_BTHC, key_BTHC, value_BTHC, beta_BTH, log_decay_BTH, start_BT, live_BT, state_BHCC, scale = inputs
+    query_BTHC, key_BTHC, value_BTHC, beta_BTH, _, start_BT, live_BT, state_BHCC, scale, _ = inputs
     idle_BT1, start_BT, state_BHCC = ~live_BT[..., None], start_BT & live_BT, at_least_float32(state_BHCC)
     call = {"q": query_BTHC, "k": key_BTHC.masked_fill(idle_BT1[..., None], 0), "v": value_BTHC}
     if beta_BTH is not None:
         call["beta"] = beta_BTH.to(query_BTHC.dtype)
-    if log_decay_BTH is not None:
-        call["g"] = at_least_float32(log_decay_BTH).masked_fill(idle_BT1, 0)
+    decay = _decay(inputs)
+    if decay is not None:
+        call["g"] = decay.masked_fill(idle_BT1 if decay.ndim == 3 else idle_BT1[..., None], 0)
     # The kernels for single tokens have no backward.
     single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
-    run = _kernel("beta" in call, "g" in call, "fused_recurrent" if single else "chunk")
+    family = FAMILIES[0 if beta_BTH is None else 1 if decay is None else decay.ndim - 1]
+    run = _kernel(family, "fused_recurrent" if single else "chunk")
     if single:
         entering_BHCC = state_BHCC.masked_fill(start_BT[..., None, None], 0)
         out_BTHC, after_BHCC = run(**call, scale=scale, initial_state=entering_BHCC, output_final_state=True)
     else:
-        out_BTHC, after_BHCC = _laid_end_to_end(run, call, start_BT, state_BHCC, scale)
+        out_BTHC, after_BHCC = laid_end_to_end(run, call, start_BT, state_BHCC, scale)
     return out_BTHC.masked_fill(idle_BT1[..., None], 0), after_BHCC
 
 
-def _kernel(rule: bool, decay: bool, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The library's function for a recurrence, in its ``chunk`` or its ``fused_recurrent`` form."""
-    name = FAMILIES[0 if not rule else 2 if decay else 1]
-    return getattr(importlib.import_module(f"fla.ops.{name}"), f"{form}_{name}")
+def _decay(inputs: Inputs) -> Tensor | None:
+    """All decay together: a number for each head, [B, T, H], or for each of its channels, [B, T, H, C]."""
+    head_BTH, channel_BTHC = inputs.log_decay_BTH, inputs.channel_decay_BTHC
+    if head_BTH is None or channel_BTHC is None:
+        decay = channel_BTHC if head_BTH is None else head_BTH
+        return None if decay is None else at_least_float32(decay)
+    return at_least_float32(head_BTH)[..., None] + at_least_float32(channel_BTHC)
 
 
-def _laid_end_to_end(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    call: dict[str, Tensor],
-    start_BT: Tensor,
-    state_BHCC: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Runs a kernel on all rows as one, cut where a row or a document starts."""
-    batch, length = start_BT.shape
-    cut_BT = start_BT.clone()
-    cut_BT[:, 0] = True
-    first_N = cut_BT.flatten().nonzero()[:, 0]
-    end = first_N.new_tensor([batch * length])
-    goes_on_N = (first_N % length == 0) & ~start_BT.flatten()[first_N]
-    entering_NHCC = state_BHCC[first_N // length].masked_fill(~goes_on_N[:, None, None, None], 0)
-    out_1THC, after_NHCC = run(
-        **{name: x.flatten(0, 1)[None] for name, x in call.items()},
-        scale=scale,
-        initial_state=entering_NHCC,
-        output_final_state=True,
-        cu_seqlens=torch.cat((first_N, end)),
-    )
-    return out_1THC[0].unflatten(0, (batch, length)), after_NHCC[cut_BT.sum(dim=1).cumsum(0) - 1]
+def _kernel(family: str, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The library's function of a family, in its ``chunk`` or its ``fused_recurrent`` form."""
+    return getattr(importlib.import_module(f"fla.ops.{family}"), f"{form}_{family}")

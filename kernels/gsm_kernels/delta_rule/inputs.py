@@ -21,6 +21,7 @@ class Inputs(NamedTuple):
     live_BT: Tensor
     state_BHCC: Tensor
     scale: float = 1.0
+    channel_decay_BTHC: Tensor | None = None
 
 
 def check(inputs: Inputs) -> None:

@@ -18,6 +18,8 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
         state = state.masked_fill(inputs.start_BT[:, t, None, None, None], 0)
         if inputs.log_decay_BTH is not None:
             state = state * at_least_float32(inputs.log_decay_BTH[:, t, :, None, None]).exp()
+        if inputs.channel_decay_BTHC is not None:
+            state = state * at_least_float32(inputs.channel_decay_BTHC[:, t, :, :, None]).exp()
         write_BHC = value[:, t]
         if inputs.beta_BTH is not None:
             write_BHC = at_least_float32(inputs.beta_BTH[:, t, :, None]) * (write_BHC - _read(state, key[:, t]))

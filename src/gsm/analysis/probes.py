@@ -172,7 +172,7 @@ def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out:
 
 def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:
     if not isinstance(model, GSM):
-        layers = [value_BHCC.flatten(1) for name, value_BHCC in seen.items() if name.endswith("/state")]
+        layers = [value_BHRC.flatten(1) for name, value_BHRC in seen.items() if name.endswith("/state")]
         if not layers:
             raise ValueError(f"{type(model).__name__} keeps no state of a fixed size that could be probed")
         return {"state": torch.cat(layers, dim=1)}

@@ -284,7 +284,7 @@ def _stores(node: Any) -> Iterator[tuple]:
     elif isinstance(node, Column | StaticColumn):
         yield node.kind, node.ratio, node.value_BFC.shape[-1], node.value_BFC.dtype
     elif isinstance(node, State):
-        yield node.kind, *node.value_BHCC.shape[1:3], node.value_BHCC.dtype
+        yield node.kind, *node.value_BHRC.shape[1:], node.value_BHRC.dtype
     else:
         for part in _parts(node):
             yield from _stores(part)

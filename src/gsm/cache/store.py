@@ -42,12 +42,12 @@ class ColumnStore(Protocol):
 class StateStore(Protocol):
     """The state of a recurrence: all that it knows of the past."""
 
-    def resume(self, empty_BHCC: Tensor) -> Tensor:
-        """The state to go on from: ``empty_BHCC`` where nothing is kept."""
+    def resume(self, empty_BHRC: Tensor) -> Tensor:
+        """The state to go on from: ``empty_BHRC`` where nothing is kept."""
         ...
 
-    def keep(self, after_BHCC: Tensor) -> StateStore:
-        """The store after a call that left the state ``after_BHCC``."""
+    def keep(self, after_BHRC: Tensor) -> StateStore:
+        """The store after a call that left the state ``after_BHRC``."""
         ...
 
 
@@ -62,11 +62,11 @@ class Forget:
         """The new values, unchanged: without a memory the new slots are all slots."""
         return new_BGC, self
 
-    def resume(self, empty_BHCC: Tensor) -> Tensor:
+    def resume(self, empty_BHRC: Tensor) -> Tensor:
         """The empty state: every call begins anew."""
-        return empty_BHCC
+        return empty_BHRC
 
-    def keep(self, after_BHCC: Tensor) -> Forget:
+    def keep(self, after_BHRC: Tensor) -> Forget:
         """Nothing."""
         return self
 
@@ -199,22 +199,21 @@ class State:
 
     Attributes:
         kind: what its bytes are called.
-        value_BHCC: the state.
+        value_BHRC: the state.
     """
 
     kind: str
-    value_BHCC: Tensor
+    value_BHRC: Tensor
 
     @staticmethod
-    def empty(kind: str, heads: int, like_BC: Tensor) -> State:
-        """A state of zeros, for as many sequences and of the width and device of ``like_BC``."""
-        batch, width = like_BC.shape
-        return State(kind, promoted(like_BC.new_zeros(batch, heads, width, width)))
+    def empty(kind: str, like_BHRC: Tensor) -> State:
+        """A state of zeros, of the sizes and on the device of ``like_BHRC``."""
+        return State(kind, promoted(torch.zeros_like(like_BHRC)))
 
-    def resume(self, empty_BHCC: Tensor) -> Tensor:
+    def resume(self, empty_BHRC: Tensor) -> Tensor:
         """The state that is kept."""
-        return self.value_BHCC
+        return self.value_BHRC
 
-    def keep(self, after_BHCC: Tensor) -> State:
+    def keep(self, after_BHRC: Tensor) -> State:
         """The next state, without its gradient."""
-        return replace(self, value_BHCC=after_BHCC.detach())
+        return replace(self, value_BHRC=after_BHRC.detach())

@@ -67,7 +67,7 @@ def _filled(node: Any, tokens: int, generator: torch.Generator | None) -> Any:
     if isinstance(node, StaticColumn):
         node.value_BFC[:, : tokens // node.ratio].normal_(generator=generator)
     if isinstance(node, State):
-        node.value_BHCC.normal_(std=node.value_BHCC.shape[-1] ** -0.5, generator=generator)
+        node.value_BHRC.normal_(std=node.value_BHRC.shape[-1] ** -0.5, generator=generator)
     return node
 
 

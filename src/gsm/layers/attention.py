@@ -12,6 +12,7 @@ from gsm.costs.primitives import LayerCost
 from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.projections import Shape
+from gsm.layers.rope import Rope
 from gsm.shapes import last
 from gsm.span import Span
 
@@ -25,12 +26,22 @@ class Attention(RangeAttention):
         geometry: gives the rotation.
         name: what its taps are called.
         key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
+        rotary: whether queries and keys are rotated; if not, a token's place does not count, as long as other layers
+            tell it (Kimi Team, 2025).
     """
 
     reach = None
 
-    def __init__(self, shape: Shape, *, geometry: MixerGeometry, name: str, key_value_heads: int | None = None):
-        super().__init__(shape, rope=geometry.bank_rope(), name=name)
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        geometry: MixerGeometry,
+        name: str,
+        key_value_heads: int | None = None,
+        rotary: bool = True,
+    ):
+        super().__init__(shape, rope=geometry.bank_rope() if rotary else Rope(0, base=1.0), name=name)
         self.key_value = KeyValue(shape, key_value_heads)
 
     def start(self, batch: int, kind: str) -> DenseCache:

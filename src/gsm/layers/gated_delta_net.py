@@ -33,11 +33,10 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, shape: Shape, *, geometry: object, name: str, convolution: int, largest_beta: float):
         super().__init__(shape, geometry=geometry, name=name, convolution=convolution, largest_beta=largest_beta)
-        low, high = (math.log(step) for step in STEP)
-        step_H = torch.empty(shape.heads).uniform_(low, high).exp()
+        step_H = fresh_steps(shape.heads)  # drawn before the matrices: a seed stands for the weights that it always did
         self.decay = Linear(shape.dim, shape.heads)
-        self.decay_rate = nn.Parameter(torch.empty(shape.heads).uniform_(*RATE).log())
-        self.decay_bias = nn.Parameter(step_H + torch.log(-torch.expm1(-step_H)))  # of which softplus is the step
+        self.decay_rate = nn.Parameter(fresh_rates(shape.heads))
+        self.decay_bias = nn.Parameter(step_H)
         self.gate = Linear(shape.dim, shape.heads * shape.entry_dim)
 
     def log_decay(self, x_BTD: Tensor) -> Tensor:
@@ -52,3 +51,15 @@ class GatedDeltaNet(DeltaNet):
     def for_rows(self) -> tuple[nn.Module, ...]:
         """The gate as well."""
         return *super().for_rows(), self.gate
+
+
+def fresh_rates(number: int) -> Tensor:
+    """Logarithms of rates at which fresh heads decay."""
+    return torch.empty(number).uniform_(*RATE).log()
+
+
+def fresh_steps(number: int) -> Tensor:
+    """Numbers of which softplus is a fresh step."""
+    low, high = (math.log(step) for step in STEP)
+    step_N = torch.empty(number).uniform_(low, high).exp()
+    return step_N + torch.log(-torch.expm1(-step_N))

@@ -18,7 +18,7 @@ _PARTS = (
     ("indexers", r"\.indexer\."),
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
-    ("recurrence", r"\.attention\.(key|value|beta|decay\w*|gate|convolution)(\.|$)"),
+    ("recurrence", r"\.attention\.(key|value|beta|decay\w*|gate|router|convolution)(\.|$)"),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),
     ("routed experts", r"\.feed_forward\.experts\."),

@@ -2,7 +2,7 @@
 
     tokens
       |  embedding
-    self-decoder layer 1 .. L_E      each: a sliding window of its own
+    self-decoder layer 1 .. L_E      each: a mixer of its own, which knows the past by a few numbers
       |---- norm, projection ----> keys and values of every token, made once
       v                                |   |   |
     cross-decoder layer 1 .. L_D     each: queries on these, nothing stored
@@ -11,8 +11,8 @@
 
 As in GSM all layers of the second half read one memory, and prefill needs that half for the last row alone; but the
 memory holds every token of the history, and nothing selects or gathers. The self-decoder stands where GSM has its
-encoder, and is called so in memories and taps. Its windows are the paper's efficient self-attention in one of the two
-forms given there, the other being gated retention.
+encoder, and is called so in memories and taps. Its mixer is a choice: the paper has sliding windows, and gated
+retention, in whose place a gated DeltaNet stands here (``configs/model/yoco_gated_delta_net.yaml``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from gsm.cache.memory import DenseCache, Memory
 from gsm.costs.primitives import Layer, LayerCost, products
 from gsm.layers.attention import CrossAttention
+from gsm.layers.block import SlotMixer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.key_value import KeyValue
 from gsm.layers.norm import RMSNorm
@@ -45,8 +46,8 @@ class YOCO(ParameterMatched):
 
     Args:
         geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
-        window: tokens that a row of the self-decoder sees; None: the geometry's window.
-        key_value_heads: key and value heads of windows and cache; None: as many as ``KeyValue`` says.
+        self_decoder: makes the mixers of the self-decoder; called with ``shape, geometry=..., name=...``.
+        key_value_heads: key and value heads of the cache; None: as many as ``KeyValue`` says.
         query_rank: rank of the queries; None: as many parameters as the baseline has.
         heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
         residual: called with the width for every site.
@@ -58,7 +59,7 @@ class YOCO(ParameterMatched):
         self,
         geometry: Geometry,
         *,
-        window: int | None = None,
+        self_decoder: Callable[..., SlotMixer] = SlidingWindow,
         key_value_heads: int | None = None,
         query_rank: int | None = None,
         heads: int | None = None,
@@ -66,13 +67,13 @@ class YOCO(ParameterMatched):
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         recompute: Recompute = False,
     ):
-        make = partial(YOCO, window=window, key_value_heads=key_value_heads)
+        make = partial(YOCO, self_decoder=self_decoder, key_value_heads=key_value_heads)
         super().__init__(geometry, make, heads, query_rank)
         shape = self.shape
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
-        windowed = partial(SlidingWindow, shape, geometry=geometry, window=window, key_value_heads=key_value_heads)
+        below = range(1, geometry.encoder_layers + 1)
         self.encoder = Stack(
-            [block(windowed(name=f"encoder/{layer}")) for layer in range(1, geometry.encoder_layers + 1)],
+            [block(self_decoder(shape, geometry=geometry, name=f"encoder/{layer}")) for layer in below],
             recompute=recompute,
         )
         self.cache_norm = RMSNorm(geometry.dim)
@@ -113,6 +114,6 @@ class YOCO(ParameterMatched):
         return [*self.encoder.layer_costs("encoder"), cache, *decoder]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Windows of the self-decoder, and the one cache that all layers of the cross-decoder read."""
+        """What the self-decoder's mixers keep, and the one cache that all layers of the cross-decoder read."""
         cache = DenseCache.empty("decoder_cache", self.key_value.entry(batch))
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}

@@ -1,0 +1,101 @@
+"""What recurrences in chunks of tokens share: cutting into chunks, the state from chunk to chunk, and sums over a chunk
+in which every channel decays at a rate of its own.
+
+With d_i the sum of a channel's log decays up to token i, exp(d_i - d_j) of what token j has written is left at a later
+token i. As exp(d_i) exp(-d_j) it would divide into two factors of one product, but the second may be larger than any
+number. So a chunk is cut into halves, at the last token m of the first: for i behind the cut and j before it
+exp(d_i - d_m) and exp(d_m - d_j) are both at most 1, and where one of them is rounded to 0, so would be their product.
+Each half is cut in the same way, down to single tokens, for which nothing decays.
+
+Letters: L tokens of a chunk (i, j), a power of two; C channels. All may have the same dimensions in front, and rows
+more than the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .device import full_precision
+
+CHUNK = 32
+
+
+def chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] as [B, H, N, L, ...], filled up with zeros."""
+    missing = -x.shape[1] % size
+    padded = F.pad(x, (0,) * (2 * x.ndim - 4) + (0, missing)) if missing else x
+    return padded.unflatten(1, (-1, size)).movedim(3, 1).contiguous()
+
+
+def halved(tokens: int) -> int:
+    """The size of chunks that can be cut into halves down to single tokens."""
+    return min(1 << (tokens - 1).bit_length(), CHUNK)
+
+
+def scan(kept: Tensor, added_BHNCC: Tensor, state_BHCC: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before every chunk, [B, H, N, C, C], and the one after the last. ``kept`` multiplies it as a matrix
+    [C, C], or as a number for each row [1, 1] or [C, 1]."""
+    before = []
+    for keep, add in zip(kept.unbind(2), added_BHNCC.unbind(2), strict=True):
+        before.append(state_BHCC)
+        state_BHCC = (product(keep, state_BHCC) if keep.shape[-1] > 1 else keep * state_BHCC) + add
+    return torch.stack(before, dim=2), state_BHCC
+
+
+def decayed_products(row_LC: Tensor, column_LC: Tensor, total_LC: Tensor) -> Tensor:
+    """sum_c row_ic exp(d_ic - d_jc) column_jc for j <= i, zeros for j > i, [..., L, L]; ``total`` is d."""
+    if row_LC.shape[-2] == 1:
+        return (row_LC * column_LC).sum(-1, keepdim=True)
+    row, column, total = (_halves(x) for x in (row_LC, column_LC, total_LC))
+    first, second = decayed_products(row, column, total).unbind(-3)
+    behind, before = _across(total)
+    across = product(row[..., 1, :, :] * behind, (column[..., 0, :, :] * before).mT)
+    upper = torch.cat((first, torch.zeros_like(across)), dim=-1)
+    return torch.cat((upper, torch.cat((across, second), dim=-1)), dim=-2)
+
+
+def decayed_sums(weight_LL: Tensor, value_LC: Tensor, total_LC: Tensor) -> Tensor:
+    """sum_(j <= i) weight_ij exp(d_ic - d_jc) value_jc, [..., L, C]; ``total`` is d."""
+    if value_LC.shape[-2] == 1:
+        return weight_LL * value_LC
+    value, total = _halves(value_LC), _halves(total_LC)
+    weight = weight_LL.unflatten(-1, (2, -1)).unflatten(-3, (2, -1))
+    within = torch.stack((weight[..., 0, :, 0, :], weight[..., 1, :, 1, :]), dim=-3)
+    first, second = decayed_sums(within, value, total).unbind(-3)
+    behind, before = _across(total)
+    across = behind * product(weight[..., 1, :, 0, :], before * value[..., 0, :, :])
+    return torch.cat((first, second + across), dim=-2)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, of which autocast lowers not even the gradients."""
+    return _Product.apply(left, right)
+
+
+def _halves(x_LC: Tensor) -> Tensor:
+    return x_LC.unflatten(-2, (2, -1))
+
+
+def _across(total: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left behind the cut of what stood at it, and at it of what was written before."""
+    before, behind = total.unbind(-3)
+    cut = before[..., -1:, :]
+    return (behind - cut).exp(), (cut - before).exp()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, left, right):
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        with full_precision(grad):
+            return (
+                (grad @ right.mT).sum_to_size(left.shape) if ctx.needs_input_grad[0] else None,
+                (left.mT @ grad).sum_to_size(right.shape) if ctx.needs_input_grad[1] else None,
+            )

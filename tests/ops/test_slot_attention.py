@@ -1,0 +1,193 @@
+"""slot_attention: the reference against slots written out, the chunked form against the reference, and what the library
+flash-linear-attention is given."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from calls import cast, gradients, slots
+
+from gsm_kernels import listening, slot_attention, using
+from gsm_kernels.chunks import CHUNK
+from gsm_kernels.slot_attention import fla, reference
+from gsm_kernels.slot_attention.inputs import Inputs
+from gsm_kernels.testing import assert_close, relative_error
+
+
+def written_out(query, key, value, write, log_decay, start, live, state, scale):
+    """Slot by slot, each a key and a value."""
+    out, after, channels = torch.zeros_like(query), state.clone(), query.shape[-1]
+    for b, h in itertools.product(range(query.shape[0]), range(query.shape[2])):
+        kept = [(one[:channels], one[channels:]) for one in state[b, h]]
+        for t in range(query.shape[1]):
+            if not live[b, t]:
+                continue
+            if start[b, t]:
+                kept = [(0 * k, 0 * v) for k, v in kept]
+            left, strength = log_decay[b, t, h].exp(), write[b, t, h]
+            kept = [
+                (left[m] * k + strength[m] * key[b, t, h], left[m] * v + strength[m] * value[b, t, h])
+                for m, (k, v) in enumerate(kept)
+            ]
+            weight = [(scale * query[b, t, h] @ k).exp() for k, _ in kept]
+            out[b, t, h] = sum(w * v for w, (_, v) in zip(weight, kept, strict=True)) / sum(weight)
+        after[b, h] = torch.stack([torch.cat(one) for one in kept])
+    return out, after
+
+
+def test_the_reference_equals_the_slots_written_out():
+    call = slots(tokens=23)
+    with using("reference"):
+        out, state = slot_attention(**call)
+    expected_out, expected_state = written_out(*call.values())
+    assert_close(out, expected_out)
+    assert_close(state, expected_state, name="state")
+
+
+@pytest.mark.parametrize("tokens", [2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_chunks_equal_the_reference_forward_and_backward(tokens):
+    call = slots(tokens=tokens)
+    with listening() as heard, using("chunked"):
+        out, grads = gradients(slot_attention, call)
+    with using("reference"):
+        expected, expected_grads = gradients(slot_attention, call)
+    assert heard == [("slot_attention", "chunked")]
+    for got, wanted in zip(out, expected, strict=True):
+        assert_close(got, wanted)
+    for name, wanted in expected_grads.items():
+        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
+
+
+def test_a_stream_in_parts_equals_the_whole_stream():
+    call = slots(tokens=90)
+    out, state = slot_attention(**call)
+    parts, part_state = [], call["state_BHMU"]
+    for first, end in ((0, 40), (40, 41), (41, 73), (73, 90)):
+        part = {k: v[:, first:end] if isinstance(v, torch.Tensor) else v for k, v in call.items() if k != "state_BHMU"}
+        part_out, part_state = slot_attention(**part, state_BHMU=part_state)
+        parts.append(part_out)
+    assert_close(torch.cat(parts, dim=1), out)
+    assert_close(part_state, state, name="state")
+
+
+def test_padding_may_hold_anything():
+    call = slots(tokens=40)
+    idle = ~call["live_BT"]
+    out, state = slot_attention(**call)
+    for name in ("query_BTHC", "key_BTHC", "value_BTHC", "write_BTHM", "log_decay_BTHM"):
+        call[name] = call[name].masked_fill(idle[..., None, None], 77.0)
+    call["start_BT"] = call["start_BT"] | idle
+    other_out, other_state = slot_attention(**call)
+    assert torch.equal(other_out, out) and torch.equal(other_state, state)
+    assert not out[idle].any() and out[~idle].any()
+
+
+def test_a_slot_that_is_not_written_to_stays_as_it_is():
+    call = slots(tokens=40)
+    never = torch.zeros_like(call["start_BT"])
+    call |= {"start_BT": never, "write_BTHM": call["write_BTHM"] * torch.tensor([1.0, 0.0, 1.0])}
+    call["log_decay_BTHM"] = call["log_decay_BTHM"] * torch.tensor([1.0, 0.0, 1.0])
+    _, state = slot_attention(**call)
+    assert torch.equal(state[:, :, 1], call["state_BHMU"][:, :, 1])
+    assert not torch.allclose(state[:, :, 0], call["state_BHMU"][:, :, 0])
+
+
+def test_a_decay_to_nothing_is_finite_forward_and_backward():
+    call = cast(slots(tokens=64), torch.float32)
+    call["log_decay_BTHM"] = torch.full_like(call["log_decay_BTHM"], -40.0)  # exp(40 * 32) is no number of float32
+    with using("chunked"):
+        out, grads = gradients(slot_attention, call)
+    with using("reference"):
+        expected = slot_attention(**call)
+    assert all(x.isfinite().all() for x in (*out, *grads.values()))
+    for got, wanted in zip(out, expected, strict=True):
+        assert_close(got, wanted)
+
+
+def test_what_does_not_fit_is_named():
+    call = slots(tokens=1)
+    with pytest.raises(ValueError, match="at least one token"):
+        slot_attention(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k})
+    with pytest.raises(ValueError, match="U must be 2 C, keys and values side by side, got 4 for C = 4"):
+        slot_attention(**call | {"state_BHMU": call["state_BHMU"][..., :4]})
+
+
+def test_a_single_token_is_left_to_the_reference():
+    with listening() as heard:
+        slot_attention(**slots(tokens=1))
+    assert heard == [("slot_attention", "reference")]
+
+
+# What flash-linear-attention is given. Its kernels need a GPU: here the reference stands in for them.
+
+
+def stand_in(form):
+    """A kernel of the library's signature: sequences end to end, each from keys and values of its own."""
+
+    def run(q, k, v, s, g, *, scale, initial_state, output_final_state, cu_seqlens=None):
+        bounds = list(range(q.shape[0] + 1)) if cu_seqlens is None else cu_seqlens.tolist()
+        outs, states = [], []
+        for number, (first, end) in enumerate(itertools.pairwise(bounds)):
+            cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
+            parts = [cut(x) for x in (q, k, v, s, g)]
+            never = torch.zeros(parts[0].shape[:2], dtype=torch.bool)
+            keys, values = (x[number][None] for x in initial_state)
+            state = torch.cat((keys.mT, values), dim=-1)
+            out, state = reference.slot_attention(Inputs(*parts, never, ~never, state, scale))
+            outs.append(out)
+            states.append(state)
+        keys, values = torch.cat(states).chunk(2, dim=-1)
+        return torch.cat(outs, dim=0 if cu_seqlens is None else 1), (keys.mT, values)
+
+    assert form in ("chunk", "fused_recurrent")
+    return run
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+@torch.no_grad()
+def test_documents_become_sequences_end_to_end(tokens, monkeypatch):
+    monkeypatch.setattr(fla, "_kernel", stand_in)
+    for seed in range(3):
+        inputs = Inputs(**slots(batch=3, tokens=tokens, seed=seed))
+        out, state = fla.slot_attention(inputs)
+        expected_out, expected_state = reference.slot_attention(inputs)
+        assert_close(out, expected_out)
+        assert_close(state, expected_state, name="state")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is missing without a GPU")
+def test_the_library_says_why_it_cannot_be_used_here():
+    with (
+        using("fla"),
+        pytest.raises(RuntimeError, match="slot_attention: cannot run as 'fla': fla runs on CUDA devices"),
+    ):
+        slot_attention(**slots())
+    assert fla.refuses(Inputs(**slots())) == "needs tensors on a GPU, got cpu"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_library_s_functions_take_what_they_are_given():
+    pytest.importorskip("fla.ops")
+    for form in ("chunk", "fused_recurrent"):
+        call = dict.fromkeys(("q", "k", "v", "s", "g", "scale", "initial_state", "output_final_state", "cu_seqlens"), 0)
+        signature = inspect.signature(inspect.unwrap(fla._kernel(form)))
+        assert set(call) <= set(signature.parameters)
+        signature.bind(**call)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_library_s_own_naive_form_agrees(name):
+    pytest.importorskip("fla.ops")
+    from fla.ops.gsa.naive import naive_recurrent_gsa
+
+    call = cast(slots(tokens=70), torch.float32)
+    never = torch.zeros_like(call["start_BT"])
+    q, k, v, s, g, _, _, state, scale = call.values()
+    keys, values = state.chunk(2, dim=-1)
+    expected, (keys, values) = naive_recurrent_gsa(q, k, v, s, g, scale, (keys.mT, values), True)
+    with using(name):
+        out, after = slot_attention(q, k, v, s, g, never, ~never, state, scale)
+    assert relative_error(out, expected) < 2e-6
+    assert relative_error(after, torch.cat((keys.mT, values), dim=-1)) < 2e-6
