@@ -75,7 +75,7 @@ def test_runs_of_different_length_are_one_run_until_the_shorter_one_decays():
     [
         ("schedule", "cosin", "optimizer.schedule is 'cosin', but has to be one of cosine, linear, wsd"),
         ("decay_fraction", 1.5, "optimizer.decay_fraction is 1.5, but has to lie between 0 and 1"),
-        ("adamw_rate", -1.0, "optimizer.adamw_rate is -1.0, but has to lie between 0 and 1000"),
+        ("adamw_factor", -1.0, "optimizer.adamw_factor is -1.0, but has to lie between 0 and 1000"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_sentence(field: str, value: Any, said: str):
@@ -83,25 +83,25 @@ def test_a_wrong_value_is_refused_in_one_sentence(field: str, value: Any, said: 
         instantiate(compose(["optimizer=muon", f"optimizer.{field}={value}"])["optimizer"], "optimizer")
 
 
-@pytest.mark.parametrize("rate", [None, 1e-2])
-def test_what_muon_leaves_to_adamw_can_have_a_rate_of_its_own_in_the_same_schedule(rate: float | None):
-    settings = Muon(**SETTINGS, schedule="wsd", adamw_rate=rate)
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_what_muon_leaves_to_adamw_can_have_a_rate_of_its_own_in_the_same_schedule(factor: float):
+    settings = Muon(**SETTINGS, schedule="wsd", adamw_factor=factor)
     optimizer = settings.build(build("gsm", geometry=SHALLOW).parameter_groups())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.factor(step, 100))
     peaks = {group["name"]: group["initial_lr"] for group in optimizer.param_groups}
     assert peaks.pop("matrices") == 3e-3, "which is the first group, whose rate is logged"
-    assert set(peaks.values()) == {rate or 3e-3} and len(peaks) > 2
+    assert set(peaks.values()) == {factor * 3e-3} and len(peaks) > 2
     assert schedule.get_last_lr()[0] == 3e-3 / 10
     assert schedule.get_last_lr()[1:] == [peak / 10 for peak in peaks.values()]
 
 
 def test_a_run_of_before_a_key_was_added_is_one_with_its_default():
     """Else every finished run would be trained again after an update."""
-    new = compose(["optimizer=muon"])
-    added = ("schedule", "decay_fraction", "adamw_rate")
+    new = compose(["optimizer=muon", "optimizer.adamw_factor=1.0"])
+    added = ("schedule", "decay_fraction", "adamw_factor")
     old = {**new, "optimizer": {key: value for key, value in new["optimizer"].items() if key not in added}}
     assert differences(old, new) == []
-    assert differences(old, compose(["optimizer=muon", "optimizer.schedule=wsd"])) == [
+    assert differences(old, compose(["optimizer=muon", "optimizer.adamw_factor=1.0", "optimizer.schedule=wsd"])) == [
         "optimizer.schedule (cosine there, wsd here)"
     ]
     old["optimizer"]["_target_"] = "os.system"

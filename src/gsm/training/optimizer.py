@@ -117,12 +117,12 @@ class Muon(AdamW):
     Attributes:
         momentum: decay rate of Muon's moment.
         iterations: of Newton and Schulz, towards singular values of 1.
-        adamw_rate: peak learning rate of what is left to AdamW; None: as Muon's. What is logged is Muon's.
+        adamw_factor: times the learning rate is that of what is left to AdamW. What is logged is Muon's.
     """
 
     momentum: float = 0.95
     iterations: int = 5
-    adamw_rate: float | None = None
+    adamw_factor: float = 1.0
 
     shardable: ClassVar[bool] = False
 
@@ -132,8 +132,8 @@ class Muon(AdamW):
             raise ValueError(f"optimizer.momentum is {self.momentum}, but has to be from 0 to below 1")
         if not 1 <= self.iterations < 100:
             raise ValueError(f"optimizer.iterations is {self.iterations}, but has to be from 1 to 99")
-        if self.adamw_rate is not None and not 0 <= self.adamw_rate <= 1e3:
-            raise ValueError(f"optimizer.adamw_rate is {self.adamw_rate}, but has to lie between 0 and 1000.0")
+        if not 0 <= self.adamw_factor <= 1e3:
+            raise ValueError(f"optimizer.adamw_factor is {self.adamw_factor}, but has to lie between 0 and 1000.0")
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """The group ``decay`` goes to Muon where it is a matrix, all else to AdamW, as there."""
@@ -147,8 +147,7 @@ class Muon(AdamW):
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
-        rate = self.learning_rate if self.adamw_rate is None else self.adamw_rate
-        return Together(muon, self._adamw(rest, rate))
+        return Together(muon, self._adamw(rest, self.adamw_factor * self.learning_rate))
 
 
 def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:
