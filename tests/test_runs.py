@@ -165,6 +165,19 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     assert not only(other).finished(), "with a fresh optimiser it is another run"
 
 
+def test_a_branch_takes_the_time_of_its_own_steps(asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
+    def seconds(config: dict[str, Any], begin: int, gpu: bool) -> float:
+        return 60.0 * (config["trainer"]["max_steps"] - begin)
+
+    monkeypatch.setattr(experiments.pace, "seconds", seconds)
+    runs = (
+        "runs={stable: {trainer.max_steps: 9}, short: {after: stable, start_fresh: false, trainer.max_steps: 12}, "
+        "fresh: {after: stable, trainer.max_steps: 2}}"
+    )
+    made = asked(runs)
+    assert "takes about 14 minutes here" in experiments._Work(made, made.trials()).takes()
+
+
 def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: Callable[..., Experiment]):
     train(asked("trainer.max_steps=2", "name=stable").config)
     start = asked("name=stable").config["folder"]

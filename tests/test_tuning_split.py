@@ -25,6 +25,7 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import Split
 from gsm.data.tuning import Ranges, divide
 from gsm.evaluation import tracking
+from gsm.evaluation.held_out import _title
 
 BYTES = Tokenizer.plain_bytes()
 MADE = ["needle", "recall", "state_tracking"]
@@ -185,6 +186,13 @@ def test_words_that_a_model_is_tested_with_after_training_are_others_too(monkeyp
         model: Any = None
         tracking.measure(model, StateTracking(groups=["S3"], tested=[8]), 16, 4, seed)
     assert seen[0] != seen[1]
+
+
+def test_what_is_measured_of_an_attempt_is_not_called_validation():
+    result: dict[str, Any] = {"experiment": "x", "arm": "gsm", "seed": 0, "step": 1, "context": 8, "documents": ""}
+    result |= {"split": "validation", "text": {"sequences": 1, "targets": 2}}
+    assert "step 1: tuning of books" in _title({**result, "data": {"corpus": "books", "held_out": "tuning"}})
+    assert "step 1: validation of books" in _title({**result, "data": {"corpus": "books"}})
 
 
 @pytest.mark.parametrize("name", variants("data"))

@@ -418,8 +418,9 @@ def _title(result: Mapping[str, Any]) -> str:
     of = data.get("corpus") or data.get("task") or "its data"
     run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
     treated = f", documents: {result['documents']}" if result["documents"] else ""
+    split = data.get("held_out", "validation") if result["split"] == "validation" else result["split"]
     return (
-        f"{run}, step {result['step']}: {result['split']} of {of}\n"
+        f"{run}, step {result['step']}: {split} of {of}\n"
         f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{treated}"
     )
 

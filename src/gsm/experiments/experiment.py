@@ -144,10 +144,10 @@ def _tuning(experiment: Experiment, attempts: Sequence[Attempt], rounds: int, la
         return "\n" + "\n".join(_filled([line]))
     tune, arms = experiment.tune, dict.fromkeys(attempt.arm for attempt in attempts)
     assert tune is not None  # or there were no attempts
+    more = f", and up to {tune.grow} more values for an arm whose best stands at an edge" if tune.grow else ""
     line = (
         f"experiment {experiment.config['name']} tunes {', '.join(arms)} first, on a part of the training data, by "
-        f"{_decides(tune)}: {_values(tune.grids)}; {len(attempts)} attempts, and up to {tune.grow} more values for an "
-        f"arm whose best stands at an edge; then {later} runs with what has won"
+        f"{_decides(tune)}: {_values(tune.grids)}; {len(attempts)} attempts{more}; then {later} runs with what has won"
     )
     return "\n".join(_filled([line]))
 
@@ -239,9 +239,9 @@ class _Work:
         """How long this machine will train, by a batch of every arm; empty below a minute."""
         later = [job for trial in self.later for job in trial.jobs.values()]
         left = [job for job in dict.fromkeys([*self.waiting, *later]) if isinstance(job, Training)]
-        kinds = [_kind(job.config) for job in left]
+        kinds = [(_kind(job.config), job.begins) for job in left]
         once = dict(zip(kinds, left, strict=True))
-        found = {kind: pace.seconds(job.config, gpu=False) for kind, job in once.items()}
+        found = {kind: pace.seconds(job.config, job.begins, gpu=False) for kind, job in once.items()}
         known = [one for kind in kinds if (one := found[kind]) is not None]
         takes = pace.told(sum(known))
         least = "at least " if len(known) < len(kinds) else ""

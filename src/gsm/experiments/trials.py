@@ -54,6 +54,12 @@ class Training(Job):
         """Where it trains."""
         return Path(self.config["folder"])
 
+    @property
+    def begins(self) -> int:
+        """The step that it begins at: of a branch, the one that the job before it ends at."""
+        before = self.after.config if isinstance(self.after, Training) and weights.is_branch(self.config) else None
+        return before["trainer"]["max_steps"] if before else 0
+
     def finished(self) -> bool:
         """Whether it has come to its end. One whose checkpoint is broken has not: the run itself then says what can be
         done."""

@@ -89,10 +89,12 @@ class LanguageModeling(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         """Sets the rate of the first step: a checkpoint has that of its own run, whose length may have been another."""
-        factor = self.optimizer.factor(self.global_step, self.trainer.max_steps)
-        for optimizer in self.trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        for configured in self.trainer.lr_scheduler_configs:
+            schedule = configured.scheduler
+            if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+                groups = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+                for group, peak, factor in groups:
+                    group["lr"] = peak * factor(schedule.last_epoch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
         """The model's output on a batch, and its targets.
