@@ -77,7 +77,7 @@ def test_the_order_of_words_and_how_a_number_is_written_make_no_difference():
 
 
 def test_what_is_so_by_default_does_not_enter():
-    words = "size=nano model/writer=additive trainer.max_steps=800 optimizer=adamw model.indexer_weight=1"
+    words = "size=nano model/writer=additive trainer.max_steps=800 optimizer=muon model.indexer_weight=1"
     given = [word for word in words.split() if not word.startswith("trainer")]
     assert folder(*given, "trainer=default", "data.documents=isolated") == "default/gsm/seed0"
     assert folder("size=tiny", "data.context=1024") == "default/gsm-size_tiny/seed0", "as size tiny has it"
