@@ -36,7 +36,7 @@ def halved(tokens: int) -> int:
 
 def scan(kept: Tensor, added_BHNRC: Tensor, state_BHRC: Tensor) -> tuple[Tensor, Tensor]:
     """The state before every chunk, [B, H, N, R, C], and the one after the last, where a chunk makes ``kept S + added``
-    of the state S. ``kept`` is a matrix [R, R] for each chunk, or a number for all of its rows [1, 1] or each [R, 1]."""
+    of the state S. ``kept`` is a matrix [R, R] for each chunk, or a number for all rows [1, 1] or for each [R, 1]."""
     before = []
     for keep, add in zip(kept.unbind(2), added_BHNRC.unbind(2), strict=True):
         before.append(state_BHRC)
