@@ -22,6 +22,8 @@ CHOICES = (
     ["model/feed_forward=moe", "model/residual=mhc", "model/writer=delta", "data=state_tracking"],
     ["model=gated_delta_net", "data=ruler", "optimizer=muon"],
     ["model=delta_product", "data=needle"],
+    ["model=gsa", "data=recall"],
+    ["model=raven", "data=needle"],
     ["model/writer=multi_slot", "model/retriever=random_topk", "data=needle"],
     ["model/writer=gated", "model/residual=mhc", "data=needle"],
 )

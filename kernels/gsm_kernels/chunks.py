@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .device import full_precision
 
-CHUNK = 32
+CHUNK = 32  # tokens of a chunk, at most
 
 
 def chunks(x: Tensor, size: int) -> Tensor:
@@ -34,14 +34,14 @@ def halved(tokens: int) -> int:
     return min(1 << (tokens - 1).bit_length(), CHUNK)
 
 
-def scan(kept: Tensor, added_BHNCC: Tensor, state_BHCC: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before every chunk, [B, H, N, C, C], and the one after the last. ``kept`` multiplies it as a matrix
-    [C, C], or as a number for each row [1, 1] or [C, 1]."""
+def scan(kept: Tensor, added_BHNRC: Tensor, state_BHRC: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before every chunk, [B, H, N, R, C], and the one after the last, where a chunk makes ``kept S + added``
+    of the state S. ``kept`` is a matrix [R, R] for each chunk, or a number for all rows [1, 1] or for each [R, 1]."""
     before = []
-    for keep, add in zip(kept.unbind(2), added_BHNCC.unbind(2), strict=True):
-        before.append(state_BHCC)
-        state_BHCC = (product(keep, state_BHCC) if keep.shape[-1] > 1 else keep * state_BHCC) + add
-    return torch.stack(before, dim=2), state_BHCC
+    for keep, add in zip(kept.unbind(2), added_BHNRC.unbind(2), strict=True):
+        before.append(state_BHRC)
+        state_BHRC = (product(keep, state_BHRC) if keep.shape[-1] > 1 else keep * state_BHRC) + add
+    return torch.stack(before, dim=2), state_BHRC
 
 
 def decayed_products(row_LC: Tensor, column_LC: Tensor, total_LC: Tensor) -> Tensor:

@@ -18,7 +18,18 @@ def laid_end_to_end(
     state_BHRC: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Runs a kernel on all rows as one, cut where a row or a document starts."""
+    """Runs a kernel on all rows of a batch as one, cut where a row or a document starts.
+
+    Args:
+        run: a kernel of the library; called with ``call``, ``scale``, states [N, H, R, C] and the offsets [N + 1].
+        call: its tensors by name, [B, T, ...].
+        start_BT: bool, where documents start.
+        state_BHRC: what the first token of each row goes on from, unless a document starts there.
+        scale: factor of the queries.
+
+    Returns:
+        its output, [B, T, ...], and the state after each row, [B, H, R, C].
+    """
     batch, length = start_BT.shape
     cut_BT = start_BT.clone()
     cut_BT[:, 0] = True

@@ -26,6 +26,8 @@ MODELS: tuple[tuple[str, str], ...] = (
     ("gated_delta_net", "size=pico"),
     ("delta_product", "size=pico"),
     ("hybrid", "size=pico"),
+    ("kimi_linear", "size=pico"),
+    ("raven", "size=pico"),
     ("yoco", "size=pico"),
 )
 BATCH, CAPACITY, READ, VOCABULARY = 2, 24, 10, 64

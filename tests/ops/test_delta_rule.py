@@ -128,6 +128,27 @@ def test_there_must_be_a_token():
         delta_rule(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k})
 
 
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_padding_alone_leaves_everything_as_it_is(name):
+    call = recurrence(tokens=40, by_channel=True)
+    call |= {"live_BT": torch.zeros_like(call["live_BT"])}
+    with using(name):
+        out, state = delta_rule(**call)
+    assert not out.any() and torch.equal(state, call["state_BHCC"])
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_documents_of_one_token_know_nothing_of_each_other(name):
+    call = recurrence(tokens=40, by_channel=True)
+    call |= {"start_BT": torch.ones_like(call["start_BT"]), "live_BT": torch.ones_like(call["live_BT"])}
+    with using(name):
+        together, _ = delta_rule(**call)
+    with using("reference"):
+        for t in (0, 17, 39):
+            alone = {k: v[:, t : t + 1] if k.rpartition("_")[2].startswith("BT") else v for k, v in call.items()}
+            assert_close(together[:, t : t + 1], delta_rule(**alone | {"state_BHCC": 77 * call["state_BHCC"]})[0])
+
+
 def test_a_single_token_is_left_to_the_reference():
     with listening() as heard:
         delta_rule(**recurrence(tokens=1))

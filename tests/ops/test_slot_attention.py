@@ -113,6 +113,27 @@ def test_what_does_not_fit_is_named():
         slot_attention(**call | {"state_BHMU": call["state_BHMU"][..., :4]})
 
 
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_padding_alone_leaves_everything_as_it_is(name):
+    call = slots(tokens=40)
+    call |= {"live_BT": torch.zeros_like(call["live_BT"])}
+    with using(name):
+        out, state = slot_attention(**call)
+    assert not out.any() and torch.equal(state, call["state_BHMU"])
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_documents_of_one_token_know_nothing_of_each_other(name):
+    call = slots(tokens=40)
+    call |= {"start_BT": torch.ones_like(call["start_BT"]), "live_BT": torch.ones_like(call["live_BT"])}
+    with using(name):
+        together, _ = slot_attention(**call)
+    with using("reference"):
+        for t in (0, 17, 39):
+            alone = {k: v[:, t : t + 1] if k.rpartition("_")[2].startswith("BT") else v for k, v in call.items()}
+            assert_close(together[:, t : t + 1], slot_attention(**alone | {"state_BHMU": 77 * call["state_BHMU"]})[0])
+
+
 def test_a_single_token_is_left_to_the_reference():
     with listening() as heard:
         slot_attention(**slots(tokens=1))

@@ -17,7 +17,7 @@ from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
 from ..sequences import laid_end_to_end
 from .inputs import Inputs
 
-WIDEST = 256  # channels of a head, and its slots
+NARROWEST, WIDEST = 16, 256  # channels of a head, and its slots
 
 
 def missing() -> str | None:
@@ -35,8 +35,8 @@ def refuses(inputs: Inputs) -> str | None:
     if refusal is not None:
         return refusal
     channels, slots = inputs.query_BTHC.shape[-1], inputs.write_BTHM.shape[-1]
-    if max(channels, slots) > WIDEST:
-        return f"takes heads of at most {WIDEST} channels and slots, got {channels} and {slots}"
+    if min(channels, slots) < NARROWEST or max(channels, slots) > WIDEST:
+        return f"takes heads of {NARROWEST} to {WIDEST} channels and slots, got {channels} and {slots}"
     if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
         return "waits for the device, which a CUDA graph cannot"
     return None

@@ -7,7 +7,7 @@ bank's groups, Sinkhorn's rounds and the choice of the highest scores do not. Wi
     attention                 4 H C           for each row and entry that it sees (logit and mixture, of all heads)
     index scores              2 J (I + 1)     for each row and slot that it searches (J heads, and their weighted sum)
     hyper-connection          2 X (X + 2) D   for each row (write and mix: X x (X + 1), read: X), besides its weights
-    recurrence                2 H C^2         for each token and read or write of its state
+    recurrence                2 H C^2         for each token and read or write of its state (of M slots: 4 H M C)
     short convolution         2 w             for each token and channel, of a width w
 
 Entries and slots are those that the equations need, counted exactly, position by position: an early row sees fewer. An
