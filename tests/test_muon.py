@@ -34,7 +34,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
 def test_one_choice_replaces_the_optimiser_of_any_model():
     for model in ("gsm", "baseline", "transformer"):
         made = instantiate(compose([f"model={model}", "optimizer=muon"])["optimizer"], "optimizer")
-        assert isinstance(made, Muon) and made.momentum == 0.95
+        assert isinstance(made, Muon) and made.momentum == 0.9
 
 
 @pytest.mark.parametrize("case", CASES)

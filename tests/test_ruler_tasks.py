@@ -64,6 +64,7 @@ def test_all_values_of_a_key_are_asked_for():
     for index in range(10):
         sample = asking("niah_multivalue").sample(index, 3000)
         assert {key: set(values) for key, values in told(sample.input).items()} == {sample.key: set(sample.outputs)}
+        assert sample.answer == ", ".join(told(sample.input)[sample.key]), "in the order of the text"
         assert len(set(sample.outputs)) == 4 and sample.input.startswith("Some special magic numbers are hidden")
         assert f"What are all the special magic numbers for {sample.key} mentioned" in sample.input
         assert sample.answer_prefix.endswith(f"numbers for {sample.key} mentioned in the provided text are")
@@ -138,6 +139,21 @@ def test_frequent_words_are_the_second_to_the_fourth_after_the_dots(made: Ingred
 def _context(text: str, made: Ingredients) -> str:
     before, after = made.template.frequent.question.split("{context}")
     return text.removeprefix(before).removesuffix(after)
+
+
+@pytest.mark.parametrize("task", ["cwe", "fwe"])
+def test_the_places_of_what_is_asked_for_cannot_be_learned(task: str):
+    def places(part: str) -> set[tuple[int, ...]]:
+        samples = [Questions(task, BYTES, WHOLE, part).sample(index, 3900) for index in range(6)]
+        contexts = [_words(sample.input, task) for sample in samples]
+        return {tuple(words.index(word) for word in one.outputs) for words, one in zip(contexts, samples, strict=True)}
+
+    assert len(places("training")) == 6
+    assert len(places("evaluation")) < 6, "as in the benchmark, a seed has one order"
+
+
+def _words(text: str, task: str) -> list[str]:
+    return text.rpartition("Below is")[2].split() if task == "cwe" else text.split()
 
 
 def test_contexts_grow_with_the_length():

@@ -384,8 +384,11 @@ def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     assert made.table().tuned == {"high": {RATE: "0.002"}}
 
 
+RATED = "optimizer.learning_rate=1e-3"  # what a pretended run's numbers follow from
+
+
 def test_a_group_and_several_seeds_can_be_tuned_over(real: Callable[..., Experiment]):
-    train_all(made := real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", BY_MODEL))
+    train_all(made := real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", RATED, BY_MODEL))
     names = [f".tuning/gsm/optimizer_{name}/seed{seed}" for name in ("adamw", "muon") for seed in (0, 1)]
     assert Pretends.started == [*names, "gsm/seed0"]
     assert made.table().tuned == {"gsm": {"optimizer": "adamw"}}, "of two that are alike the first"

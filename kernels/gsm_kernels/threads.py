@@ -1,12 +1,14 @@
 """How a compiled loop is shared among threads: OpenMP's where PyTorch brings GNU's OpenMP (Linux), else Python's.
 
 OpenMP's threads are those of PyTorch's own operations. They wait for work by spinning a while, and are handed a loop in
-2 to 4 microseconds. Python's sleep in between and take turns with the caller in holding the interpreter: 15 to 100
-microseconds, for loops that may take 100 themselves.
+2 to 4 microseconds. All of them are, whether there is a part for each or not: GNU's OpenMP ends those that a smaller
+team leaves out, and PyTorch's next operation would have to start them again. Python's sleep in between and take turns
+with the caller in holding the interpreter: 15 to 100 microseconds, for loops that may take 100 themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -33,19 +35,19 @@ def share(loop: Callable[..., None], items: int, given: Sequence[float], least: 
     if torch.get_num_threads() == 1 or items <= least:
         loop(0, items, *given)
     elif (team := _team(loop, given)) is not None:
-        team.run(items, *_parts(items, least), given)
+        team.run(items, torch.get_num_threads(), _part(items, least), given)
     else:
         _pooled(loop, items, given, least)
 
 
-def _parts(items: int, least: int) -> tuple[int, int]:
-    """The number of threads, and the items in a part."""
-    threads = min(torch.get_num_threads(), -(-items // least))
-    return threads, -(-items // (threads * least)) * least
+def _part(items: int, least: int) -> int:
+    """The items of a part: as many for each thread, and a multiple of those that are worth one."""
+    parts = min(torch.get_num_threads(), -(-items // least))
+    return -(-items // (parts * least)) * least
 
 
 def _pooled(loop: Callable[..., None], items: int, given: Sequence[float], least: int) -> None:
-    _, each = _parts(items, least * SLOWER)
+    each = _part(items, least * SLOWER)
     starts = range(0, items, each)
     pool = _pool(os.getpid())
     others = [pool.submit(loop, start, min(start + each, items), *given) for start in starts[1:]]
@@ -137,12 +139,12 @@ def _team(loop: Callable[..., None], given: Sequence[float]) -> _Team | None:
 @functools.cache
 def _library() -> Any:
     """GNU's OpenMP as PyTorch has loaded it, or None."""
-    try:
-        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libgomp.so.1"))
-        found.GOMP_parallel.restype = None
-        return found
-    except (OSError, AttributeError):
-        return None
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        with contextlib.suppress(OSError, AttributeError):
+            found = ctypes.CDLL(str(path))
+            found.GOMP_parallel.restype = None
+            return found
+    return None
 
 
 @functools.cache

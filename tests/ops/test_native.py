@@ -81,6 +81,19 @@ def test_a_loop_runs_on_the_threads_of_pytorchs_operations(threads, monkeypatch:
     assert marked.tolist() == [10] * 9
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
+def test_loops_of_any_size_leave_pytorchs_threads_alive(threads):
+    if shared._library() is None:
+        pytest.skip("this PyTorch has not GNU's OpenMP")
+    threads(4)
+    many, seen = torch.ones(1 << 20), []
+    for items in (40, 9, 17, 40):  # parts for all four threads, for two, for three
+        many.add_(1)
+        native.run(marks, items, 5, 0.5, torch.zeros(items, dtype=torch.int64), least=8)
+        seen.append(set(os.listdir("/proc/self/task")))
+    assert all(one == seen[0] for one in seen[1:]), "threads were ended and started"
+
+
 def test_fewer_threads_than_parts_run_them_all():
     team = shared._team(marks, [5, 0.5, 0])
     if team is None:

@@ -60,7 +60,8 @@ class Task(ABC):
             part: "evaluation" or "training".
             drawing: gives all that is drawn anew for a sample.
             length: tokens that a sample may have.
-            seed: of what is the same in all samples of a seed, as in the benchmark: the order of needles and words.
+            seed: of what is the same in all samples of a seed, as in the benchmark: the order of needles, and where a
+                model is evaluated, that of words.
         """
 
     @abstractmethod
@@ -109,7 +110,10 @@ class Needles(Task):
                 lines = [self._needle(made, *self._other(made, part, drawing, told)) for _ in range(units)]
             context = _between_lines(drawing, lines, shuffled)
         keys = [list(told)[index] for index in drawing.sample(range(self.keys), self.asked)]
-        values = [value for key in keys for value in told[key]]
+        pairs = [(key, value) for key in keys for value in told[key]]
+        values = [value for _, value in pairs]
+        # Several values of a key have no order of their own: they are taught as they stand in the text.
+        taught = sorted(pairs, key=lambda pair: context.index(self._needle(made, *pair))) if self.values > 1 else pairs
         asked = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
         words = {"type": self.value_type[:-1], "types": self.value_type, "key": asked}
         wording = self.wording(made)
@@ -117,9 +121,9 @@ class Needles(Task):
             wording.question.format(context=context, **words),
             wording.prefix.format(**words),
             tuple(values),
-            ", ".join(values),
+            ", ".join(value for _, value in taught),
             asked,
-            tuple(self._needle(made, key, value) for key in keys for value in told[key]),
+            tuple(self._needle(made, *pair) for pair in pairs),
         )
 
     def increment(self, length: int) -> int:
@@ -242,11 +246,11 @@ class CommonWords(Task):
     def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
         """See `Task.draw`. A unit is a different word: ten times as frequent, if common, from 4K tokens on."""
         long = length >= 4096
-        shown = ""
+        shown, order = "", _order(part, drawing, seed)
         if made.template.examples:
-            question, prefix, words = self._ask(made, drawing, *((40, 10, 3) if long else (20, 3, 1)), seed)
+            question, prefix, words = self._ask(made, drawing, *((40, 10, 3) if long else (20, 3, 1)), order)
             shown = f"{question}{prefix} {_numbered(words)}\n"
-        question, prefix, words = self._ask(made, drawing, units, *((30, 3) if long else (6, 1)), seed)
+        question, prefix, words = self._ask(made, drawing, units, *((30, 3) if long else (6, 1)), order)
         return Drawn(shown + question, prefix, tuple(words), _numbered(words))
 
     def increment(self, length: int) -> int:
@@ -262,12 +266,12 @@ class CommonWords(Task):
         return min(length, len(made.words))
 
     def _ask(
-        self, made: Ingredients, drawing: random.Random, units: int, often: int, seldom: int, seed: int
+        self, made: Ingredients, drawing: random.Random, units: int, often: int, seldom: int, order: int
     ) -> tuple[str, str, list[str]]:
         drawn = drawing.sample(made.words, units)
         common, others = drawn[: made.template.words], drawn[made.template.words :]
         words = common * often + others * seldom
-        random.Random(seed).shuffle(words)
+        random.Random(order).shuffle(words)
         wording, count = self.wording(made), made.template.words
         return (
             wording.question.format(context=_numbered(words), count=count),
@@ -287,12 +291,12 @@ class FrequentWords(Task):
         letters, drawn = made.template.letters[2], set()
         while len(drawn) < max(8, (length - self.wording(made).new_tokens) // 50):
             drawn.add("".join(drawing.choices(string.ascii_lowercase, k=letters)))
-        words = sorted(drawn)
-        random.Random(seed).shuffle(words)
+        words, order = sorted(drawn), _order(part, drawing, seed)
+        random.Random(order).shuffle(words)
         words[0] = "..."
         often = [int(units / rank**2 / (math.pi**2 / 6)) for rank in range(1, len(words) + 1)]
         text = [word for word, count in zip(words, often, strict=True) for _ in range(count)]
-        random.Random(seed).shuffle(text)
+        random.Random(order).shuffle(text)
         wording, frequent = self.wording(made), words[1:4]
         return Drawn(
             wording.question.format(context=" ".join(text)), wording.prefix, tuple(frequent), " ".join(frequent)
@@ -340,6 +344,12 @@ def _between_sentences(made: Ingredients, drawing: random.Random, units: int, ne
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _order(part: str, drawing: random.Random, seed: int) -> int:
+    """What orders words: the same for all samples of a seed, as in the benchmark; in training one for each, or the
+    places of what is asked for could be learned."""
+    return drawing.getrandbits(32) if part == "training" else seed
 
 
 def _uuid(drawing: random.Random) -> str:

@@ -267,7 +267,8 @@ class _Work:
     def _ended(self, job: Job, code: int | None, child: Child | None = None) -> None:
         """Prints how a job has ended, notes it, and remembers one that has failed."""
         how, numbers = _how(code), ""
-        if code and any(isinstance(trial, Attempt) and trial.note_divergence(job) for trial in self._having(job)):
+        having = self._having(job)
+        if (code or 0) > 0 and any(isinstance(one, Attempt) and one.note_divergence(job) for one in having):
             self.diverged.add(job)
             how = "diverged, which counts as the worst"
         elif job.after in self.diverged:

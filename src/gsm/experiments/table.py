@@ -45,11 +45,15 @@ class RunSummary:
 
     def value(self, column: str) -> float | None:
         """A finite number of the summary; dots go down, as in ``data.train_tokens``. None where there is none."""
+        found = self.number(column)
+        return found if found is not None and math.isfinite(found) else None
+
+    def number(self, column: str) -> float | None:
+        """The same, finite or not."""
         found: Any = self.summary
         for part in column.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return float(found) if is_number and math.isfinite(found) else None
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 @dataclass(frozen=True)

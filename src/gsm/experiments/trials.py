@@ -184,9 +184,9 @@ class Attempt(Trial):
             return math.inf
         summary = RunSummary(self.arm, self.seed, self.folder, read_json(self.folder / "summary.json") or {})
         for column, more_is_better in by.items():
-            value = summary.value(column)
+            value = summary.number(column)
             if value is not None:
-                return -value if more_is_better else value
+                return math.inf if not math.isfinite(value) else -value if more_is_better else value
         raise ConfigError(
             f"tune decides by {' or '.join(by)}, which {self.folder} has no number of in its summary.json: say tune.by"
         )

@@ -27,7 +27,8 @@ class Raven(SlotMemory):
         name: what its taps are called.
         convolution: tokens that the short convolution sees; 1: there is none, as in the original.
         slots: slots of a head (M); None: as many as it has channels.
-        top_k: slots that a token is written to; None: half of them, as in the original, at least one.
+        top_k: slots that a token is written to; None: half of them, as in the original, at least one. One alone has the
+            share 1 whatever the router says, which then learns nothing.
         noise: whether Gumbel noise is added to the router's logits in training, so that all slots are tried.
 
     Raises:

@@ -47,6 +47,7 @@ class YOCO(ParameterMatched):
     Args:
         geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
         self_decoder: makes the mixers of the self-decoder; called with ``shape, geometry=..., name=...``.
+        window: tokens that a row of the self-decoder sees, for mixers with windows; None: as they say themselves.
         key_value_heads: key and value heads of the cache; None: as many as ``KeyValue`` says.
         query_rank: rank of the queries; None: as many parameters as the baseline has.
         heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
@@ -60,6 +61,7 @@ class YOCO(ParameterMatched):
         geometry: Geometry,
         *,
         self_decoder: Callable[..., SlotMixer] = SlidingWindow,
+        window: int | None = None,
         key_value_heads: int | None = None,
         query_rank: int | None = None,
         heads: int | None = None,
@@ -67,6 +69,8 @@ class YOCO(ParameterMatched):
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
         recompute: Recompute = False,
     ):
+        if window is not None:
+            self_decoder = partial(self_decoder, window=window)
         make = partial(YOCO, self_decoder=self_decoder, key_value_heads=key_value_heads)
         super().__init__(geometry, make, heads, query_rank)
         shape = self.shape
