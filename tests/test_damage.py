@@ -27,7 +27,7 @@ from gsm.experiments.folder import prepare
 def stopped(home: Path, processes: Any) -> Path:
     """A run that was interrupted after its last step: its command would go on."""
     log = home / "damage.log"
-    child = started(processes, arguments(home, "damage", "trainer.max_steps=6"), log, no_death)
+    child = started(processes, arguments(home, "damage", "optimizer=adamw", "trainer.max_steps=6"), log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
     folder = home / "logs/damage/gsm/seed0"
@@ -37,7 +37,7 @@ def stopped(home: Path, processes: Any) -> Path:
 
 def going_on(home: Path, folder: Path) -> Callable[[], object]:
     """What the run's own command does before its first step."""
-    config = compose(arguments(home, "damage", "trainer.max_steps=6", f"folder={folder}"))
+    config = compose(arguments(home, "damage", "optimizer=adamw", "trainer.max_steps=6", f"folder={folder}"))
     return lambda: assemble(config, prepare(config))
 
 
