@@ -205,7 +205,13 @@ def test_what_cannot_be_is_refused_with_its_name(make: Any, words: str):
 
 
 def test_a_run_learns_parity_and_says_how_well_it_knows_it_at_each_length(tmp_path):
-    small = [*TINY[: TINY.index("data=folder")], "data=state_tracking", "trainer=cpu", "model=sliding_window", "optimizer=adamw"]
+    small = [
+        *TINY[: TINY.index("data=folder")],
+        "data=state_tracking",
+        "trainer=cpu",
+        "model=sliding_window",
+        "optimizer=adamw",
+    ]
     task = ["data.task.groups=[parity]", "data.task.answers=steps", "data.task.tested=[8,40]", "data.context=16"]
     length = ["trainer.max_steps=30", "optimizer.warmup_steps=5", "data.validation_sequences=20", f"logs={tmp_path}"]
     facts = train(compose([*small, *task, *length]))
