@@ -15,6 +15,7 @@ import pytest
 import tiny_text
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from short_runs import BY_MODEL, TINY, composed
+from test_runs import InThisProcess, pretend
 
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
@@ -115,11 +116,8 @@ def test_words_and_single_values_have_no_edge(values: list[Any]):
     assert edge(values, values[0]) is None
 
 
-class Pretends:
-    """In place of a child process: leaves what a run leaves, whose loss is the distance of its rate from the best."""
-
-    def __init__(self, job: Job, environment: object = None, follow: bool = False) -> None:
-        self.code = self.run(job)
+class Pretends(InThisProcess):
+    """Leaves what a run leaves, whose loss is the distance of its rate from the best."""
 
     compose: Any = staticmethod(lambda given: composed(tuple(given)))
     started: list[str] = []
@@ -138,22 +136,8 @@ class Pretends:
         leave(config, place)
         return 0
 
-    def poll(self) -> int:
-        return self.code
-
-    def forward(self, signals: object) -> None:
-        pass
-
-    def seconds(self) -> float:
-        return 0.0
-
-    def tail(self) -> list[str]:
-        return ["its last words"]
-
 
 def leave(config: dict[str, Any], place: Path) -> None:
-    from test_runs import pretend
-
     pretend(config)
     loss = abs(math.log(config["optimizer"]["learning_rate"] / BEST.get(config["arm"], 2e-3)))
     facts = {"status": "finished", "val_loss": 1 + loss, "steps": 1, "accuracy": 1 - loss / 10}

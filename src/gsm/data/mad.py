@@ -14,32 +14,17 @@ after another: a model of fixed state has to compress, attention may look back.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from gsm.data.recall import Drawn
+from gsm.data.recall import Drawn, Task
 from gsm.models.checks import IGNORED
 
 
-class Checked(ABC):
+class Checked(Task):
     """What is common to the tasks: lengths that are too short are refused."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """Number of ids."""
-
-    @property
-    @abstractmethod
-    def least(self) -> int:
-        """Tokens of the shortest sequence."""
-
-    @abstractmethod
-    def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """One sequence of ``length``."""
 
     def check(self, length: int) -> None:
         """Raises ValueError if sequences of this length cannot hold the task."""
@@ -73,7 +58,7 @@ class InContextRecall(Checked):
 
     @property
     def vocabulary(self) -> int:
-        """See `Checked.vocabulary`."""
+        """See `Task.vocabulary`."""
         return self.keys + self.values + self.fillers
 
     @property
@@ -82,7 +67,7 @@ class InContextRecall(Checked):
         return 4
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """See `Checked.draw`. The last pair has been seen, so that something is asked; an odd token is filler."""
+        """See `Task.draw`. The last pair has been seen, so that something is asked; an odd token is filler."""
         pairs = length // 2
         value_K = self.keys + random.integers(self.values, size=self.keys)
         key_P = random.integers(self.keys, size=pairs)
@@ -127,7 +112,7 @@ class FuzzyRecall(Checked):
         return 4 * self.longest
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """See `Checked.draw`. Padding stands in front; the last pair has been seen."""
+        """See `Task.draw`. Padding stands in front; the last pair has been seen."""
         told: dict[tuple[int, ...], np.ndarray] = {}
         token_T, target_T = np.full(length, self.vocabulary - 1), np.full(length, IGNORED)
         pairs: list[tuple[tuple[int, ...], np.ndarray, bool]] = []
@@ -179,7 +164,7 @@ class SelectiveCopy(Checked):
         return 2 * self.copied + 1
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """See `Checked.draw`."""
+        """See `Task.draw`."""
         blank, mark, first = self.symbols, self.symbols + 1, length - self.copied
         symbol_P = random.integers(self.symbols, size=self.copied)
         token_T, target_T = np.full(length, blank), np.full(length, IGNORED)
@@ -212,7 +197,7 @@ class Compression(Checked):
         return 2
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """See `Checked.draw`. An odd token is a mark in front."""
+        """See `Task.draw`. An odd token is a mark in front."""
         count = length // 2
         token_T, target_T = np.full(length, self.symbols), np.full(length, IGNORED)
         target_T[-count:] = token_T[-2 * count : -count] = random.integers(self.symbols, size=count)
@@ -245,7 +230,7 @@ class Memorization(Checked):
         return 2
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
-        """See `Checked.draw`. An odd token is a mark."""
+        """See `Task.draw`. An odd token is a mark."""
         key_P = random.integers(self.keys, size=length // 2)
         token_T, target_T = np.full(length, 2 * self.keys), np.full(length, IGNORED)
         token_T[: 2 * len(key_P) : 2], target_T[1::2] = key_P, _map(self.keys, self.seed)[key_P]
