@@ -207,6 +207,40 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
     finish(axes, x, y, **_beside(names))
 
 
+def cells(
+    panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, label: str
+) -> None:
+    """One panel per task, in it a row per arm with a cell for each amount: the mean over its seeds, from 0 to 1.
+
+    Args:
+        panels: to draw on, one for each task; of a figure of one row, made without grid lines.
+        tasks: by name, by arm, for each seed its values by amount.
+        x: label of the axes.
+        label: what the values are.
+    """
+    for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
+        amounts = sorted({amount for seeds in arms.values() for seed in seeds for amount in seed})
+        rows = [[_mean(seed.get(amount) for seed in seeds) for amount in amounts] for seeds in arms.values()]
+        shown = axes.imshow(rows, vmin=0, vmax=1, aspect="auto", cmap="cividis", interpolation="nearest")
+        for (row, column), value in np.ndenumerate(np.array(rows)):
+            colour = "black" if value > 0.6 else "white"
+            if not np.isnan(value):
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
+        axes.set_xticks(range(len(amounts)), [f"{amount:,}" for amount in amounts])
+        first = axes is panels[0]
+        axes.set_yticks(range(len(arms)), list(named(arms).values()) if first else [""] * len(arms))
+        finish(axes, x, title=task)
+        made = axes.figure.get_figure(root=True)
+        if axes is panels[-1] and made:
+            made.colorbar(shown, ax=axes).set_label(label, fontsize=9)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """Of those that are there; of none, not a number."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else float("nan")
+
+
 def lengths(
     panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, y: str, top: float
 ) -> None:

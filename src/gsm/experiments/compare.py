@@ -234,16 +234,27 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
         yield "values", _picture(figure, "values")
-    tested: dict[str, dict[str, list[dict[int, float]]]] = {}  # by task and arm, of every run, what it answered
-    for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
-        for task, values in (run.summary.get("by_length") or {}).items():
-            seed = {int(length): value for length, value in values.items()}
-            tested.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    tested = _tested(by_arm, "by_length")
     if tested:
         columns = min(2, len(tested))
         figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(tested) // columns))
         plots.lengths(panels, tested, "length of the word (letters)", "last state known (fraction)", top=1)
         yield "lengths", _picture(figure, "lengths")
+    loaded = _tested(by_arm, "by_load")
+    if loaded:
+        figure, panels = plots.figure(len(loaded), height=1.1 + 0.22 * len(by_arm), grid=False)
+        plots.cells(panels, loaded, "load (needles, tokens, times told)", "answered (fraction)")
+        yield "loads", _picture(figure, "loads")
+
+
+def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
+    """By task and arm, of every run, what a summary has under ``key``: fractions by length or load."""
+    found: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
+        for task, values in (run.summary.get(key) or {}).items():
+            seed = {int(length): value for length, value in values.items()}
+            found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    return found
 
 
 def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:

@@ -26,10 +26,11 @@ from gsm.config.load import (
     refusals,
 )
 from gsm.data.base import DataModule, with_defaults
+from gsm.data.capacity import Capacity
 from gsm.data.state_tracking import StateTracking
-from gsm.data.synthetic import UNSEEN
+from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
-from gsm.evaluation import ngrams, overlap, tracking
+from gsm.evaluation import capacity, ngrams, overlap, tracking
 from gsm.experiments import pace, report, trainers, weights
 from gsm.experiments.asked import differing
 from gsm.experiments.estimate import refuse_endless
@@ -249,12 +250,7 @@ def _conclude(run: Run) -> dict[str, Any]:
     model = run.model.to(trainer.strategy.root_device).eval()
     with torch.no_grad():
         found = {"device": report.device(trainer), **_memory(run), **_ngrams(run), "overlap": _overlap(run)}
-        task = getattr(data, "task", None)
-        found["by_length"] = (
-            tracking.measure(model, task, data.context, data.validation_sequences, UNSEEN[data.held_out])  # pyright: ignore
-            if isinstance(task, StateTracking)
-            else None
-        )
+        found |= _tested(model, data)
         if found["overlap"] and found["overlap"]["mean"] is not None:
             for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
                 logger.log_metrics({"val/overlap/mean": found["overlap"]["mean"]}, trainer.global_step + 1)
@@ -264,6 +260,18 @@ def _conclude(run: Run) -> dict[str, Any]:
         sample = report.sample(model, data) if config["sample"] and is_text else None
     print(report.conclusion(Path(config["folder"]), facts, sample, data.tokenizer is not None), flush=True)
     return facts
+
+
+def _tested(model: LanguageModel, data: DataModule) -> dict[str, Any]:
+    """What tasks are tested with besides: words by group and length, answers by kind and load; None for others."""
+    found: dict[str, Any] = {"by_length": None, "by_load": None}
+    if isinstance(data, SyntheticData):
+        how = (data.context, data.validation_sequences, UNSEEN[data.held_out])
+        if isinstance(data.task, StateTracking):
+            found["by_length"] = tracking.measure(model, data.task, *how)
+        elif isinstance(data.task, Capacity):
+            found["by_load"] = capacity.measure(model, data.task, *how)
+    return found
 
 
 def _memory(run: Run) -> dict[str, Any]:

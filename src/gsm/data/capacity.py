@@ -1,0 +1,160 @@
+"""How much can be asked of a memory: one task whose sequences are loaded in three ways, each alone.
+
+    find 3    K1 V4 . K7 V2 . K5 V9 . | gap | K7 V2 K1 V4 K5 V9     so many needles, of which each is one answer
+    wait 4    K1 V4 . K7 V2 . . . . . | gap | K7 . . . ? V2         the answer is due so many tokens behind its question
+    count 3   K1 V4 . K1 V2 . K1 V4 . | gap | K1 V4                 a key is told so often: the value told most often
+
+To find asks for an index that tells many keys apart. To wait asks for a memory of what was found, or for finding it
+once more where the question has gone. To count asks for many needles in one answer: of a third of them, or fewer, the
+value told most often is not certain. Ids: keys, values, filler, and the mark (?) at which an answer is due that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from gsm.data.recall import Drawn, growing
+from gsm.models.checks import IGNORED
+
+KINDS = ("find", "wait", "count")
+SHARE = 3  # of how often a key is told to count, two parts have the same value
+
+
+class Load(NamedTuple):
+    """How a sequence is loaded: a kind, and how much of it."""
+
+    kind: str
+    amount: int
+
+
+class Story(NamedTuple):
+    """What a sequence tells and asks: keys and values in random order, and how far behind a question its answer is."""
+
+    told: list[tuple[int, int]]
+    asked: list[tuple[int, int]]
+    wait: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The task, for sequences of any length that holds its smallest load; each kind is as frequent as the others.
+
+    Attributes:
+        loads: by kind, the amounts that are drawn from, each as often as the others.
+        keys, values, fillers: how many ids of each.
+        asked: questions of a sequence at most.
+        needles: told where the load is to wait.
+        gap: at least so many tokens lie between what is told and what is asked, in a sequence that is to grow half of
+            it, if that is less, or what its needles leave.
+
+    Raises:
+        ValueError: an unknown kind, or a number out of range.
+    """
+
+    loads: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"find": (1, 4), "wait": (4,), "count": (3,)})
+    keys: int = 64
+    values: int = 32
+    fillers: int = 16
+    asked: int = 8
+    needles: int = 8
+    gap: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "fillers", "asked", "needles"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.values < 2:
+            raise ValueError(f"values must be at least 2, of which one is told more often, got {self.values}")
+        if self.gap < 0:
+            raise ValueError(f"gap must be 0 or more, got {self.gap}")
+        if not self.loads or any(not amounts for amounts in self.loads.values()):
+            raise ValueError(f"loads {dict(self.loads)} must give at least one amount for a kind: {', '.join(KINDS)}")
+        for kind, amounts in self.loads.items():
+            if kind not in KINDS:
+                raise ValueError(f"loads has the kind {kind!r}; the known ones are {', '.join(KINDS)}")
+            least = SHARE if kind == "count" else 1
+            if min(amounts) < least or any(one % SHARE for one in amounts if kind == "count"):
+                asked_for = f"multiples of {SHARE}" if kind == "count" else "at least 1"
+                raise ValueError(f"loads.{kind} {list(amounts)} must be {asked_for}")
+        plain = {str(kind): [int(one) for one in amounts] for kind, amounts in self.loads.items()}  # Hydra's are not
+        object.__setattr__(self, "loads", plain)
+        most = max([self.needles, *self.loads.get("find", ())])
+        if most > self.keys:
+            raise ValueError(f"{most} needles need as many different keys, and keys is {self.keys}")
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        return self.keys + self.values + self.fillers + 1
+
+    @property
+    def least(self) -> int:
+        """Tokens that the smallest load of each kind fits into, with one question."""
+        return max(min(self._least(Load(kind, one)) for one in amounts) for kind, amounts in self.loads.items())
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if sequences of this length cannot hold every load, with one question and the gap."""
+        for load in self.each():
+            least = self._least(load) + self.gap
+            if length < least:
+                raise ValueError(
+                    f"context {length} is too short for {load.kind} {load.amount} with a gap of {self.gap}: it takes "
+                    f"{least}"
+                )
+
+    def each(self) -> list[Load]:
+        """All loads."""
+        return [Load(kind, amount) for kind, amounts in self.loads.items() for amount in amounts]
+
+    def only(self, load: Load) -> Capacity:
+        """The same task, always loaded in this way."""
+        return replace(self, loads={load.kind: [load.amount]})
+
+    def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
+        """One sequence. Raises ValueError where it cannot hold the smallest load."""
+        kind = list(self.loads)[int(random.integers(len(self.loads)))]
+        fitting = [one for one in self.loads[kind] if self._least(Load(kind, one)) <= length]
+        if not fitting:
+            raise ValueError(f"a sequence of {length} cannot hold {kind} {min(self.loads[kind])}")
+        return self._written(random, length, growing(self.gap, length, whole), self._story(random, kind, fitting))
+
+    def _least(self, load: Load) -> int:
+        told = self.needles if load.kind == "wait" else load.amount
+        return 2 * told + 2 + (load.amount if load.kind == "wait" else 0)
+
+    def _story(self, random: np.random.Generator, kind: str, amounts: Sequence[int]) -> Story:
+        amount = amounts[int(random.integers(len(amounts)))]
+        key_P = random.permutation(self.keys)
+        if kind != "count":
+            told = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
+            return Story(told, told, amount if kind == "wait" else 0)
+        told, asked = [], []
+        for key in key_P[: max(1, min(self.asked, max(amounts) // amount))].tolist():
+            often, other = (self.keys + random.permutation(self.values)[:2]).tolist()
+            told += [(key, other if i % SHARE == 0 else often) for i in range(amount)]
+            asked.append((key, often))
+        return Story([told[i] for i in random.permutation(len(told))], asked, 0)
+
+    def _value(self, random: np.random.Generator) -> int:
+        return self.keys + int(random.integers(self.values))
+
+    def _written(self, random: np.random.Generator, length: int, gap: int, story: Story) -> Drawn:
+        """The needles at random places, the gap, and as many questions as there is room for, in random order."""
+        told, each = 2 * len(story.told), 2 + story.wait
+        count = min(len(story.asked), self.asked, (length - told) // each)
+        asked = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]
+        first = self.keys + self.values
+        token_T = first + random.integers(self.fillers, size=length)
+        target_T = np.full(length, IGNORED)
+        room = max(length - each * count - gap, told)
+        place_P = np.sort(random.integers(room - told + 1, size=len(story.told))) + 2 * np.arange(len(story.told))
+        token_T[place_P], token_T[place_P + 1] = np.array(story.told).T
+        for place, (key, value) in zip(range(length - each * count, length, each), asked, strict=True):
+            due = place + story.wait
+            token_T[due] = first + self.fillers
+            token_T[place], token_T[due + 1], target_T[due] = key, value, value
+        return Drawn(token_T, target_T)

@@ -1,0 +1,181 @@
+"""Capacity: what each load tells and asks, that loads fit, and that answers are counted by load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from short_runs import SIZES
+from small import SHALLOW, build
+
+from gsm.config.compose import compose
+from gsm.data.capacity import Capacity, Load
+from gsm.data.synthetic import Generated
+from gsm.evaluation import capacity, plots
+from gsm.experiments.fit import train
+
+LOADS = {"find": [1, 8, 16], "wait": [1, 8], "count": [3, 12]}
+TASK = Capacity(loads=LOADS, keys=20, values=9, fillers=5, asked=4, needles=6, gap=10)
+LENGTH = 96
+EACH = pytest.mark.parametrize("load", TASK.each(), ids=str)
+
+
+def sequences(task: Capacity, length: int = LENGTH, count: int = 40, whole: int | None = None):
+    return [task.draw(np.random.default_rng([5, i]), length, whole) for i in range(count)]
+
+
+def pairs(token_T: np.ndarray, until: int) -> list[tuple[int, int]]:
+    """Keys with what stands behind them, before this place."""
+    return [(int(token_T[i]), int(token_T[i + 1])) for i in range(until) if token_T[i] < TASK.keys]
+
+
+def first_question(one) -> int:
+    """Where the first key stands that is asked for: answers end the sequence, at equal distances."""
+    due = np.flatnonzero(one.target_T >= 0)
+    each = due[1] - due[0] if len(due) > 1 else None
+    marks = np.flatnonzero(one.token_T == TASK.vocabulary - 1)
+    if each is None:
+        each = 2 if not len(marks) else 2 + due[0] - np.flatnonzero(one.token_T[: due[0]] < TASK.keys)[-1]
+    return LENGTH - each * len(due)
+
+
+@EACH
+def test_the_answer_is_the_value_that_the_key_was_told_with_or_most_often(load: Load):
+    for one in sequences(TASK.only(load)):
+        start, told = first_question(one), {}
+        for key, value in pairs(one.token_T, start):
+            told.setdefault(key, Counter())[value] += 1
+        wait = load.amount if load.kind == "wait" else 0
+        for due in np.flatnonzero(one.target_T >= 0):
+            key = int(one.token_T[due - wait])
+            (value, times), *others = told[key].most_common()
+            assert one.target_T[due] == one.token_T[due + 1] == value
+            if load.kind == "count":
+                assert (times, [n for _, n in others]) == (2 * load.amount // 3, [load.amount // 3])
+            else:
+                assert times == 1 and not others
+
+
+@EACH
+def test_as_much_is_told_as_the_load_says(load: Load):
+    for one in sequences(TASK.only(load)):
+        keys = [key for key, _ in pairs(one.token_T, first_question(one))]
+        if load.kind == "count":
+            assert (
+                set(Counter(keys).values()) == {load.amount}
+                and len(set(keys)) == min(4, 12 // load.amount)
+                or (len(set(keys)) == 1)
+            )
+        else:
+            assert len(keys) == len(set(keys)) == (load.amount if load.kind == "find" else TASK.needles)
+
+
+@EACH
+def test_a_gap_lies_before_the_questions_and_the_last_answer_ends_the_sequence(load: Load):
+    for one in sequences(TASK.only(load)):
+        start = first_question(one)
+        assert (one.token_T[start - TASK.gap : start] >= TASK.keys + TASK.values).all()
+        assert one.target_T[-2] == one.token_T[-1] and one.target_T[-1] == -100
+        assert 1 <= (one.target_T >= 0).sum() <= TASK.asked
+
+
+def test_only_an_answer_that_waits_has_a_mark_and_it_stands_where_the_answer_is_due():
+    mark = TASK.vocabulary - 1
+    for load in TASK.each():
+        for one in sequences(TASK.only(load), count=10):
+            marked = np.flatnonzero(one.token_T == mark)
+            assert marked.tolist() == (np.flatnonzero(one.target_T >= 0).tolist() if load.kind == "wait" else [])
+            assert one.token_T.max() <= mark
+
+
+def test_kinds_come_equally_often_and_every_load_comes():
+    drawn = sequences(TASK, count=300)
+    marked = sum(bool((one.token_T == TASK.vocabulary - 1).any()) for one in drawn)
+    assert 70 < marked < 130
+    told = {len(pairs(one.token_T, LENGTH - 1)) - int((one.target_T >= 0).sum()) for one in drawn}
+    assert {1, 6, 8, 12, 16} == told
+
+
+def test_a_short_sequence_has_the_loads_that_fit():
+    assert TASK.least == max(2 * 1 + 2, 2 * 6 + 2 + 1, 2 * 3 + 2)
+    for one in sequences(TASK, TASK.least, whole=LENGTH):
+        assert len(one.token_T) == TASK.least and (one.target_T >= 0).any()
+    with pytest.raises(ValueError, match="a sequence of 5 cannot hold"):
+        sequences(TASK, 5)
+
+
+def test_a_context_that_cannot_hold_a_load_is_refused():
+    TASK.check(2 * 16 + 2 + 10)
+    with pytest.raises(ValueError, match="context 43 is too short for find 16 with a gap of 10: it takes 44"):
+        TASK.check(43)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loads": {"seek": [1]}}, "'seek'; the known ones are find, wait, count"),
+        ({"loads": {"find": []}}, "at least one amount"),
+        ({"loads": {"wait": [0]}}, "loads.wait .* at least 1"),
+        ({"loads": {"count": [3, 4]}}, "loads.count .* multiples of 3"),
+        ({"loads": {"find": [21]}}, "21 needles need as many different keys, and keys is 20"),
+        ({"values": 1}, "values must be at least 2"),
+        ({"gap": -1}, "gap must be 0 or more"),
+        ({"asked": 0}, "asked must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(TASK, **wrong)
+
+
+class Knows(torch.nn.Module):
+    """Says what is due, from the tokens themselves, but for sequences with a mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("transformer", geometry=SHALLOW)
+        self.embedding, self.evaluating = self.model.embedding, self.model.evaluating
+
+    def forward(self, token_BT: torch.Tensor):
+        said_BT = token_BT.roll(-1, 1)
+        said_BT[(token_BT == TASK.vocabulary - 1).any(1)] = TASK.vocabulary - 1
+        return type("Said", (), {"logits": torch.nn.functional.one_hot(said_BT, TASK.vocabulary)})
+
+
+def test_answers_are_counted_by_load():
+    found = capacity.measure(Knows(), TASK, LENGTH, sequences=5)  # pyright: ignore[reportArgumentType]
+    assert found == {"find": {"1": 1, "8": 1, "16": 1}, "wait": {"1": 0, "8": 0}, "count": {"3": 1, "12": 1}}
+    lines = capacity.table(found)
+    assert lines[0].split() == ["answered,", "%", "1", "3", "8", "12", "16"]
+    assert lines[2].split() == ["wait", "0.0", "0.0"]
+
+
+def test_a_load_is_measured_with_sequences_of_its_own_that_are_always_the_same():
+    one, two = (Generated(TASK.only(Load("find", 8)), 7, lambda _: LENGTH)[3] for _ in range(2))
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+def test_a_run_writes_what_it_answers_under_each_load(tmp_path):
+    words = ["experiment=capacity", "arms=null", "seeds=null", f"logs={tmp_path}", *SIZES]
+    words += ["trainer=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "optimizer.warmup_steps=1"]
+    words += ["size.context=64", "data.shortest=null", "data.validation_sequences=2", "data.task.gap=4"]
+    words += ["data.task.loads={find: [1, 4], wait: [2], count: [3]}", "data.task.keys=16", "size.vocabulary=65"]
+    facts = train(compose(words))
+    assert facts["by_length"] is None
+    assert {kind: set(found) for kind, found in facts["by_load"].items()} == {
+        "find": {"1", "4"}, "wait": {"2"}, "count": {"3"}
+    }  # fmt: skip
+
+
+def test_cells_show_the_mean_over_seeds_and_nothing_where_nothing_was_measured():
+    pytest.importorskip("matplotlib")
+    figure, panels = plots.figure(2, grid=False)
+    tasks = {"find": {"a": [{1: 0.5, 4: 0.0}, {1: 1.0, 4: 0.5}], "b": [{1: 1.0}]}, "wait": {"a": [], "b": [{2: 0.25}]}}
+    plots.cells(panels, tasks, "load", "answered")
+    texts = [[text.get_text() for text in axes.texts] for axes in panels]
+    assert texts == [["0.75", "0.25", "1.00"], ["0.25"]]
+    assert [tick.get_text() for tick in panels[0].get_yticklabels()] == ["a", "b"]
+    plots.png(figure)
