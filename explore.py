@@ -4,9 +4,7 @@ from gsm.paths import hide_root
 
 hide_root()
 
-from gsm.config import command_line  # noqa: E402
+from gsm.scripts import explore  # noqa: E402
 
 if __name__ == "__main__":
-    from gsm.explorer.command import write
-
-    command_line.call(write, "explore.py")
+    explore()

@@ -25,7 +25,7 @@ FLOORS = {
     **dict.fromkeys(["training", "data", "evaluation", "analysis", "engine"], 5),
     **dict.fromkeys([f"evaluation.{one}" for one in ("checkpoints", "commands", "downstream", "generate")], 6),
     **dict.fromkeys([f"evaluation.{one}" for one in ("harness", "held_out", "lengths", "measure", "ruler")], 6),
-    **dict.fromkeys(["config", "experiments", "explorer", "notebook"], 6),
+    **dict.fromkeys(["config", "experiments", "explorer", "hf", "notebook", "scripts"], 6),
     "gsm": 7,  # the package's front door, which finds build_model and load_model in config
 }
 # Up to the models, PyTorch is all there is, so that any component can be built in a notebook without a framework.

@@ -31,6 +31,21 @@ def hide_root() -> None:
     sys.path[:] = [entry for entry in sys.path if not _is_root(entry)]
 
 
+def in_clone() -> bool:
+    """Whether this is a clone of the repository, with its scripts, and not a package that was installed."""
+    return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
+
+
+def workplace() -> Path:
+    """Where runs leave what they make, in ``logs``: the clone, or where there is none, the current folder."""
+    return ROOT if in_clone() else Path.cwd()
+
+
+def script(name: str) -> list[str]:
+    """The words, after Python's, that start a command of the project in a process of its own: of ``train``, ..."""
+    return [str(ROOT / f"{name}.py")] if in_clone() else ["-m", "gsm.scripts", name]
+
+
 def configs() -> Path:
     """The folder of the yaml files: the repository's, or where there is none, the copy that a wheel brings along.
 

@@ -256,7 +256,9 @@ def again(saved: bool = False) -> str:
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
-    return shlex.join([*_starter(), shown(sys.argv[0]), *words])
+    installed = Path(sys.argv[0]).name == "gsm-train" and "TORCHELASTIC_RUN_ID" not in os.environ
+    program = [_found("gsm-train")] if installed else [*_starter(), shown(sys.argv[0])]
+    return shlex.join([*program, *words])
 
 
 def typed(program: str, *words: str) -> str:
@@ -267,6 +269,13 @@ def typed(program: str, *words: str) -> str:
         words: what follows it; those that a shell would take apart get quotes.
     """
     return shlex.join([_found(program), *words])
+
+
+def command(name: str, *words: str) -> str:
+    """A command of the project as it can be pasted here: ``python train.py ...`` in a clone, else ``gsm-train ...``."""
+    if paths.in_clone():
+        return typed("python", shown(paths.ROOT / f"{name}.py"), *words)
+    return typed(f"gsm-{name}", *words)
 
 
 def shown(path: str | os.PathLike[str]) -> str:

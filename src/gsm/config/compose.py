@@ -200,13 +200,13 @@ def _variants_chosen(choices: Mapping[str, str | None]) -> tuple[str, ...]:
 def register_resolvers() -> None:
     """What yaml files may ask for.
 
-    * ``${root:}``: the folder of the repository;
+    * ``${root:}``: the folder of the repository, or the current one where there is none;
     * ``${named:experiment}``, ``${named:arm}``: what these are called by default, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
     * ``${options:script}``: what can be chosen, for ``--help``.
     """
-    OmegaConf.register_new_resolver("root", lambda: str(paths.ROOT), replace=True)
+    OmegaConf.register_new_resolver("root", lambda: str(paths.workplace()), replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("options", _options, replace=True)
     OmegaConf.register_new_resolver("named", _named, replace=True)

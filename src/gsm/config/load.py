@@ -15,6 +15,7 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gsm import paths
+from gsm.config import exported
 from gsm.config.check import ConfigError, check, few
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
@@ -239,8 +240,13 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         )
     verify = not mmap if verify is None else verify
     try:
-        verify_archive(path, tensors=verify)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if path.name == exported.WEIGHTS:
+            checkpoint = exported.read(path)
+        else:
+            verify_archive(path, tensors=verify)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except ConfigError:  # a library is missing
+        raise
     except Damaged as error:
         raise CheckpointError(f"{path} is truncated or damaged, or no checkpoint: {error}") from error
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
@@ -264,11 +270,14 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
 
 
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """The file itself; the last checkpoint of a run's folder, which need not be there yet; or where there is no such
-    file or folder, the checkpoint of that name that comes with the package (``gsm.paths.trained``)."""
+    """The file itself; of a folder that ``export.py`` wrote its weights; the last checkpoint of a run's folder, which
+    need not be there yet; or where there is no such file or folder, the checkpoint of that name that comes with the
+    package (``gsm.paths.trained``)."""
     path = Path(path)
     if path.suffix == ".ckpt" or path.is_file():
         return path
+    if there := exported.weights_in(path):
+        return there
     return path / LAST if path.exists() else paths.trained().get(str(path), path / LAST)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gsm import files
-from gsm.paths import ROOT
+from gsm.paths import ROOT, in_clone
 
 log = logging.getLogger(__name__)
 CHECKSUM = "crc32"  # the key of a small file's own, over everything else in it
@@ -30,7 +30,7 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         OSError: the folder cannot be made; the sentence says how to choose another.
     """
-    home = ROOT if (ROOT / "pyproject.toml").is_file() else Path.home()
+    home = ROOT if in_clone() else Path.home()
     folder = Path(chosen or os.environ.get("GSM_CACHE") or home / ".cache" / "gsm")
     try:
         folder.mkdir(parents=True, exist_ok=True)

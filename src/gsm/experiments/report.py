@@ -12,9 +12,9 @@ from urllib.parse import urlencode
 
 import torch
 
-from gsm.config.command_line import shown, typed
+from gsm.config.command_line import command, shown, typed
 from gsm.evaluation import capacity, overlap, tracking
-from gsm.paths import ROOT
+from gsm.paths import in_clone
 from gsm.training.callbacks.progress import clock
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += [*capacity.table(facts["by_load"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    generate, evaluate = (shown(ROOT / script) for script in ("generate.py", "evaluate.py"))
     lines += [
         "Next:",
         "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
@@ -83,13 +82,13 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         f"  # {BOARD}",  # a comment, as a shell would take the address apart
     ]
     if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
-        lines += ["  " + typed("python", shown(ROOT / "compare.py"), shown(folder.parent.parent))]
+        lines += ["  " + command("compare", shown(folder.parent.parent))]
     if writes:
-        lines += ["  " + typed("python", generate, f"checkpoint={shown(folder)}", "prompt=def ")]
-        lines += ["  " + typed("python", evaluate, f"checkpoint={shown(folder)}")]
+        lines += ["  " + command("generate", f"checkpoint={shown(folder)}", "prompt=def ")]
+        lines += ["  " + command("evaluate", f"checkpoint={shown(folder)}")]
     if "shared_state" in (facts["memory_bytes"] or {}):
-        given = ["text_file=README.md"] if writes else []
-        lines += ["  " + typed("python", shown(ROOT / "explore.py"), f"checkpoint={shown(folder)}", *given)]
+        given = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
+        lines += ["  " + command("explore", f"checkpoint={shown(folder)}", *given)]
     return "\n".join(lines)
 
 

@@ -426,7 +426,7 @@ class Experiment:
         chosen, _ = commands.choose(run.lines)
         prefix, output = "ruler." if chosen is Ruler else "", place if chosen.takes_folder else place / chosen.file
         words = [*run.lines, f"checkpoint={start}", f"{prefix}output={output}"]
-        command, log = (sys.executable, str(paths.ROOT / "evaluate.py"), *words), place / "evaluate.log"
+        command, log = (sys.executable, *paths.script("evaluate"), *words), place / "evaluate.log"
         return Evaluation(self._name(place), command, log, after, folder=place, checkpoint=start, words=run.lines)
 
     def _trained_in(self, start: str | None) -> Job | None:

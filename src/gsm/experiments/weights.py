@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gsm.config import exported
 from gsm.config.check import contrast, few, flat
 from gsm.config.load import CheckpointError, checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import Tokenizer
@@ -57,7 +58,8 @@ def told(path: str) -> str:
 def digest(path: str | Path | None) -> str | None:
     """What the content of a checkpoint is known by, wherever it lies; None for None.
 
-    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one.
+    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one. Of a folder
+    that was exported, of its weights.
 
     Raises:
         FileNotFoundError, CheckpointError: as `take` does.
@@ -65,6 +67,9 @@ def digest(path: str | Path | None) -> str | None:
     if path is None:
         return None
     file = checkpoint_file(path)
+    if file.name == exported.WEIGHTS:
+        read_checkpoint(file)
+        return hashlib.sha256(file.read_bytes()).hexdigest()
     if not zipfile.is_zipfile(file):
         read_checkpoint(file)  # which says what is wrong with it
         raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")

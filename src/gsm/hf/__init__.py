@@ -1,0 +1,23 @@
+"""Models of this project as Hugging Face's transformers know models (extra ``hf``): importing this registers them.
+
+    import gsm.hf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("exported")     # a folder that export.py has written
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)
+
+Such a folder names this package as its code: where it is installed, ``trust_remote_code=True`` does without the import.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gsm.hf.config import GSMConfig
+from gsm.hf.model import GSMForCausalLM
+
+__all__ = ["GSMConfig", "GSMForCausalLM"]
+
+AutoConfig.register(GSMConfig.model_type, GSMConfig, exist_ok=True)
+AutoModelForCausalLM.register(GSMConfig, GSMForCausalLM, exist_ok=True)

@@ -1,0 +1,53 @@
+"""``config.json`` of any model of this project: the node of its configuration from which it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from gsm.config.compose import compose
+
+
+class GSMConfig(PreTrainedConfig):
+    """What a model is built from.
+
+    Attributes:
+        model: the node ``model`` of a configuration, resolved: plain containers with the name of a part under every
+            ``_target_``; a model is built of it only if all of these are parts that a yaml names.
+        vocab_size, hidden_size, num_hidden_layers: for whoever asks; what counts is ``model``.
+        max_position_embeddings: tokens of the sequences that it was trained with; it reads longer ones, too.
+    """
+
+    model_type = "gsm"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    model: dict[str, Any] | None = None
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    max_position_embeddings: int | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any], context: int | None = None, **more: Any) -> GSMConfig:
+        """The configuration of a model that is built from ``node``, trained at ``context`` tokens."""
+        geometry = node["geometry"]
+        sizes = {
+            "vocab_size": geometry["vocabulary"],
+            "hidden_size": geometry["dim"],
+            "num_hidden_layers": geometry["encoder_layers"] + geometry["decoder_layers"],
+            "max_position_embeddings": context,
+        }
+        return cls(model=dict(node), **sizes, **more)
+
+    @classmethod
+    def of_variant(cls, name: str = "gsm", size: str = "nano", overrides: Iterable[str] = ()) -> GSMConfig:
+        """That of a fresh model, as ``gsm.build_model`` would make it. Raises ConfigError."""
+        config = compose([f"model={name}", f"size={size}", "arm=model", *overrides])
+        return cls.of(config["model"], config["size"]["context"])

@@ -1,0 +1,168 @@
+"""A trained model as a folder for transformers: configuration, weights, tokenizer, a card with its run's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from gsm import __version__
+from gsm.config.check import ConfigError
+from gsm.config.command_line import shown
+from gsm.config.exported import TOKENIZER
+from gsm.config.load import checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
+from gsm.evaluation.checkpoints import home
+from gsm.experiments.consolidate import WEIGHTS, weights_alone
+from gsm.experiments.table import grid_markdown
+from gsm.files import read_json
+from gsm.hf.config import GSMConfig
+from gsm.hf.model import GSMForCausalLM
+
+CODE = "modeling_gsm.py"
+# What a folder brings as its code, so that trust_remote_code=True finds this package where it is installed.
+REMOTE = """# The code of this model is the package gsm (gsm-playground), which has to be installed.
+from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
+"""
+NUMBERS = {  # of a summary, what a card says, and how it calls it
+    "parameters": "parameters",
+    "tokens": "tokens trained on",
+    "steps": "optimiser steps",
+    "val_loss": "held-out loss, nats a token",
+    "val_perplexity": "held-out perplexity",
+    "bits_per_byte": "held-out bits a byte",
+    "accuracy": "held-out questions answered",
+    "cache_bytes": "cache after one context, bytes",
+    "state_bytes": "of these the decoder's state",
+    "train_seconds": "seconds of training",
+    "device": "device",
+}
+
+
+def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
+    """Writes config.json, model.safetensors, the tokenizer's files and a model card into a folder.
+
+    AutoModelForCausalLM.from_pretrained reads it after import gsm.hf, or with trust_remote_code=True; so do load_model,
+    generate.py, evaluate.py and start_from=.
+
+    Args:
+        checkpoint: a .ckpt file, or the folder of a run; or nano, which comes along
+        to: the folder to write; other files in it are left alone
+        weights: the type they are written in: float32, bfloat16 or float16
+
+    Raises:
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+        OSError: the folder cannot be written.
+    """
+    if weights not in WEIGHTS[1:]:
+        raise ConfigError(f"weights is '{weights}', but has to be {', '.join(WEIGHTS[1:])}")
+    file, folder = checkpoint_file(checkpoint), Path(to)
+    if folder.is_file():
+        raise ConfigError(f"to is {to}, which is a file: choose a folder")
+    saved = read_checkpoint(file)
+    dtype = getattr(torch, weights)
+    content = weights_alone(saved, dtype)
+    settings = content.pop("hyper_parameters")["config"]
+    tokenizer = tokenizer_of(saved, file) if saved.get("tokenizer") else None
+    model = exported_model(saved, settings, dtype, tokenizer)
+    if wrong := misfits(model.model, content):
+        raise ConfigError(f"the weights in {file} do not fit its configuration: {', '.join(wrong[:4])}")
+    load_weights(model.model, content)
+    state = tokenizer.to_state() if tokenizer else None
+    described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
+    others = {key: value for key, value in settings.items() if key != "model"}
+    kept = {key: value for key, value in (state or {}).items() if key != "json"} or None
+    model.config.run = {**described, "config": others, "tokenizer": kept}
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    if tokenizer:
+        of_transformers(tokenizer).save_pretrained(folder)
+        if state and state["json"]:  # as it is, so that it is the same tokenizer when it is read again
+            (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
+    (folder / CODE).write_text(REMOTE, encoding="utf-8")
+    (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
+    print(f"Written to {shown(folder)}: {', '.join(sorted(one.name for one in folder.iterdir()))}", flush=True)
+    return folder
+
+
+def exported_model(
+    saved: Mapping[str, Any], settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
+) -> GSMForCausalLM:
+    """The model of a checkpoint that was read, with fresh weights of this type."""
+    end = tokenizer.end_of_text if tokenizer else None
+    ids = {"eos_token_id": end, "pad_token_id": end}
+    config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)
+    name = CODE.removesuffix(".py")
+    config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
+    model = GSMForCausalLM(config).to(dtype).eval()
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer with the same ids for the same text: what spells the end of text stays text. Padding is left."""
+    state = tokenizer.to_state()
+    described = state["json"]
+    rust = tokenizers.Tokenizer.from_str(described) if described else _bytes()
+    end = state.get("end_of_text") or END_OF_TEXT
+    limits = {"padding_side": "left", "split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=end, pad_token=end, **limits)
+
+
+def _bytes() -> tokenizers.Tokenizer:
+    """Every byte its own id, in the library's words: each byte is a letter there."""
+    letters = _letters()
+    rust = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens([END_OF_TEXT])
+    return rust
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte: itself where it can be seen, else one from 256 on, in order."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+
+
+def card(settings: Mapping[str, Any], file: Path, folder: Path) -> str:
+    """The model card: what it is, its run's numbers, how it is used."""
+    facts = read_json(home(file) / "summary.json") or {}
+    choices = settings.get("choices", {})
+    said = [[name, f"{facts[key]:,}" if isinstance(facts[key], int) else f"{facts[key]}"]
+            for key, name in NUMBERS.items() if facts.get(key) is not None]  # fmt: skip
+    run = f"{settings.get('name')}/{settings.get('arm')}, seed {settings.get('seed')}"
+    data = choices.get("data") or "unknown"
+    numbers = grid_markdown([["of its run", ""], *said]) if said else "Its run's summary was not beside the checkpoint."
+    chosen = ", ".join(
+        f"{key}={value}" for key, value in choices.items() if key.split("/")[0] in ("model", "size", "data")
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gsm]
+---
+
+# {choices.get("model", "gsm")}, size {choices.get("size", "unknown")}
+
+A language model trained with gsm-playground {__version__}, run {run}, on `{data}`. Chosen were: {chosen}.
+
+{numbers}
+
+```python
+import gsm.hf  # pip install gsm-playground[hf]
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder.name}")
+tokenizer = AutoTokenizer.from_pretrained("{folder.name}")
+print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=40)[0]))
+```
+
+It is a model for research, of a small amount of text: what it writes is not to be relied upon.
+"""
