@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
-WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures"}  # callbacks that change nothing
+WATCHING = {
+    "throughput",
+    "progress",
+    "best",
+    "latest",
+    "charts",
+    "pictures",
+    "profile",
+}  # callbacks that change nothing
 IDLE = {
     *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
