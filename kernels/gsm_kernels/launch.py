@@ -43,6 +43,8 @@ def how_to_try() -> str | None:
     """How to try the Triton kernels on a GPU where they are not chosen, in a sentence, or None."""
     if missing() is None or not torch.cuda.is_available() or triton_version() is None:
         return None
+    if torch.version.hip:
+        return "Triton kernels are made for NVIDIA's GPUs; on AMD's PyTorch runs everything, which nobody has tried."
     has = ".".join(map(str, torch.cuda.get_device_capability()))
     if torch.cuda.get_device_capability() < OLDEST:
         return f"Triton kernels take compute capability 8.0 or newer, this device has {has}: PyTorch runs everything."
@@ -175,6 +177,8 @@ def _machine(oldest: tuple[int, int]) -> str | None:
         return "Triton is not installed"
     if not torch.cuda.is_available():
         return "no CUDA device"
+    if torch.version.hip:  # which numbers its chips as NVIDIA does, MI300 as 9.4
+        return "made for NVIDIA's GPUs, and this is one of AMD's"
     capability = torch.cuda.get_device_capability()
     fits = capability == HOPPER if oldest == HOPPER else capability >= oldest
     has, needs = (".".join(map(str, version)) for version in (capability, oldest))

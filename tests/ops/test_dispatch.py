@@ -1,5 +1,6 @@
 """Choosing an implementation, forcing one, and hearing which one ran."""
 
+import contextlib
 import importlib.util
 import runpy
 from typing import NamedTuple
@@ -209,6 +210,20 @@ def test_every_gpu_is_told_what_runs_why_and_how_to_try_triton(gpu, capsys, capa
         assert gsm_kernels.rms_norm.explain()[0] == tried
     with using("sdpa"):
         assert gsm_kernels.rms_norm.explain()[0] == runs, "a name of another operation's forces nothing here"
+
+
+def test_a_gpu_of_amds_is_not_taken_for_a_hopper_one(gpu, capsys, monkeypatch):
+    """MI300 says that its compute capability is 9.4, and others of theirs 9.0."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    gpu((9, 0))
+    runpy.run_module("gsm_kernels", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "this is one of AMD's" in printed and "on AMD's PyTorch runs everything" in printed
+    assert "trusted on NVIDIA's GPUs alone" in printed
+    for name in ("", "triton"):
+        with using(name) if name else contextlib.nullcontext():
+            assert gsm_kernels.rms_norm.explain()[0] != "triton"
 
 
 def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):

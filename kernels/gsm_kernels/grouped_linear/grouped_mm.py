@@ -20,6 +20,8 @@ def missing() -> str | None:
     """Why it is not for this machine."""
     if not torch.cuda.is_available():
         return "torch._grouped_mm is for CUDA devices"
+    if torch.version.hip:
+        return "torch._grouped_mm is trusted on NVIDIA's GPUs alone, and this is one of AMD's"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != HOPPER:
         return f"torch._grouped_mm is trusted on compute capability 9.0 alone, this is {major}.{minor}"

@@ -22,6 +22,7 @@ from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
 from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
+from gsm.models.checks import DEVICES
 from gsm.training.distributed import shards
 from gsm.training.resume import ENTRIES, FORMAT, STATE
 
@@ -303,6 +304,8 @@ def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:
 def usable(device: str) -> str:
     """The device's name, once PyTorch has used it; ``auto``: a GPU if there is one. Raises ConfigError."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device.partition(":")[0] not in DEVICES:
+        raise ConfigError(f"device is '{device}', where nothing of this was tried; say cpu, cuda or auto")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:

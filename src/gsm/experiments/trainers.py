@@ -187,6 +187,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
     if chosen["max_steps"] > 0:
         chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
+    if chosen.get("accelerator") in ("mps", "tpu", "hpu", "xla"):
+        raise ConfigError(
+            f"trainer.accelerator is {chosen['accelerator']}, where nothing of this was tried: say cpu, gpu or auto"
+        )
+    if chosen.get("accelerator") == "auto" and not torch.cuda.is_available():
+        chosen["accelerator"] = "cpu"  # on a Mac Lightning would take MPS
     if chosen.get("precision") == "auto":
         chosen["precision"] = best_precision(chosen.get("accelerator"))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many

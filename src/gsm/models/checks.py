@@ -9,6 +9,7 @@ from gsm.cache.memory import Memory
 from gsm_kernels.native import noted
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DEVICES = ("cpu", "cuda", "meta")  # others, such as Apple's mps, compute some things otherwise, or not in float64
 IGNORED = -100  # target of a position that is not trained on
 
 
@@ -26,6 +27,11 @@ def check_call(
     Args:
         remembered: whether there is a memory, for which a call without rows has a use.
     """
+    if tokens.device.type not in DEVICES:
+        raise ValueError(
+            f"tokens are on {tokens.device.type}, where nothing of this was tried: move model and tokens to cpu or "
+            "cuda"
+        )
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
             f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
