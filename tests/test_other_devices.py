@@ -23,9 +23,7 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
 
 @pytest.mark.parametrize("accelerator", ["mps", "tpu"])
 def test_another_accelerator_is_refused(accelerator: str):
-    with pytest.raises(
-        ConfigError, match=f"trainer.accelerator is {accelerator}, where nothing of this was tried"
-    ):
+    with pytest.raises(ConfigError, match=f"trainer.accelerator is {accelerator}, where nothing of this was tried"):
         trainers.settings(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
 
 

@@ -29,8 +29,7 @@ def check_call(
     """
     if tokens.device.type not in DEVICES:
         raise ValueError(
-            f"tokens are on {tokens.device.type}, where nothing of this was tried: move model and tokens to cpu or "
-            "cuda"
+            f"tokens are on {tokens.device.type}, where nothing of this was tried: move model and tokens to cpu or cuda"
         )
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Pictures of a GSM in training, for TensorBoard: what its stages select, what its state is made of, what its decoder
-reads.
+"""Pictures of a GSM in training: what its stages select, what its state is made of, what its decoder reads.
 
 Drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still there. They
 are those of ``gsm.analysis.views``, for which matplotlib is needed; a run without it has the numbers and histograms.
@@ -18,7 +17,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from gsm.analysis.attention import selected_distances
@@ -28,6 +26,7 @@ from gsm.analysis.views import shares, views
 from gsm.evaluation import overlap, plots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
+from gsm.training.callbacks.boards import boards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
@@ -72,8 +71,8 @@ class Pictures(lightning.Callback):
             return
         if isinstance(trainer.strategy, Sharded):
             return
-        if _writers(trainer) and not _can_draw():
-            print(f"TensorBoard gets no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
+        if boards(trainer) and not _can_draw():
+            print(f"there will be no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
             name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents") if name in chosen[0]
@@ -101,14 +100,14 @@ class Pictures(lightning.Callback):
         seen = self._look(trainer, task)
         told = {f"val/{name}": value for name, value in scalars(model, seen).items() if math.isfinite(value)}
         task.log_dict(told, rank_zero_only=True)
-        writers = _writers(trainer)
+        shown = boards(trainer)
         for name, value_N in histograms(model, seen):
-            for writer in writers:
-                writer.add_histogram(f"view/{name}", value_N, step)
-        for name, picture in views(model, seen) if writers and _can_draw() else ():
-            pixels = plots.pixels(picture)
-            for writer in writers:
-                writer.add_image(f"view/{name}", pixels, step, dataformats="HWC")
+            for board in shown:
+                board.show_histogram(f"view/{name}", value_N, step)
+        for name, picture in views(model, seen) if shown and _can_draw() else ():
+            pixels_YXC = plots.pixels(picture)
+            for board in shown:
+                board.show_image(f"view/{name}", pixels_YXC, step)
 
     @torch.no_grad()
     def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Seen:
@@ -141,10 +140,6 @@ def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:
         yield "state_gate", seen["state/gate"].float().flatten()
-
-
-def _writers(trainer: lightning.Trainer) -> list[Any]:
-    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def _can_draw() -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning
+import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore # made at run time
+from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
 from gsm.training.resume import hide_after
@@ -99,6 +101,14 @@ class TensorBoard(TensorBoardLogger):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"purge_step": 0, **options})
 
+    def show_image(self, name: str, pixels_YXC: np.ndarray, step: int) -> None:
+        """A picture, uint8."""
+        self.experiment.add_image(name, pixels_YXC, step, dataformats="HWC")
+
+    def show_histogram(self, name: str, value_N: Tensor, step: int) -> None:
+        """How numbers are distributed."""
+        self.experiment.add_histogram(name, value_N, step)
+
     def rewind(self, step: int) -> None:
         """Hides what was logged after ``step``; has to be called before anything is logged."""
         hide_after(self, step)
@@ -134,7 +144,8 @@ class Charts(lightning.Callback):
 
 
 class Hyperparameters(lightning.Callback):
-    """Writes the HPARAMS record when training starts; TensorBoard keeps the first one of a run.
+    """Writes the HPARAMS record when training starts; TensorBoard keeps the first one of a run. Other loggers get the
+    values alone.
 
     The tab takes its columns from the record of one run, whichever it meets first, and shows those first of which the
     record says that they differ. So all runs of an experiment have the same record. Metrics are named in it without a
@@ -156,10 +167,14 @@ class Hyperparameters(lightning.Callback):
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Writes all hyper-parameters, and the names of all metrics."""
-        for logger in _boards(trainer):
+        mine = _boards(trainer)
+        for logger in mine:
             logger.hparams.update(self.values)  # for hparams.yaml
             for record in records(self.values, self.first, METRICS):
                 logger.experiment._get_file_writer().add_summary(record)  # as Lightning does it
+        for logger in trainer.loggers:
+            if logger not in mine and trainer.is_global_zero:
+                logger.log_hyperparams(self.values)
 
 
 def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
