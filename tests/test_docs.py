@@ -185,4 +185,4 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.rglob("*.html"))) > len(PAGES), "every page, and one for what is not found"
     assert "<math" in (tmp_path / "writers.html").read_text()
-    assert "StateWriter" in (tmp_path / "reference/gsm.slots.writer.html").read_text()
+    assert "StateWriter" in (tmp_path / "reference/gsm.slots.html").read_text()
