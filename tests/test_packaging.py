@@ -86,11 +86,41 @@ def test_an_unknown_config_group_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
+def test_a_command_of_the_wheel_trains_in_an_empty_folder_with_yamls_of_the_users_own(
+    wheel: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (named,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
+    assert "gsm-train = gsm.scripts:train" in named.read_text()
+    mine, empty = tmp_path / "mine/size", tmp_path / "empty"
+    for folder in (mine, empty):
+        folder.mkdir(parents=True)
+    (mine / "mine.yaml").write_text("# A size of one's own.\ndefaults: [pico, _self_]\ndim: 32\n")
+    words = ["size=mine", "trainer.max_steps=2", "ngrams=false", "sample=false", "trainer=cpu", "data=bytes", "seeds=1"]
+    words += ["data.validation_sequences=2", "jobs=1", "size.context=32"]
+    script = tmp_path / "gsm-train"
+    script.write_text("from gsm.scripts import train\ntrain()\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "GSM_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(script), *words, "--config-dir", str(mine.parent)]
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(empty.glob("logs/default/*/seed*/checkpoints/last.ckpt"))) == 1, "as a run of an experiment"
+    assert "gsm-generate checkpoint=" in next(empty.glob("logs/default/*/seed0/train.log")).read_text()
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, cwd=tmp_path, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
+    place = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(place)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, cwd=place, timeout=120)
+    (made,) = place.glob("*.whl")
+    return made
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     named = ("__init__.py", "py.typed", "trained/nano.ckpt", "experiments/page.html.jinja")
     assert {"gsm_kernels/__init__.py", *(f"gsm/{name}" for name in named)} <= set(names)
