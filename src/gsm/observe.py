@@ -38,6 +38,9 @@ its own. The layers of comparators, called the decoder's except for the first ha
                                               see is 0
     decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] where it is
                                               M slots, key and value side by side
+    decoder/<l>/compressed/weights            [B, R, H, F], NSA: where a row attends among F compressed blocks;
+    decoder/<l>/selected/weights              of all tokens, in the blocks that it has selected;
+    decoder/<l>/window/weights                and among window entries
     encoder/<l>/...                           YOCO: likewise
 
 After the named probes of facebookresearch/lingua; here they nest, choose by pattern, replace, and vanish under
