@@ -34,6 +34,7 @@ TRACED: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "kda": {},
     "raven": {},
+    "nsa": {},
 }
 
 

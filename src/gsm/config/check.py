@@ -57,6 +57,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "model.mixers.gsa.slots": (1, 65536),
     "model.mixers.gsa.convolution": (1, 1024),
     "model.mixers.raven.slots": (1, 65536),
+    "model.mixers.nsa.block": (2, 65536),
+    "model.mixers.nsa.blocks": (3, 65536),
     "model.retriever.seed": (0, 2**32 - 1),
     "model.feed_forward.balance_weight": (0, None),
     "model.feed_forward.bias_step": (0, None),
