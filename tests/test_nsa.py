@@ -177,9 +177,9 @@ def test_every_token_is_kept_once_and_every_block():
 def random_call(batch=2, length=70, heads=8, groups=2, channels=16, block=8):
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(batch, length, heads, channels, generator=generator)
-    blocks = [torch.randn(batch, length // block, groups, channels, generator=generator) for _ in range(2)]
+    key, value = torch.randn(2, batch, length // block, groups, channels, generator=generator)
     last = ((torch.arange(length) + 1) // block).expand(batch, -1)
-    return query, History(*blocks, torch.zeros_like(last), last), torch.arange(length).expand(batch, -1), block
+    return query, History(key, value, torch.zeros_like(last), last), torch.arange(length).expand(batch, -1), block
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -47,6 +47,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "data.task.power": (0, None),
     "model.indexer_weight": (0, None),
     "model.query_rank": (1, None),
+    "model.scale": (0, 1e6),
     "model.indexer_training.dense_limit": (0, None),
     "model.indexer_training.sampled_rows": (1, None),
     "model.residual.sinkhorn_rounds": (1, 1000),
