@@ -106,8 +106,8 @@ def stand_in():
         for first, end in itertools.pairwise(cu_seqlens.tolist()):
             here = slice(first, end)
             last = torch.arange(1, end - first + 1)[None]
-            ranges = (torch.zeros_like(last), last)
-            parts.append(written_out(*(x[:, here] for x in (q, k, v)), *ranges, block_indices[:, here], block_size))
+            q_1, k_1, v_1, chosen = (x[:, here] for x in (q, k, v, block_indices))
+            parts.append(written_out(q_1, k_1, v_1, torch.zeros_like(last), last, chosen, block_size))
         return torch.cat(parts, dim=1)
 
     return run

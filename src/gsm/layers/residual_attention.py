@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.memory import DenseCache
+from gsm.costs.primitives import LayerCost, products
 from gsm.layers.attention import Attention
 from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.key_value import History
@@ -82,3 +83,8 @@ class ResidualAttention(Attention):
             return entry_BTU
         pairs = zip(first_BTU.chunk(2, dim=-1), entry_BTU.chunk(2, dim=-1), (self.key_mix, self.value_mix), strict=True)
         return torch.cat([self.scale * (mix[0] * first + mix[1] * own) for first, own, mix in pairs], dim=-1)
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """What it costs: as plain attention, but for a few weights."""
+        mixing = {"keys and values": products(self.key_mix, self.value_mix)}
+        return super().work(kind, below) + LayerCost(per_token=mixing)
