@@ -35,6 +35,7 @@ TRACED: dict[str, dict[str, Any]] = {
     "kda": {},
     "raven": {},
     "nsa": {},
+    "mamba3": {},
 }
 
 
