@@ -101,7 +101,8 @@ def stand_in():
     """A kernel of the library's signature: sequences end to end, blocks counted from the first token of each."""
 
     def run(q, k, v, *, block_indices, block_counts, block_size, scale, cu_seqlens):
-        assert block_counts == block_indices.shape[-1] and scale == q.shape[-1] ** -0.5
+        assert block_counts == block_indices.shape[-1] and block_counts & (block_counts - 1) == 0, "no power of two"
+        assert scale == q.shape[-1] ** -0.5
         parts = []
         for first, end in itertools.pairwise(cu_seqlens.tolist()):
             here = slice(first, end)

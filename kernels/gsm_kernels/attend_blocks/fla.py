@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import absent, for_a_graph, needs_one_half_type
@@ -54,12 +55,13 @@ def _wrong_sizes(inputs: Inputs) -> str | None:
 def attend_blocks(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_blocks`."""
     (batch, length), blocks = inputs.first_BR.shape, inputs.chosen_BRGN.shape[3]
+    spare = (1 << (blocks - 1).bit_length()) - blocks  # in backward there must be a power of two of them
     cut_BT = inputs.first_BR >= torch.arange(length, device=inputs.first_BR.device)  # padding is cut off as well
     cut_BT[:, 0] = True
     first_N = cut_BT.flatten().nonzero()[:, 0]
     # A kernel's row sees at least its own block, the first one of what has been cut off.
     idle_BR11 = (inputs.first_BR >= inputs.last_BR)[..., None, None]
-    chosen_BRGN = inputs.chosen_BRGN.masked_fill(idle_BR11, 0)
+    chosen_BRGN = F.pad(inputs.chosen_BRGN.masked_fill(idle_BR11, 0), (0, spare), value=-1)
     query, key, value, chosen = (x.flatten(0, 1)[None] for x in (*inputs[:3], chosen_BRGN))
     offsets_N = torch.cat((first_N, first_N.new_tensor([batch * length])))
     scale = query.shape[-1] ** -0.5
@@ -68,7 +70,7 @@ def attend_blocks(inputs: Inputs) -> Tensor:
         key,
         value,
         block_indices=chosen,
-        block_counts=blocks,
+        block_counts=blocks + spare,
         block_size=inputs.block,
         scale=scale,
         cu_seqlens=offsets_N,
