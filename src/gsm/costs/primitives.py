@@ -83,8 +83,8 @@ class AttentionCost:
 
     def seen(self, first: int, last: int) -> int:
         """Entries that the rows at positions [first, last) see, one by one: the sum of min((p + 1) // m, limit)."""
-        there = (pooled(count, self.limit, self.ratio, self.block) for count in (last, first))
-        return self.each * (next(there) - next(there))
+        before, until = (pooled(count, self.limit, self.ratio, self.block) for count in (first, last))
+        return self.each * (until - before)
 
     def read(self, first: int, last: int) -> int:
         """Different entries among these; of chosen ones, as many as can be."""

@@ -168,9 +168,8 @@ def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
 
 def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
     """What attention with these weights takes from its history, [B, R, H, C]; from what a row does not see, nothing."""
-    weight_BRGYF = weight_BRHF.masked_fill(_hidden(history, weight_BRHF.shape[2]), 0).unflatten(
-        2, (history.value_BFGC.shape[2], -1)
-    )
+    seen_BRHF = weight_BRHF.masked_fill(_hidden(history, weight_BRHF.shape[2]), 0)
+    weight_BRGYF = seen_BRHF.unflatten(2, (history.value_BFGC.shape[2], -1))
     with full_precision(weight_BRHF):
         return torch.einsum("brgyf,bfgc->brgyc", weight_BRGYF, promoted(history.value_BFGC)).flatten(2, 3)
 

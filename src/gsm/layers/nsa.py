@@ -44,11 +44,11 @@ class NSA(RangeAttention):
 
     Args:
         shape: shared widths.
-        geometry: gives the rotation, and the window unless it is said.
+        geometry: gives the rotation, and window and ``top_k`` where they are not said.
         name: what its taps are called.
         block: tokens of a block (m).
         blocks: blocks that a row selects (n), its own, the one before it and the first of its document among them;
-            None: those three, and as many more as hold the geometry's ``top_k`` tokens.
+            None: those three, and as many more as hold ``top_k`` tokens.
         window: tokens that a row sees one by one (W); None: the geometry's.
         key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
 
