@@ -127,7 +127,7 @@ NEEDS = (
     Need("pytest", ("tests",)),
     Need("xdist", (), ("tests",), "tests run one by one, in one process"),
     Need("pytest_timeout", (), ("tests",), "a test that hangs takes the rest of the stage"),
-    Need("fla", (), MODELS, "delta_rule and slot_attention run their chunked forms"),
+    Need("fla", (), MODELS, "delta_rule and slot_attention run their chunked forms, attend_blocks SDPA"),
     Need("fla", (), ("kernels",), "it is no peer"),
     Need("einops", (), (*MODELS, "kernels"), "fla cannot be imported"),
     Need("liger_kernel", (), ("kernels",), "it is no peer"),

@@ -34,6 +34,8 @@ TRACED: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "kda": {},
     "raven": {},
+    "nsa": {},
+    "mamba3": {},
 }
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gsm.layers.indexer_training as indexer_training
 import gsm.layers.norm as norm
+import gsm.layers.nsa as nsa
 import gsm.layers.residual as residual
 import gsm.layers.search as search
 import gsm.layers.sparse as sparse
@@ -90,6 +91,12 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def attend_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
+    def attend_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block, own=False):
+        return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
+
+    def choose(query_BRHC, blocks, position_BR, block, count):
+        return position_BR[..., None, None] * 0
+
     def recur(query_BTHC, key, value, beta, log_decay, start, live, state_BHRC, scale, channel_decay=None):
         given = (key, value, beta, log_decay, channel_decay)
         return query_BTHC + sum(x.sum() for x in given if x is not None), state_BHRC
@@ -109,12 +116,13 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     ):
         for name, stub in stubs.items():
             monkeypatch.setattr(module, name, stub)
-    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range}
+    stubs = {"attend": attend, "attend_band": attend, "attend_range": attend_range, "attend_blocks": attend_blocks}
     stubs |= {"delta_rule": recur, "slot_attention": recur}
     for name, stub in stubs.items():  # the operations themselves, wherever they are called
         reference = Impl("reference", lambda inputs, stub=stub: stub(*inputs))
         monkeypatch.setattr(getattr(gsm_kernels, name), "impls", (reference,))
     monkeypatch.setattr(sparse, "candidate_pool", nothing)
+    monkeypatch.setattr(nsa, "choose_blocks", choose)
     two_passes = "two_pass" in request.node.name
     monkeypatch.setattr(residual, "mhc_boundary", naive_writing if two_passes else naive_boundary)
     # These two have backward passes of their own, with sums written as products, and products in place, unseen.
@@ -267,6 +275,7 @@ def test_the_rates_of_attention_and_search_are_those_of_their_equations():
         ("kda", 2, 1),
         ("gsa", 1, 1),  # keys and values of slots: both are read once, and written
         ("raven", 1, 0.5),  # half of them are written
+        ("mamba3", 1, 2),  # a token is written with the one before it
     ],
 )
 def test_recurrences_cost_what_their_equations_need(name: str, reads: int, writes: float):
@@ -283,7 +292,7 @@ def test_recurrences_cost_what_their_equations_need(name: str, reads: int, write
         F.conv1d(torch.zeros(1, channels, sees), torch.zeros(channels, 1, sees), groups=channels)
     parts, times = cost(build(name)).forward_flops(9, rows=2), 9 * GEOMETRY.depth
     assert parts["decoder/recurrence"] == times * recurrence.get_total_flops()
-    if name != "raven":  # which has none
+    if name not in ("raven", "mamba3"):  # which have none
         assert parts["decoder/convolution"] == times * convolution.get_total_flops()
 
 

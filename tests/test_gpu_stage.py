@@ -170,7 +170,7 @@ def test_what_is_missing_is_named_with_what_to_do(gpu, monkeypatch):
     ]
     fatal, spared = gpu.missing("training", {})
     assert "the package omegaconf" in fatal[0]
-    assert spared[0] == "the package fla: delta_rule and slot_attention run their chunked forms"
+    assert spared[0] == "the package fla: delta_rule and slot_attention run their chunked forms, attend_blocks SDPA"
 
 
 def test_headers_are_looked_for_where_triton_looks(gpu, monkeypatch):

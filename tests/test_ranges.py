@@ -24,6 +24,8 @@ CHOICES = (
     ["model=delta_product", "data=needle"],
     ["model=gsa", "data=recall"],
     ["model=raven", "data=needle"],
+    ["model=nsa", "data=needle"],
+    ["model=yoco_plus", "data=needle"],
     ["model/writer=multi_slot", "model/retriever=random_topk", "data=needle"],
     ["model/writer=gated", "model/residual=mhc", "data=needle"],
 )

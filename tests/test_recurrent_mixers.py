@@ -16,6 +16,7 @@ from torch import Tensor
 from gsm.cache.memory import forgetful
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.kda import KDA
+from gsm.layers.mamba3 import Mamba3
 from gsm.layers.raven import Raven
 from gsm.layers.recurrence import Recurrence
 from gsm.layers.residual import Plain
@@ -32,6 +33,7 @@ def yaml_of(name: str):
 
 NAMES = [name for name in variants("model/mixer") if issubclass(get_class(yaml_of(name)._target_), Recurrence)]
 SLOTS = ("gsa", "raven")  # whose state is keys and values
+PLAIN = ("raven", "mamba3")  # without a convolution
 LENGTH = 41
 
 
@@ -56,6 +58,8 @@ def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
     """What a mixer makes of one document, from its parameters."""
     if isinstance(mixer, SlotMemory):
         return slots_written_out(mixer, x_TD)
+    if isinstance(mixer, Mamba3):
+        return turning_written_out(mixer, x_TD)
     heads, width, steps, delta = mixer.heads, mixer.width, mixer.steps, hasattr(mixer, "beta")
     state_HCC, rows = x_TD.new_zeros(heads, width, width), []
     for t, mixed_C in enumerate(convolved(mixer, x_TD)):
@@ -122,12 +126,43 @@ def routed(mixer: Raven, x_D: Tensor) -> Tensor:
     return left_HM
 
 
+def turning_written_out(mixer: Mamba3, x_TD: Tensor) -> Tensor:
+    """The same of Mamba-3, with the pairs that turn as complex numbers, and angles from the first token on."""
+    heads, width, still = mixer.heads, mixer.width, mixer.width - mixer.rotated
+    angle_HP, rows = x_TD.new_zeros(heads, mixer.rotated // 2), []
+    state_HCC = x_TD.new_zeros(heads, width, width)
+    before_HC = last_HC = x_TD.new_zeros(heads, width)
+
+    def turned(x_HC: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x_HC[:, still:].reshape(heads, -1, 2).contiguous())
+        turn = torch.view_as_real(pairs * torch.exp(1j * angle_HP)).flatten(1)
+        return torch.cat([x_HC[:, :still], turn], dim=1)
+
+    for x_D, mixed_C in zip(x_TD, convolved(mixer, x_TD), strict=True):
+        q_HC, k_HC, v_HC = mixed_C.view(3, heads, width)
+        step_H1 = torch.log1p(torch.exp(mixer.step(x_D) + mixer.step_bias))[:, None]
+        rate_H1 = torch.log1p(torch.exp(mixer.decay(x_D)))[:, None].clamp(min=1e-4)
+        left_H1, blend_H1 = torch.exp(-rate_H1 * step_H1), torch.sigmoid(mixer.blend(x_D))[:, None]
+        angle_HP = angle_HP + torch.pi * torch.tanh(mixer.angle(x_D)) * step_H1
+        q_HC = turned(mixer.query_norm(q_HC) + mixer.query_bias.view(heads, width))
+        k_HC = turned(mixer.key_norm(k_HC) + mixer.key_bias.view(heads, width))
+        old_HCC = torch.einsum("hk,hv->hkv", before_HC, (1 - blend_H1) * step_H1 * left_H1 * last_HC)
+        new_HCC = torch.einsum("hk,hv->hkv", k_HC, blend_H1 * step_H1 * v_HC)
+        state_HCC = left_H1[..., None] * state_HCC + old_HCC + new_HCC
+        before_HC, last_HC = k_HC, v_HC
+        out_HC = mixer.norm(torch.einsum("hkv,hk->hv", state_HCC, q_HC) + mixer.skip[:, None] * v_HC)
+        rows.append(mixer.output((out_HC * F.silu(mixer.gate(x_D)).view(heads, width)).flatten()))
+    return torch.stack(rows)
+
+
 KNOBS = [(name, {}) for name in NAMES] + [
     ("linear_attention", {"convolution": 1}),
     ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
     ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
     ("gsa", {"convolution": 1, "slots": 5, "damping": 2.0}),
     ("raven", {"convolution": 4, "slots": 5, "top_k": 1}),
+    ("mamba3", {"rotated": 2}),
+    ("mamba3", {"rotated": 8}),
 ]
 
 
@@ -161,6 +196,23 @@ def test_a_token_of_raven_leaves_the_slots_alone_that_it_has_not_chosen_and_nois
 
 
 @torch.no_grad()
+def test_mamba_3_goes_on_from_any_token_and_starts_anew_with_a_document():
+    """Of a memory too, whose state knows no angle: one call, calls of any length, and documents alone agree."""
+    mixer, x_BTD = mixer_of("mamba3"), torch.randn(1, LENGTH, GEOMETRY.dim, dtype=torch.float64)
+    position_BT = torch.cat([torch.arange(17), torch.arange(LENGTH - 17)])[None]
+    whole = alone(mixer, x_BTD, Span(position_BT, rows=LENGTH))
+    assert_same(whole[0, :17], written_out(mixer, x_BTD[0, :17]), "the first document")
+    assert_same(whole[0, 17:], written_out(mixer, x_BTD[0, 17:]), "the second document")
+    cache, parts = mixer.start(1, "decoder"), []
+    for first, end in ((0, 1), (1, 2), (2, 16), (16, 30), (30, 31), (31, LENGTH)):
+        span = Span(position_BT[:, first:end], rows=end - first)
+        update_BRD, out = mixer(x_BTD[:, first:end], span, cache, None)
+        parts.append(update_BRD)
+        cache = out.cache
+    assert_same(torch.cat(parts, dim=1), whole, "calls of any length")
+
+
+@torch.no_grad()
 def test_delta_product_of_one_step_is_delta_net():
     one, net = mixer_of("delta_product", steps=1), mixer_of("delta_net")
     one.load_state_dict(net.state_dict())
@@ -178,6 +230,7 @@ def test_delta_product_of_one_step_is_delta_net():
         ("gsa", {"slots": 0}, "slots must be at least 1 for each head, got 0"),
         ("raven", {"top_k": 9}, "top_k must be from 1 to the 8 slots, got 9"),
         ("gsa", {"damping": 0.0}, "damping must lie above 0, got 0"),
+        ("mamba3", {"rotated": 3}, "rotated must be an even number from 2 to the 8 channels, got 3"),
     ],
 )
 def test_a_knob_that_cannot_be_is_named(name, knobs, message):
@@ -206,9 +259,13 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
     model = build(name).to(torch.bfloat16)
     inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
-    state = 2 * inner if name in SLOTS else inner  # keys and values of as many slots as there are channels, or a matrix
-    sizes = {"decoder_state": layers * 3 * state * GEOMETRY.entry_dim * 4}  # layers, sequences, float32
-    if name != "raven":
+    state = inner * GEOMETRY.entry_dim  # a matrix
+    if name in SLOTS:  # keys and values of as many slots as there are channels
+        state *= 2
+    elif name == "mamba3":  # and the last token's key and value
+        state += 2 * inner
+    sizes = {"decoder_state": layers * 3 * state * 4}  # layers, sequences, float32
+    if name not in PLAIN:
         sizes["decoder_convolution"] = layers * 3 * (1 + 2 * steps) * inner * 3 * 2  # three tokens, bfloat16
     for capacity in (None, 20, 40):
         memory = model.start(3, capacity)
@@ -232,8 +289,9 @@ def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
     with record("decoder/*/state") as seen:
         model(random_tokens(2, 5))
     assert set(seen) == {f"decoder/{layer}/state" for layer in range(1, GEOMETRY.depth + 1)}
-    across = (2 if name in SLOTS else 1) * GEOMETRY.entry_dim
-    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, GEOMETRY.entry_dim, across)
+    width = GEOMETRY.entry_dim
+    kept = (width, 2 * width) if name in SLOTS else (width + 2 if name == "mamba3" else width, width)
+    assert seen["decoder/2/state"].shape == (2, GEOMETRY.heads, *kept)
     parts = model.parameter_report().parts
     assert parts["recurrence"] > 0 and parts["query, output, sink"] > 0
     assert not {"other", "attention, other"} & set(parts), "a parameter without a name of its own"

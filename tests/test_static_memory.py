@@ -63,7 +63,7 @@ def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
         decode_step_without_values(SEPARATE)
 
 
-@pytest.mark.parametrize("case", comparators())
+@pytest.mark.parametrize("case", [name for name in comparators() if name != "nsa"])  # whose blocks are a bank
 @torch.no_grad()
 def test_a_growing_memory_of_every_token_asks_nobody_either(case):
     model = without_values(case)

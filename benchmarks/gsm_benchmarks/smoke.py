@@ -108,6 +108,9 @@ def pieces() -> tuple[Piece, ...]:
             True,
         ),
         _borrowed(w.attend_range("attend_range 4 x 4K", 4, 4096), w.attend_range("", 1, 8, 2, 1, 16)),
+        _borrowed(
+            w.attend_blocks("attend_blocks 4 x 4K", 4, 4096), w.attend_blocks("", 1, 8, 2, 1, 16, block=2, blocks=2)
+        ),
         _borrowed(w.delta_rule("delta_rule 4 x 4K", 4, 4096), w.delta_rule("", 1, 8, 2, 16)),
         _borrowed(
             w.delta_rule("delta_rule by channel 4 x 4K", 4, 4096, by_channel=True),

@@ -311,6 +311,37 @@ def attend_range(
     )
 
 
+def attend_blocks(
+    name: str,
+    batch: int,
+    length: int,
+    heads: int = 16,
+    groups: int = 1,
+    channels: int = CHANNELS,
+    block: int = 64,
+    blocks: int = 16,
+) -> Case:
+    """The same on blocks that every row has chosen, its own among them: one document a sequence."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        call = attend_range("", batch, length, heads, groups, channels).make(device, dtype)
+        own_R1 = torch.arange(length, device=device)[:, None] // block
+        score_BRGN = torch.rand(batch, length, groups, -(-length // block), device=device)
+        hidden_R1N = (torch.arange(score_BRGN.shape[3], device=device) >= own_R1)[:, None]
+        others = min(blocks, score_BRGN.shape[3]) - 1
+        best = score_BRGN.masked_fill(hidden_R1N, 2).topk(others, largest=False)
+        drawn_BRGN = torch.where(best.values < 2, best.indices, -1)
+        chosen_BRGN = torch.cat((own_R1[:, None].expand(batch, -1, groups, -1), drawn_BRGN), dim=-1)
+        del call["whole"]
+        return {**call, "chosen_BRGN": chosen_BRGN, "block": block, "own": True}
+
+    seen = sum(min(t // block, blocks - 1) * block + t % block + 1 for t in range(length))
+    products = 4 * heads * channels * batch * seen
+    moved = 4 * batch * length * channels * (heads + groups)
+    work = {"forward": Work(products, moved), "backward": Work(2.5 * products, 2 * moved)}
+    return Case(name, "attend_blocks", make, work)
+
+
 def delta_rule(
     name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS, by_channel: bool = False
 ) -> Case:

@@ -8,6 +8,7 @@ implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `pyth
 
 from .attend import attend
 from .attend_band import attend_band
+from .attend_blocks import attend_blocks
 from .attend_range import attend_range
 from .delta_rule import delta_rule
 from .dispatch import Impl, KernelBuildError, Op, listening, using
@@ -28,6 +29,7 @@ OPS: tuple[Op, ...] = (
     attend,
     attend_band,
     attend_range,
+    attend_blocks,
     index_top_k,
     candidate_pool,
     score_slots,
@@ -57,6 +59,7 @@ __all__ = [
     "Op",
     "attend",
     "attend_band",
+    "attend_blocks",
     "attend_range",
     "candidate_pool",
     "delta_rule",

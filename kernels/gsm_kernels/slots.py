@@ -25,6 +25,18 @@ def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tenso
     return seen & member.gather(2, ordinal)
 
 
+def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: Tensor, block: int) -> Tensor:
+    """Which slots in [first, last) lie in the blocks that a row has chosen for each group, bool [B,R,G,F]: block n has
+    the slots from first + n block on, -1 stands for none."""
+    blocks = slots // block + 1
+    member = torch.zeros(*chosen_BRGN.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_BRGN.device)
+    member.scatter_(3, torch.where(chosen_BRGN < 0, blocks, chosen_BRGN), True)
+    slot_F = torch.arange(slots, device=first_BR.device)
+    block_BRF = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, blocks - 1)
+    seen_BRF = visible(first_BR, last_BR, slice(0, slots))
+    return member.gather(3, block_BRF[:, :, None].expand(-1, -1, member.shape[2], -1)) & seen_BRF[:, :, None]
+
+
 def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
     """The entries at an index, [B*R,K,X]; slot 0 stands in for none, zeros if there is no slot at all."""
     shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])

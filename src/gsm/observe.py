@@ -37,7 +37,11 @@ its own. The layers of comparators, called the decoder's except for the first ha
     decoder/<l>/weights  [B, R, H, F]         where a layer attends, to F tokens, stored and new; what a row does not
                                               see is 0
     decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] where it is
-                                              M slots, key and value side by side
+                                              M slots, key and value side by side, [B, H, C + 2, C] in Mamba-3, whose
+                                              last two rows are the last token's key and value
+    decoder/<l>/compressed/weights            [B, R, H, F], NSA: where a row attends among F compressed blocks;
+    decoder/<l>/selected/weights              of all tokens, in the blocks that it has selected;
+    decoder/<l>/window/weights                and among window entries
     encoder/<l>/...                           YOCO: likewise
 
 After the named probes of facebookresearch/lingua; here they nest, choose by pattern, replace, and vanish under

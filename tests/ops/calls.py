@@ -54,6 +54,20 @@ def ranges(
     }
 
 
+def blocks(block=3, chosen=3, **sizes) -> dict:
+    """Arguments of `attend_blocks`: those of `attend_range`, and blocks drawn at random, some of which are none. A row
+    that is no padding sees its own block."""
+    call = ranges(**sizes)
+    first, last, groups = call["first_BR"], call["last_BR"], call["key_BFGC"].shape[2]
+    own_BR = torch.where(last > first, (last - 1 - first).div(block, rounding_mode="floor"), -1)
+    drawn = normal(*first.shape, groups, call["key_BFGC"].shape[1] // block + 1, seed=9).argsort(-1)[..., :chosen]
+    drawn = torch.where((drawn < own_BR[..., None, None]) & (normal(*drawn.shape, seed=8) > -1), drawn, -1)
+    chosen_BRGN = torch.cat([own_BR[..., None, None].expand(-1, -1, groups, -1), drawn], dim=-1)
+    names = ("query_BRHC", "key_BFGC", "value_BFGC", "first_BR", "last_BR")
+    own = first.shape[1] == call["key_BFGC"].shape[1]
+    return {**{name: call[name] for name in names}, "chosen_BRGN": chosen_BRGN, "block": block, "own": own}
+
+
 def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
     call, ranges = attention(seed=seed, k=k, **sizes)
     batch, rows = call["position_BR"].shape
@@ -144,6 +158,7 @@ def every_call() -> dict[str, dict]:
         "attend": attention()[0],
         "attend_band": band(),
         "attend_range": ranges(),
+        "attend_blocks": blocks(),
         "index_top_k": selection(),
         "candidate_pool": {**pooled, "blocks": 2, "block": 2},
         "score_slots": scoring(),

@@ -25,7 +25,7 @@ class BankCache:
     """What the owner of a bank keeps: entries, index keys, and the tokens of a group that is not finished yet.
 
     Attributes:
-        pending: the last m - 1 tokens' values and gates, side by side.
+        pending: the last m - 1 tokens' values and gates, side by side, or of more tokens what groups are made of.
         entry: bank entries, rotated.
         key: index keys, rotated (None: the owner does not search its bank).
         count_B: int64, slots filled (None where nothing is kept).
@@ -80,6 +80,15 @@ class DenseCache:
         slots = span.once(("slots", "every token"), lambda: every_token(span.position_BT, self.count_B))
         value_BFC, entry = self.entry.place(new_BTC, slots)
         return value_BFC, slots, DenseCache(entry, None if self.count_B is None else slots.after_B)
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """What attention to blocks of tokens keeps: all tokens, and its blocks as a bank, whose pending tokens are its
+    window too."""
+
+    tokens: DenseCache
+    blocks: BankCache
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class AttentionCost:
         ratio: tokens of an entry (m).
         each: entries of a position, side by side.
         nearest: whether the limit leaves the last entries, which neighbouring rows share.
-        blocks: whether the limit is a candidate pool, whose newest block may lack slots.
+        block: the limit is so many entries in whole blocks of this size, of which the newest may lack some: a candidate
+            pool, or blocks that rows choose.
     """
 
     part: str
@@ -78,12 +79,12 @@ class AttentionCost:
     ratio: int = 1
     each: int = 1
     nearest: bool = False
-    blocks: bool = False
+    block: int = 1
 
     def seen(self, first: int, last: int) -> int:
         """Entries that the rows at positions [first, last) see, one by one: the sum of min((p + 1) // m, limit)."""
-        count = pooled if self.blocks else limited
-        return self.each * (count(last, self.limit, self.ratio) - count(first, self.limit, self.ratio))
+        before, until = (pooled(count, self.limit, self.ratio, self.block) for count in (first, last))
+        return self.each * (until - before)
 
     def read(self, first: int, last: int) -> int:
         """Different entries among these; of chosen ones, as many as can be."""
@@ -214,18 +215,18 @@ def limited(count: int, limit: int | None, ratio: int = 1) -> int:
     return ratio * whole * (whole - 1) // 2 + whole * (rest + 1) + (limit or 0) * (count - rising)
 
 
-def pooled(count: int, pool: int | None, ratio: int) -> int:
+def pooled(count: int, pool: int | None, ratio: int, block: int = POOL_BLOCK) -> int:
     """The same for the slots in a pool: of v visible ones all, until they fill more blocks than there are; then the
-    pool less what its newest block lacks, -v mod 8."""
-    if pool is None:
-        return limited(count, None, ratio)
-    period = POOL_BLOCK * ratio
+    pool less what its newest block lacks, -v mod its size."""
+    if pool is None or block == 1:
+        return limited(count, pool, ratio)
+    period = block * ratio
 
     def lacking(k: int) -> int:
-        """sum of (-j // m) mod 8, that is -(j // m) mod 8, for j = 0 .. k."""
+        """sum of (-j // m) mod the block, that is -(j // m) mod it, for j = 0 .. k."""
         periods, rest = divmod(k + 1, period)
-        rest_sum = sum(-(j // ratio) % POOL_BLOCK for j in range(rest))
-        return periods * ratio * POOL_BLOCK * (POOL_BLOCK - 1) // 2 + rest_sum
+        rest_sum = sum(-(j // ratio) % block for j in range(rest))
+        return periods * ratio * block * (block - 1) // 2 + rest_sum
 
     full = pool * ratio
     return limited(count, pool, ratio) - (lacking(count) - lacking(full) if count > full else 0)

@@ -70,6 +70,11 @@ class MixerGeometry(Protocol):
         """Entries of a local window."""
         ...
 
+    @property
+    def top_k(self) -> int:
+        """Entries that a row selects from what is far."""
+        ...
+
     def window_rope(self) -> Rope:
         """Rotation of layers that see a window."""
         ...

@@ -19,9 +19,9 @@ from gsm.layers.rope import Angles, Rope
 from gsm.observe import tap
 from gsm.shapes import last, promoted
 from gsm.span import Span
-from gsm_kernels import attend_range, rotate
+from gsm_kernels import attend_blocks, attend_range, rotate
 from gsm_kernels.device import full_precision
-from gsm_kernels.slots import visible
+from gsm_kernels.slots import visible, visible_blocks
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class History:
         key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
         first_BR, last_BR: int64, the slots [first, last) that each row sees.
         width, whole: what is promised of these without looking, as arguments of ``gsm_kernels.attend_range``.
+        chosen_BRGN, block, own: int64, of these the only blocks that each row sees, the slots of a block, and a
+            promise, as arguments of ``gsm_kernels.attend_blocks`` (None: a row sees its whole range).
     """
 
     key_BFGC: Tensor
@@ -40,10 +42,15 @@ class History:
     last_BR: Tensor
     width: int | None = None
     whole: bool = False
+    chosen_BRGN: Tensor | None = None
+    block: int = 1
+    own: bool = False
 
     def last(self, rows: int) -> History:
         """The same for the last ``rows`` rows."""
-        return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
+        chosen_BRGN = None if self.chosen_BRGN is None else last(self.chosen_BRGN, rows)
+        first_BR, last_BR = last(self.first_BR, rows), last(self.last_BR, rows)
+        return replace(self, first_BR=first_BR, last_BR=last_BR, chosen_BRGN=chosen_BRGN)
 
 
 class UnfitHeads(ValueError):
@@ -123,20 +130,17 @@ class RangeAttention(nn.Module):
 
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
         """What the rows take from their history, [B, R, D]."""
-        query_BRHC = rotate(self.query(x_BRD)[0], *angles)
-        replaced_BRHF = tap((self, "weights"), lambda: range_weights(query_BRHC, history))
+        return self.output(self.attend(rotate(self.query(x_BRD)[0], *angles), history, "weights"))
+
+    def attend(self, query_BRHC: Tensor, history: History, name: str) -> Tensor:
+        """What rotated queries take from a history, [B, R, H, C]; its weights are shown under a name."""
+        replaced_BRHF = tap((self, name), lambda: range_weights(query_BRHC, history))
         if replaced_BRHF is not None:
-            return self.output(range_mixture(replaced_BRHF, history).type_as(query_BRHC))
-        mixed_BRHC = attend_range(
-            query_BRHC,
-            history.key_BFGC,
-            history.value_BFGC,
-            history.first_BR,
-            history.last_BR,
-            history.width,
-            history.whole,
-        )
-        return self.output(mixed_BRHC)
+            return range_mixture(replaced_BRHF, history).type_as(query_BRHC)
+        entries, ranges = (history.key_BFGC, history.value_BFGC), (history.first_BR, history.last_BR)
+        if history.chosen_BRGN is None:
+            return attend_range(query_BRHC, *entries, *ranges, history.width, history.whole)
+        return attend_blocks(query_BRHC, *entries, *ranges, history.chosen_BRGN, history.block, history.own)
 
     def read_cost(self, width: int, limit: int | None = None) -> LayerCost:
         """What reading a history costs whose entries have such a width, and of which a row sees all or the nearest."""
@@ -157,18 +161,23 @@ def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
     with full_precision(query_BRGYC):
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
         logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
-        hidden_BR1F = _hidden(history)
+        hidden = _hidden(history, query_BRHC.shape[2])
         lowest = torch.finfo(logit_BRHF.dtype).min  # not -inf: a row that sees nothing would have a gradient of NaN
-        return logit_BRHF.masked_fill(hidden_BR1F, lowest).softmax(dim=-1).masked_fill(hidden_BR1F, 0)
+        return logit_BRHF.masked_fill(hidden, lowest).softmax(dim=-1).masked_fill(hidden, 0)
 
 
 def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
     """What attention with these weights takes from its history, [B, R, H, C]; from what a row does not see, nothing."""
-    weight_BRGYF = weight_BRHF.masked_fill(_hidden(history), 0).unflatten(2, (history.value_BFGC.shape[2], -1))
+    seen_BRHF = weight_BRHF.masked_fill(_hidden(history, weight_BRHF.shape[2]), 0)
+    weight_BRGYF = seen_BRHF.unflatten(2, (history.value_BFGC.shape[2], -1))
     with full_precision(weight_BRHF):
         return torch.einsum("brgyf,bfgc->brgyc", weight_BRGYF, promoted(history.value_BFGC)).flatten(2, 3)
 
 
-def _hidden(history: History) -> Tensor:
-    """Which slots a row does not see, bool [B, R, 1, F]."""
-    return ~visible(history.first_BR, history.last_BR, slice(0, history.key_BFGC.shape[1]))[:, :, None]
+def _hidden(history: History, heads: int) -> Tensor:
+    """Which slots a row does not see, bool [B, R, 1, F], or by group where it has chosen: [B, R, H, F]."""
+    slots, groups = history.key_BFGC.shape[1:3]
+    if history.chosen_BRGN is None:
+        return ~visible(history.first_BR, history.last_BR, slice(0, slots))[:, :, None]
+    seen_BRGF = visible_blocks(slots, history.first_BR, history.last_BR, history.chosen_BRGN, history.block)
+    return ~seen_BRGF.repeat_interleave(heads // groups, dim=2)

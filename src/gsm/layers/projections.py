@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.slots import Slots
-from gsm.costs.primitives import AttentionCost, LayerCost, ProductCost, products
+from gsm.costs.primitives import POOL_BLOCK, AttentionCost, LayerCost, ProductCost, products
 from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.rope import Angles
@@ -179,7 +179,7 @@ class Indexer(nn.Module):
         """
         each = self.heads * (self.width + 1)
         per_row = {"indexers": products(self.query, self.weight), "index scores": ProductCost(moved=each)}
-        look = AttentionCost("index scores", each, self.width, pool, ratio, blocks=True)
+        look = AttentionCost("index scores", each, self.width, pool, ratio, block=POOL_BLOCK)
         return LayerCost(per_row, per_slot={"indexers": products(self.key, self.key_norm)}, looks=(look,))
 
 

@@ -18,7 +18,10 @@ _PARTS = (
     ("indexers", r"\.indexer\."),
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
-    ("recurrence", r"\.attention\.(key|value|beta|decay\w*|gate|router|convolution)(\.|$)"),
+    (
+        "recurrence",
+        r"\.attention\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router|convolution)(\.|$)",
+    ),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),
     ("routed experts", r"\.feed_forward\.experts\."),

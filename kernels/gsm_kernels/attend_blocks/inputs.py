@@ -1,0 +1,33 @@
+"""What `attend_blocks` is called with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..shapes import agree, require
+
+
+class Inputs(NamedTuple):
+    """The parameters of `gsm_kernels.attend_blocks`, which tells what they are."""
+
+    query_BRHC: Tensor
+    key_BFGC: Tensor
+    value_BFGC: Tensor
+    first_BR: Tensor
+    last_BR: Tensor
+    chosen_BRGN: Tensor
+    block: int
+    own: bool = False
+
+
+def check(inputs: Inputs) -> None:
+    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, a block has no slot, or the
+    rows are said to be the slots and are not as many."""
+    sizes = agree("attend_blocks", inputs)
+    heads, groups = sizes["H"], sizes["G"]
+    require("attend_blocks", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
+    require("attend_blocks", inputs.block >= 1, f"block = {inputs.block} must be at least 1")
+    fits = not inputs.own or sizes["F"] == sizes["R"]
+    require("attend_blocks", fits, f"{sizes['F']} slots cannot be those of {sizes['R']} rows")

@@ -1,0 +1,106 @@
+"""YOCO++ (Wu et al., 2026): half of the layers read one layer's cache, and the others' caches hold some of the first's.
+
+    tokens
+      |  embedding
+    layer 1 ----- keys, values ---+-----------+-- ... --.       dense attention, each with a cache of its own, which
+      v                           v           v         v       from layer 2 on is a mixture with the first one's
+    layer 2 .. L_E - 1     layer 2's   layer 3's   layer L_E's
+      |                                                 |
+    cross-decoder layer 1 .. L_D    <-------------------'       queries on the last of these caches, nothing stored
+      |
+    norm -> head
+
+After the code of the paper: its first half has dense attention, where YOCO's (``gsm.models.yoco``) has windows or a
+recurrence, and nothing is projected for the second half alone. So it keeps half of what a Transformer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gsm.cache.memory import Memory
+from gsm.costs.primitives import Layer
+from gsm.layers.attention import CrossAttention
+from gsm.layers.feed_forward import FeedForward, SwiGLU
+from gsm.layers.residual import HyperConnection, Residual, Streams
+from gsm.layers.residual_attention import ResidualAttention
+from gsm.models.base import Trace
+from gsm.models.geometry import Geometry
+from gsm.models.matching import ParameterMatched
+from gsm.models.schedule import Schedule
+from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
+from gsm.span import Span
+
+
+class YOCOPlus(ParameterMatched):
+    """YOCO with residual connections between keys and values.
+
+    Args:
+        geometry: widths and depths; encoder layers are the first half, decoder layers the cross-decoder's.
+        key_value_heads: key and value heads of the caches; None: as many as ``KeyValue`` says.
+        scale: see ``ResidualAttention``.
+        query_rank: rank of the queries; None: as many parameters as the baseline has.
+        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        residual: called with the width for every site.
+        feed_forward: called with width and hidden width for every block.
+        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        key_value_heads: int | None,
+        scale: float,
+        query_rank: int | None = None,
+        heads: int | None = None,
+        residual: Callable[[int], Residual] = HyperConnection,
+        feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
+        recompute: Recompute = False,
+    ):
+        make = partial(YOCOPlus, key_value_heads=key_value_heads, scale=scale)
+        super().__init__(geometry, make, heads, query_rank)
+        block = block_of(geometry, feed_forward=feed_forward, residual=residual)
+        mixer = partial(ResidualAttention, self.shape, geometry=geometry, key_value_heads=key_value_heads, scale=scale)
+        below, above = range(1, geometry.encoder_layers + 1), range(geometry.encoder_layers + 1, geometry.depth + 1)
+        self.encoder = Stack(
+            [block(mixer(name=f"encoder/{layer}", first=layer == 1)) for layer in below], recompute=recompute
+        )
+        self.decoder = Stack(
+            [block(CrossAttention(self.shape, geometry=geometry, name=f"decoder/{layer}")) for layer in above],
+            recompute=recompute,
+        )
+
+    def schedule(self, new: int, rows: int) -> Schedule:
+        """Rows of each layer: the last layer of the first half caches every position, and need produce no others than
+        the rows asked for."""
+        depths, wanted = self.geometry, max(0, rows)
+        encoder = [new] * (depths.encoder_layers - 1) + [wanted]
+        return Schedule(encoder, [wanted] * depths.decoder_layers, decoder_input=wanted)
+
+    def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
+        """From embedded tokens to the cross-decoder's output for the rows asked for."""
+        rows = self.schedule(x_BTD.shape[1], span.rows)
+        streams = Streams.copies(x_BTD, self.encoder.streams)
+        streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
+        span, history = span.last(rows.decoder_input), encoded[-1].attended.history
+        streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
+        after = replace(memory, encoder=caches_of(encoded))
+        return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
+
+    def layer_costs(self) -> list[Layer]:
+        """What each layer costs, in the order in which they run."""
+        *_, last = self.encoder
+        assert isinstance(last.attention, ResidualAttention)
+        kept = last.attention.key_value.work("encoder_cache")
+        decoder = [Layer("decoder", block.work("decoder", kept)) for block in self.decoder]
+        return [*self.encoder.layer_costs("encoder"), *decoder]
+
+    def empty_memory(self, batch: int) -> dict[str, Any]:
+        """What the first half keeps; the second keeps nothing."""
+        return {"encoder": self.encoder.start(batch, "encoder")}
