@@ -65,8 +65,9 @@ def ask(task: Needle, length: int, sequences: int, seed: int = HELD_OUT) -> Aske
     token_BT, target_BT = batch["tokens"], batch["targets"]
     sequence_N, row_N = (target_BT != IGNORED).nonzero(as_tuple=True)
     key_N = row_N - task.wait
+    meant_BT = torch.from_numpy(task.meaning(token_BT.numpy()))
     told_N = (
-        (token_BT[sequence_N] == token_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
+        (meant_BT[sequence_N] == meant_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
     )  # the first place; the question comes later
     return Asked(token_BT, target_BT, sequence_N, key_N, row_N, told_N)
 

@@ -26,10 +26,11 @@ from gsm.config.load import (
     refusals,
 )
 from gsm.data.base import DataModule, with_defaults
+from gsm.data.recall import Paraphrase
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import UNSEEN
 from gsm.errors import ConfigError
-from gsm.evaluation import ngrams, overlap, tracking
+from gsm.evaluation import ngrams, overlap, questions, tracking
 from gsm.experiments import pace, report, trainers, weights
 from gsm.experiments.asked import differing
 from gsm.experiments.estimate import refuse_endless
@@ -253,6 +254,11 @@ def _conclude(run: Run) -> dict[str, Any]:
         found["by_length"] = (
             tracking.measure(model, task, data.context, data.validation_sequences, UNSEEN[data.held_out])  # pyright: ignore
             if isinstance(task, StateTracking)
+            else None
+        )
+        found["by_question"] = (
+            questions.measure(model, task.apart(), data.context, data.validation_sequences, UNSEEN[data.held_out])  # pyright: ignore
+            if isinstance(task, Paraphrase)
             else None
         )
         if found["overlap"] and found["overlap"]["mean"] is not None:

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import torch
 
 from gsm.config.command_line import shown, typed
-from gsm.evaluation import overlap, tracking
+from gsm.evaluation import overlap, questions, tracking
 from gsm.paths import ROOT
 from gsm.training.callbacks.progress import clock
 
@@ -71,6 +71,8 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += [*overlap.table(facts["overlap"]), ""]
     if facts["by_length"]:
         lines += [*tracking.table(facts["by_length"]), ""]
+    if facts["by_question"]:
+        lines += [*questions.table(facts["by_question"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     generate, evaluate = (shown(ROOT / script) for script in ("generate.py", "evaluate.py"))
