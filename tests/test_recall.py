@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from gsm.analysis.needles import ask
 from gsm.config.compose import compose
-from gsm.data.recall import MultiQueryRecall, Needle, Task
-from gsm.data.synthetic import Generated, SyntheticData
+from gsm.data.recall import MultiQueryRecall, Needle, Paraphrase, Task
+from gsm.data.synthetic import HELD_OUT, Generated, SyntheticData
+from gsm.evaluation import questions
 from gsm.experiments.fit import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
 SHIFTED = replace(RECALL, shifted=True)
+PARAPHRASE = Paraphrase(keys=12, names=3, values=9, fillers=5, pairs=4, gap=20)
 TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL, SHIFTED], ids=["needle", "recall", "recall, shifted"])
 
 
@@ -52,11 +55,67 @@ def test_only_pairs_and_filler_stand_in_a_sequence(task):
         assert token_T.min() >= 0 and token_T.max() < task.vocabulary and len(token_T) == 64
 
 
-def test_the_gap_lies_between_every_needle_and_every_question():
-    for token_T, target_T in sequences(NEEDLE, 64):
+@pytest.mark.parametrize("task", [NEEDLE, PARAPHRASE], ids=["needle", "paraphrase"])
+def test_the_gap_lies_between_every_needle_and_every_question(task):
+    for token_T, target_T in sequences(task, 64):
         first_question = np.flatnonzero(target_T != -100)[0]
-        last_value = max(told + 1 for told, _ in places(token_T, NEEDLE).values())
-        assert first_question - last_value > NEEDLE.gap
+        last_value = max(told + 1 for told, _ in places(task.meaning(token_T), task).values())
+        assert first_question - last_value > task.gap
+
+
+def named(task: Paraphrase, count: int = 200) -> list[tuple[int, int]]:
+    """The names that keys are told by and asked for by, one pair for every question."""
+    found = []
+    for token_T, target_T in sequences(task, 64, count):
+        assert len(asked := np.flatnonzero(target_T != -100)) == task.pairs
+        for told, question in places(task.meaning(token_T), task).values():
+            assert question in asked and token_T[told + 1] == token_T[question + 1] == target_T[question]
+            found.append((int(token_T[told]), int(token_T[question])))
+    return found
+
+
+def test_a_paraphrased_question_has_another_name_of_the_key_whose_value_is_wanted():
+    pairs = named(PARAPHRASE)
+    assert all(told != asked for told, asked in pairs) and len(pairs) == 4 * 200
+    partners = {told: {asked for one, asked in pairs if one == told} for told in range(12)}
+    assert all(partners.values()), "every name is told"
+    assert {asked for _, asked in pairs} == set(range(12)), "and asked for"
+    for told, names in partners.items():
+        family = PARAPHRASE.meaning(np.arange(12)) == PARAPHRASE.meaning(np.array(told))
+        assert family.sum() == 3 and names <= {*np.flatnonzero(family)}
+
+
+def test_which_names_mean_the_same_hangs_on_the_table_alone_and_values_and_filler_mean_themselves():
+    meant_T = PARAPHRASE.meaning(np.arange(26))
+    assert sorted(meant_T[:12]) == sorted([*range(4)] * 3) and (meant_T[12:] == np.arange(12, 26)).all()
+    assert (replace(PARAPHRASE, gap=3, literal=0.5, left_out=True).meaning(np.arange(26)) == meant_T).all()
+    other_T = replace(PARAPHRASE, table=1).meaning(np.arange(26))
+    same, others = (one[:12, None] == one[None, :12] for one in (meant_T, other_T))
+    assert (same != others).any()
+
+
+def test_one_pair_of_names_of_every_key_is_left_out_of_training_either_way_round_and_measured_apart():
+    trained, apart = {*named(PARAPHRASE)}, {*named(replace(PARAPHRASE, left_out=True))}
+    assert len(apart) == 4 * 2 and len(trained) == 4 * (3 * 2 - 2) and not trained & apart
+    assert {pair[::-1] for pair in apart} == apart
+    names = {name for pair in apart for name in pair}
+    assert names <= {told for told, _ in trained} and names <= {asked for _, asked in trained}, "each was trained"
+    assert {*named(PARAPHRASE.apart()["left_out"])} == apart and {*named(PARAPHRASE.apart()["paraphrased"])} == trained
+
+
+def test_a_share_of_questions_is_literal_and_of_two_names_nothing_is_left_out():
+    pairs = named(replace(PARAPHRASE, literal=0.25))
+    assert 0.15 < np.mean([told == asked for told, asked in pairs]) < 0.35
+    assert all(told == asked for told, asked in named(PARAPHRASE.apart()["literal"]))
+    two = replace(PARAPHRASE, names=2)
+    assert list(two.apart()) == ["paraphrased", "literal"] and len({*named(two)}) == 12
+
+
+def test_where_a_paraphrased_needle_was_told_is_found():
+    """Once the place was looked for by the token that asks, which stands nowhere else."""
+    asked = ask(PARAPHRASE, 64, 5)
+    value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
+    assert (value_N == asked.target_BT[asked.sequence_N, asked.row_N]).all() and (asked.told_N < asked.key_N).all()
 
 
 def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_order():
@@ -123,6 +182,11 @@ def test_near_questions_are_more_frequent_in_multi_query_recall():
     [
         (partial(Needle, gap=-1), "gap must be 0 or more, got -1"),
         (partial(Needle, gap=1, keys=3, pairs=4), "pairs 4 need as many different keys, and keys is 3"),
+        (partial(Paraphrase, gap=1, names=5), "names must be at least 2, and keys 32 a multiple of it, got 5"),
+        (partial(Paraphrase, gap=1, names=1), "names must be at least 2"),
+        (partial(Paraphrase, gap=1, names=8), "pairs 10 need as many keys, and keys 32 with 8 names each are 4"),
+        (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal must be from 0 to 1, got 1.5"),
+        (partial(Paraphrase, gap=1, names=2, left_out=True), "of two names no pair is left out: give names 3 or more"),
         (partial(MultiQueryRecall, values=0), "values must be at least 1, got 0"),
         (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1), "it takes 36"),
         (
@@ -207,9 +271,37 @@ def test_the_fingerprint_tells_whatever_changes_the_sequences():
     assert all(type(value) in (str, int) for one in found for value in one.values())
 
 
-@pytest.mark.parametrize("task", ["needle", "recall"])
+class Answers(torch.nn.Module):
+    """In place of a model: answers questions by some pairs of names, as it is told, and no others."""
+
+    def __init__(self, task: Paraphrase, known: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.task, self.known, self.embedding = task, known, torch.nn.Embedding(1, 1)
+        self.evaluating = torch.no_grad
+
+    def forward(self, token_BT: torch.Tensor) -> SimpleNamespace:
+        logits_BTV = torch.zeros(*token_BT.shape, self.task.vocabulary)
+        for token_T, logits_TV in zip(token_BT.numpy(), logits_BTV, strict=True):
+            for told, question in places(self.task.meaning(token_T), self.task).values():
+                if (int(token_T[told]), int(token_T[question])) in self.known:
+                    logits_TV[question, token_T[told + 1]] = 1
+        return SimpleNamespace(logits=logits_BTV)
+
+
+def test_each_kind_of_question_is_measured_by_itself():
+    literal = {(name, name) for name in range(12)}
+    kinds = PARAPHRASE.apart()
+    half = {pair for pair in named(kinds["left_out"]) if pair[0] < pair[1]}
+    found = questions.measure(Answers(PARAPHRASE, literal | half), kinds, 64, 40, HELD_OUT)  # pyright: ignore
+    assert found["paraphrased"] == 0 and found["literal"] == 1 and 0.3 < found["left_out"] < 0.7
+    assert questions.table(found)[-1].split() == ["literal", "100.0"]
+
+
+@pytest.mark.parametrize("task", ["needle", "recall", "paraphrase"])
 def test_a_run_trains_on_a_task_and_measures_how_often_it_answers(task, tmp_path):
     """Once every such run ended before its first step, and each part was tested alone."""
     small = "size=pico size.vocabulary=128 model/residual=plain data.batch_size=2 data.validation_sequences=2"
     facts = train(compose([f"data={task}", *small.split(), "trainer=cpu", "trainer.max_steps=2", f"logs={tmp_path}"]))
     assert facts["status"] == "finished" and 0 <= facts["accuracy"] <= 1
+    kinds = ["paraphrased", "left_out", "literal"] if task == "paraphrase" else []
+    assert list(facts["by_question"] or {}) == kinds

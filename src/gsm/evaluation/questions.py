@@ -1,4 +1,4 @@
-"""Questions of a synthetic task that are measured apart: how often each kind of them is answered. B batch, T positions."""
+"""Questions of a synthetic task, measured apart: how often each kind is answered. B batch, T positions."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +289,7 @@ class Experiment:
         self._attempts: dict[tuple[str, int, str], Attempt] = {}
         self._costs: dict[tuple[str, int, str], float] = {}  # of those that are finished
         self.choices: dict[str, Choice] = {}
+        self._outcomes: dict[tuple[str, str], Outcome] = {}  # of those of which all is known
         self._studies: dict[str, Study] = {}  # told of all attempts but those of the round that goes on
         self._alike: dict[tuple[str, str], Training] = {}
 
@@ -436,7 +436,13 @@ class Experiment:
                     config = composed(self._overrides(arm, self._tuning_seeds[0], lines))
                     instantiate(config["optimizer"], "optimizer")
         self._studies[arm] = study.Study(space, self._tuning_seeds[0])
-        outcome = partial(self._outcome, arm)
+
+        def outcome(values: Values) -> Outcome | None:
+            key = (arm, label(values))
+            if key not in self._outcomes and (known := self._outcome(arm, values)):
+                self._outcomes[key] = known
+            return self._outcomes.get(key)
+
         return study.search(self._studies[arm], outcome, self.tune.attempts, self.tune.at_once)
 
     def _outcome(self, arm: str, values: Values) -> Outcome | None:
