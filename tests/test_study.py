@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short_runs import BY_MODEL, composed
 from test_tune import BEST, RATE, Pretends, asked, leave, real
 
 from gsm.config.check import ConfigError
@@ -19,6 +20,7 @@ from gsm.experiments import asked as reading
 from gsm.experiments import experiment as experiments
 from gsm.experiments.asked import Range, read_tune
 from gsm.experiments.experiment import train_all
+from gsm.experiments.fit import train
 from gsm.experiments.jobs import Job
 from gsm.experiments.trials import Experiment
 from gsm.experiments.tune import Choice, Values
@@ -445,3 +447,29 @@ def test_without_optuna_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
 def test_nothing_of_it_is_imported_unless_it_is_asked_for():
     code = "import sys, gsm.experiments.experiment; print('optuna' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.slow
+def test_real_runs_are_tuned_by_their_curves(real: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
+    """Rates up to 300, of which most learn nothing."""
+
+    def run(self: Pretends, job: Job) -> int:
+        self.started.append(job.name)
+        try:
+            train(composed(job.command))
+        except FloatingPointError:
+            return 1
+        return 0
+
+    monkeypatch.setattr(Pretends, "run", run)
+    tune = f"tune={{tuner: optuna, {RATE}: {{low: 1e-3, high: 300.0, log: true}}, attempts: 8}}"
+    given = (tune, BY_MODEL, "trainer.max_steps=10", "trainer.val_check_interval=2", "seeds=1")
+    table = train_all(first := real(*given))
+    ended = [one for one in first.tried if one.pruned or one.diverged]
+    assert ended and len(first.tried) == 8 and table.rows[0].runs == 1
+    assert first.choices["gsm"].values[RATE] < 1 and max(one.values[RATE] for one in ended) > 1
+    for one in first.tried:
+        assert one.diverged or set(one.curve({"val_loss": False})) == set(range(2, (one.pruned or 8) + 1, 2))
+    del Pretends.started[:]
+    train_all(real(*given))
+    assert Pretends.started == []

@@ -115,16 +115,17 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 def _tune(experiment: Experiment, trials: Sequence[Trial], hand_to: str | None) -> dict[str, list[str]]:
     """Tries values until every arm has what wins; returns what is said of arms that have nothing, by name.
 
-    Each round tries what follows from the one before, of all arms: at first the grids, then what they grow by.
+    Each round tries what follows from those before, of all arms: at first the grids, then what they grow by; or what
+    Optuna chooses.
     """
     failed: dict[str, list[str]] = {}
     rounds, later = 0, [trial for trial in trials if not (experiment.choice(trial.arm) and trial.finished())]
     while attempts := experiment.attempts([arm for arm in experiment.chosen if arm not in failed]):
         _set_aside([attempt for attempt in attempts if attempt.outdated], experiment.held)
-        times = experiment.left({attempt.arm for attempt in attempts}) / len(attempts)
-        work = _Work(experiment, attempts, [] if rounds else later, max(1.0, times))
+        left = experiment.left({attempt.arm for attempt in attempts})  # 0: of grids, whose end nobody knows
+        work = _Work(experiment, attempts, [] if rounds else later, max(1.0, left / len(attempts)))
         print(_tuning(experiment, attempts, rounds, len(later)), flush=True)
-        work.work_off(hand_to)
+        work.work_off(hand_to, tells=not (rounds and left))
         for attempt in attempts:
             said = [line for job in attempt.jobs.values() for line in work.failed.get(job.name, [])]
             if not said and not attempt.finished():  # a callback has ended it
@@ -201,9 +202,9 @@ class _Work:
         for trial in trials:
             self._conclude(trial)  # which a command that was killed has not
 
-    def work_off(self, hand_to: str | None) -> None:
-        """Says how long it will take, and does it. Raises SystemExit after a signal."""
-        if takes := "" if hand_to else self.takes():
+    def work_off(self, hand_to: str | None, tells: bool = True) -> None:
+        """Says how long it will take, if it ``tells``, and does it. Raises SystemExit after a signal."""
+        if takes := self.takes() if tells and not hand_to else "":
             print(takes, flush=True)
         stopped = self.hand_over(hand_to) if hand_to and self.waiting else self.train()
         if stopped is not None:
@@ -424,7 +425,7 @@ def _tuned(experiment: Experiment) -> list[str]:
     by_grid = experiment.won if experiment.tune.tuner != OPTUNA else {}
     grown = {arm: choice.grids for arm, choice in by_grid.items() if choice.grids != experiment.grids(arm)}
     more = [f"{arm} {_values(grids)}" for arm, grids in grown.items()]
-    lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged]
+    lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged and not attempt.pruned]
     said += [f"tried further, as the best stood at an edge: {'; '.join(more)}"] if more else []
     said += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
     ended = [f"{_name(attempt)} at step {attempt.pruned}" for attempt in experiment.tried if attempt.pruned]

@@ -180,7 +180,8 @@ class Attempt(Trial):
     @property
     def pruned(self) -> int | None:
         """The step at which its validation was worse than that of most others; None: it never was."""
-        return (self._known(PRUNED) or {}).get("step")
+        step = (self._known(PRUNED) or {}).get("step")
+        return step if type(step) is int else None
 
     @property
     def outdated(self) -> bool:
@@ -193,24 +194,23 @@ class Attempt(Trial):
         return [job for job in self.jobs.values() if isinstance(job, Training)][-1]
 
     def curve(self, by: Mapping[str, bool]) -> dict[int, float]:
-        """What its validations have found so far, by step, lower is better, but for the last one: by then it has ended.
+        """What its validations have found, by step, lower is better: up to where it was pruned; without the last one, by
+        which it has ended.
 
         Args:
             by: the columns that decide, all of them known while a run trains, and whether more of them is better.
         """
-        known = self._known(PRUNED)
-        if known:
-            return {int(step): value for step, value in known["curve"].items()}
-        found, end = read_metrics(self.decides.folder / METRICS), self.decides.config["trainer"]["max_steps"]
+        found, pruned = read_metrics(self.decides.folder / METRICS), self.pruned
+        end = self.decides.config["trainer"]["max_steps"] if pruned is None else pruned + 1
         for column, more_is_better in by.items():
             if VALIDATION[column] in found:
                 values = found[VALIDATION[column]].items()
                 return {step: -value if more_is_better else value for step, value in values if step < end}
         return {}
 
-    def note_pruned(self, step: int, curve: Mapping[int, float]) -> None:
+    def note_pruned(self, step: int) -> None:
         """Remembers that this is how far it is trained. Raises OSError."""
-        write_json(self.folder / PRUNED, {"step": step, "curve": dict(curve), "trained": self._trains()})
+        write_json(self.folder / PRUNED, {"step": step, "trained": self._trains()})
 
     def conclude_pruned(self) -> None:
         """Has its summary say so, once its process has ended. Raises OSError."""
@@ -390,10 +390,9 @@ class Experiment:
         """
         study = self._studies.get(attempt.arm)
         if study and self.tune and self.tune.prune and attempt.pruned is None:
-            curve = attempt.curve(self.tune.by)
-            step = study.ends(curve)
+            step = study.ends(attempt.curve(self.tune.by))
             if step is not None:
-                attempt.note_pruned(step, {one: value for one, value in curve.items() if one <= step})
+                attempt.note_pruned(step)
         return attempt.pruned is not None
 
     def left(self, arms: Collection[str]) -> int:
