@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -178,14 +177,17 @@ class Paraphrase(Needle):
 
     Nothing in a sequence says which needle a question is about: weights have to hold which names mean the same.
 
-    Of every key with three names or more, training leaves out one pair of names, either way round: these two are never
-    the names of one needle and its question. Who knows them too has learned what names mean, and not which go together.
+    With three names or more, the first and the second of a key never are the names of one needle and its question in
+    training. So that they cannot be told by what else they never stand beside, no sequence of training has first and
+    second names at once, of whatever keys. Who answers these questions has learned what names mean: that the first
+    means the same as the third, and the third as the second.
 
     Attributes:
         keys: the names of all keys together.
         names: how many of them mean the same key.
-        literal: the share of questions that use the name that was told.
-        left_out: ask by the pairs that training leaves out, and by no others.
+        literal: the share of sequences whose questions use the name that was told. Their needles may have several names
+            of one key, with values of their own, so that nothing in them says which names mean the same.
+        left_out: tell by first names and ask by second ones, or the other way round.
         table: the seed of which names mean the same.
     """
 
@@ -226,11 +228,16 @@ class Paraphrase(Needle):
         return key_P, self.keys + random.integers(self.values, size=self.pairs)
 
     def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pairs = [(0, 1)] if self.left_out else [*combinations(range(self.names), 2)][self.names > 2 :]
-        way_P2 = np.array([*pairs, *(pair[::-1] for pair in pairs)])[random.integers(2 * len(pairs), size=self.pairs)]
-        is_literal_P = random.random(self.pairs) < self.literal
-        name_P2 = _names(self.keys, self.names, self.table)[key_P[:, None], way_P2]
-        return name_P2[:, 0], np.where(is_literal_P, name_P2[:, 0], name_P2[:, 1])
+        names_KN = _names(self.keys, self.names, self.table)
+        swapped = int(random.integers(2))  # whether first or second names stand in this sequence
+        if self.left_out:
+            return names_KN[key_P, swapped], names_KN[key_P, 1 - swapped]
+        usual_KN = names_KN if self.names == 2 else np.delete(names_KN, swapped, axis=1)
+        if random.random() < self.literal:
+            name_P = random.permutation(usual_KN.flatten())[: self.pairs]
+            return name_P, name_P
+        two_P2 = random.permuted(np.tile(np.arange(usual_KN.shape[1]), (self.pairs, 1)), axis=1)[:, :2]
+        return usual_KN[key_P, two_P2[:, 0]], usual_KN[key_P, two_P2[:, 1]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,8 +194,7 @@ class Attempt(Trial):
         return [job for job in self.jobs.values() if isinstance(job, Training)][-1]
 
     def curve(self, by: Mapping[str, bool]) -> dict[int, float]:
-        """What its validations have found, by step, lower is better: up to where it was pruned; without the last one, by
-        which it has ended.
+        """What its validations have found, by step, lower is better: up to where it was pruned, but for the last one.
 
         Args:
             by: the columns that decide, all of them known while a run trains, and whether more of them is better.
