@@ -137,9 +137,10 @@ def test_a_share_of_sequences_is_literal_and_of_two_names_nothing_is_left_out():
     assert list(two.apart()) == ["paraphrased", "literal"] and len(once(two)) == 12
 
 
-def test_where_a_paraphrased_needle_was_told_is_found():
+@pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
+def test_where_a_paraphrased_needle_was_told_is_found(literal: float):
     """Once the place was looked for by the token that asks, which stands nowhere else."""
-    asked = ask(PARAPHRASE, 64, 5)
+    asked = ask(replace(PARAPHRASE, literal=literal), 64, 20)
     value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
     assert (value_N == asked.target_BT[asked.sequence_N, asked.row_N]).all() and (asked.told_N < asked.key_N).all()
 

@@ -162,7 +162,8 @@ class Trains(Pretends):
         config, file = self.compose(job.command), MetricsFile(job.log.parent / "metrics.csv")
         loss = 1 + abs(math.log(config["optimizer"]["learning_rate"] / BEST[config["arm"]]))
         for step in steps:
-            file.log_metrics({"val/loss": loss + (30 - step) / 30}, step)
+            now = loss + (30 - step) / 30
+            file.log_metrics({"val/loss": now, "val/accuracy": 1 - (now - 1) / 10}, step)
 
 
 class Watched(Trains):
@@ -308,6 +309,12 @@ def test_two_at_a_time_end_alike(made: Callable[..., Experiment], monkeypatch: p
     train_all(one := made("name=one"))
     train_all(two := made("name=two", "jobs=2"))
     assert tried(one) == tried(two)
+
+
+def test_where_more_is_better_what_has_less_is_pruned(made: Callable[..., Experiment]):
+    train_all(loss := made("name=loss"))
+    train_all(accuracy := made("name=accuracy", OPTUNA.replace("by: val_loss", "by: {accuracy: highest}")))
+    assert tried(loss) == tried(accuracy) and any(one.pruned for one in loss.tried)
 
 
 def test_nothing_is_pruned_where_that_is_not_wanted(made: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
