@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from small import SHALLOW, build
 from gsm.config.compose import compose
 from gsm.data.capacity import Capacity, Load
 from gsm.data.synthetic import Generated
-from gsm.evaluation import capacity, plots
+from gsm.evaluation import plots, questions
 from gsm.experiments.fit import train
 
 LOADS = {"find": [1, 8, 16], "wait": [1, 8], "count": [3, 12]}
@@ -146,9 +147,10 @@ class Knows(torch.nn.Module):
 
 
 def test_answers_are_counted_by_load():
-    found = capacity.measure(Knows(), TASK, LENGTH, sequences=5)  # pyright: ignore[reportArgumentType]
+    model: Any = Knows()
+    found = {kind: questions.measure(model, tasks, LENGTH, sequences=5) for kind, tasks in TASK.apart().items()}
     assert found == {"find": {"1": 1, "8": 1, "16": 1}, "wait": {"1": 0, "8": 0}, "count": {"3": 1, "12": 1}}
-    lines = capacity.table(found)
+    lines = questions.grid(found)
     assert lines[0].split() == ["answered,", "%", "1", "3", "8", "12", "16"]
     assert lines[2].split() == ["wait", "0.0", "0.0"]
 

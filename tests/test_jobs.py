@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_a_job_waits_for_what_it_comes_after_and_is_not_started_where_that_has_f
     assert work_off(jobs, 2, Child, lambda job, code, child: ends.append((job.name, code))) is None
     assert ends == [("broken", 3), ("lost", None), ("later", None), ("first", 0), ("second", 0)]
     assert not (tmp_path / "lost.log").exists()
+
+
+def test_a_job_that_is_to_end_is_ended_and_no_other(tmp_path: Path):
+    sleeps = "import time; time.sleep(60)"
+    jobs = [Job(name, (sys.executable, "-S", "-c", code), tmp_path / name) for name, code in (("a", sleeps), ("b", ""))]
+    ends: dict[str, int | None] = {}
+    told = lambda job, code, child: ends.update({job.name: code})  # noqa: E731
+    assert work_off(jobs, 1, Child, told, lambda job: job.name == "a") is None
+    assert ends == {"a": -signal.SIGTERM, "b": 0}
 
 
 def running(process: int) -> bool:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from gsm.analysis.needles import ask
 from gsm.config.compose import compose
-from gsm.data.recall import MultiQueryRecall, Needle, Task
-from gsm.data.synthetic import Generated, SyntheticData
+from gsm.data.recall import MultiQueryRecall, Needle, Paraphrase, Task
+from gsm.data.synthetic import HELD_OUT, Generated, SyntheticData
+from gsm.evaluation import questions
 from gsm.experiments.fit import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
 SHIFTED = replace(RECALL, shifted=True)
+PARAPHRASE = Paraphrase(keys=12, names=3, values=9, fillers=5, pairs=4, gap=20)
 TASKS = pytest.mark.parametrize("task", [NEEDLE, RECALL, SHIFTED], ids=["needle", "recall", "recall, shifted"])
 
 
@@ -52,11 +55,94 @@ def test_only_pairs_and_filler_stand_in_a_sequence(task):
         assert token_T.min() >= 0 and token_T.max() < task.vocabulary and len(token_T) == 64
 
 
-def test_the_gap_lies_between_every_needle_and_every_question():
-    for token_T, target_T in sequences(NEEDLE, 64):
+@pytest.mark.parametrize("task", [NEEDLE, PARAPHRASE], ids=["needle", "paraphrase"])
+def test_the_gap_lies_between_every_needle_and_every_question(task):
+    for token_T, target_T in sequences(task, 64):
         first_question = np.flatnonzero(target_T != -100)[0]
-        last_value = max(told + 1 for told, _ in places(token_T, NEEDLE).values())
-        assert first_question - last_value > NEEDLE.gap
+        last_value = max(told + 1 for told, _ in places(task.meaning(token_T), task).values())
+        assert first_question - last_value > task.gap
+
+
+def named(task: Paraphrase, count: int = 200) -> list[list[tuple[int, int]]]:
+    """Of each sequence, the names that keys are told by and asked for by."""
+    found = []
+    for token_T, target_T in sequences(task, 64, count):
+        asked = np.flatnonzero(target_T != -100)
+        assert len(asked) == task.pairs
+        meant_T = token_T if task.literal == 1 else task.meaning(token_T)
+        pairs = places(meant_T, task).values()
+        for told, question in pairs:
+            assert question in asked and token_T[told + 1] == token_T[question + 1] == target_T[question]
+        found.append([(int(token_T[told]), int(token_T[question])) for told, question in pairs])
+    return found
+
+
+def once(task: Paraphrase) -> set[tuple[int, int]]:
+    return {pair for pairs in named(task) for pair in pairs}
+
+
+def test_a_paraphrased_question_has_another_name_of_the_key_whose_value_is_wanted():
+    pairs = once(PARAPHRASE)
+    assert all(told != asked for told, asked in pairs)
+    assert {told for told, _ in pairs} == {asked for _, asked in pairs} == set(range(12)), "all are told, and asked for"
+    key_N = PARAPHRASE.meaning(np.arange(12))
+    assert all(key_N[told] == key_N[asked] for told, asked in pairs) and np.bincount(key_N).tolist() == [3] * 4
+
+
+def test_which_names_mean_the_same_hangs_on_the_table_alone_and_values_and_filler_mean_themselves():
+    meant_T = PARAPHRASE.meaning(np.arange(26))
+    assert sorted(meant_T[:12]) == sorted([*range(4)] * 3) and (meant_T[12:] == np.arange(12, 26)).all()
+    assert (replace(PARAPHRASE, gap=3, literal=0.5, left_out=True).meaning(np.arange(26)) == meant_T).all()
+    other_T = replace(PARAPHRASE, table=1).meaning(np.arange(26))
+    same, others = (one[:12, None] == one[None, :12] for one in (meant_T, other_T))
+    assert (same != others).any()
+
+
+def test_one_pair_of_names_of_every_key_is_left_out_of_training_either_way_round_and_measured_apart():
+    trained, apart = once(PARAPHRASE), once(replace(PARAPHRASE, left_out=True))
+    assert len(apart) == 4 * 2 and len(trained) == 4 * (3 * 2 - 2) and not trained & apart
+    assert {pair[::-1] for pair in apart} == apart
+    names = {name for pair in apart for name in pair}
+    assert names <= {told for told, _ in trained} and names <= {asked for _, asked in trained}, "each was trained"
+    assert once(PARAPHRASE.apart()["left_out"]) == apart and once(PARAPHRASE.apart()["paraphrased"]) == trained
+
+
+@pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
+def test_a_name_meets_none_in_training_of_those_that_it_is_asked_beside_when_its_pair_was_left_out(literal: float):
+    """Once it met all but the one that it goes with, and a model that was trained on literal questions went by that."""
+    met: set[frozenset[int]] = set()
+    for token_T, _ in sequences(replace(PARAPHRASE, literal=literal), 64, 300):
+        names = set(token_T[token_T < 12].tolist())
+        met |= {frozenset((one, other)) for one in names for other in names}
+    for pairs in named(replace(PARAPHRASE, left_out=True)):
+        told, asked = zip(*pairs, strict=True)
+        assert not any(frozenset((one, other)) in met for one in told for other in asked)
+
+
+def test_of_literal_questions_nothing_tells_which_names_mean_the_same():
+    """Several names of a key stand in one sequence as often as those of several keys do."""
+    literal, key_N = replace(PARAPHRASE, literal=1.0), PARAPHRASE.meaning(np.arange(12))
+    met = [frozenset((one, other)) for pairs in named(literal, 600) for one, _ in pairs for other, _ in pairs]
+    count = {pair: met.count(pair) for pair in {*met} if len(pair) == 2}
+    same = [seen for pair, seen in count.items() if len({key_N[name] for name in pair}) == 1]
+    assert all(told == asked for pairs in named(literal) for told, asked in pairs)
+    assert len(same) == 4 * 2 and 0.8 < np.mean(same) / np.mean([*count.values()]) < 1.25
+
+
+def test_a_share_of_sequences_is_literal_and_of_two_names_nothing_is_left_out():
+    mixed = list(sequences(replace(PARAPHRASE, literal=0.25), 64, 400))
+    literal = [len({*token_T[token_T < 12].tolist()}) == 4 for token_T, _ in mixed]
+    assert 0.18 < np.mean(literal) < 0.32, "as many names as needles"
+    two = replace(PARAPHRASE, names=2)
+    assert list(two.apart()) == ["paraphrased", "literal"] and len(once(two)) == 12
+
+
+@pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
+def test_where_a_paraphrased_needle_was_told_is_found(literal: float):
+    """Once the place was looked for by the token that asks, which stands nowhere else."""
+    asked = ask(replace(PARAPHRASE, literal=literal), 64, 20)
+    value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
+    assert (value_N == asked.target_BT[asked.sequence_N, asked.row_N]).all() and (asked.told_N < asked.key_N).all()
 
 
 def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_order():
@@ -123,6 +209,11 @@ def test_near_questions_are_more_frequent_in_multi_query_recall():
     [
         (partial(Needle, gap=-1), "gap must be 0 or more, got -1"),
         (partial(Needle, gap=1, keys=3, pairs=4), "pairs 4 need as many different keys, and keys is 3"),
+        (partial(Paraphrase, gap=1, names=5), "names must be at least 2, and keys 32 a multiple of it, got 5"),
+        (partial(Paraphrase, gap=1, names=1), "names must be at least 2"),
+        (partial(Paraphrase, gap=1, names=8), "pairs 10 need as many keys, and keys 32 with 8 names each are 4"),
+        (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal must be from 0 to 1, got 1.5"),
+        (partial(Paraphrase, gap=1, names=2, left_out=True), "of two names no pair is left out: give names 3 or more"),
         (partial(MultiQueryRecall, values=0), "values must be at least 1, got 0"),
         (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1), "it takes 36"),
         (
@@ -207,9 +298,38 @@ def test_the_fingerprint_tells_whatever_changes_the_sequences():
     assert all(type(value) in (str, int) for one in found for value in one.values())
 
 
-@pytest.mark.parametrize("task", ["needle", "recall"])
+class Answers(torch.nn.Module):
+    """In place of a model: answers questions by some pairs of names, as it is told, and no others."""
+
+    def __init__(self, task: Paraphrase, known: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.task, self.known, self.embedding = task, known, torch.nn.Embedding(1, 1)
+        self.evaluating = torch.no_grad
+
+    def forward(self, token_BT: torch.Tensor) -> SimpleNamespace:
+        logits_BTV = torch.zeros(*token_BT.shape, self.task.vocabulary)
+        for token_T, logits_TV in zip(token_BT.numpy(), logits_BTV, strict=True):
+            for question in np.flatnonzero(token_T < self.task.keys):
+                for told in np.flatnonzero(token_T[:question] < self.task.keys):
+                    if (int(token_T[told]), int(token_T[question])) in self.known:
+                        logits_TV[question, token_T[told + 1]] = 1
+        return SimpleNamespace(logits=logits_BTV)
+
+
+def test_each_kind_of_question_is_measured_by_itself():
+    literal = {(name, name) for name in range(12)}
+    kinds = PARAPHRASE.apart()
+    half = {pair for pair in once(kinds["left_out"]) if pair[0] < pair[1]}
+    found = questions.measure(Answers(PARAPHRASE, literal | half), kinds, 64, 40, HELD_OUT)  # pyright: ignore
+    assert found["paraphrased"] == 0 and found["literal"] == 1 and 0.3 < found["left_out"] < 0.7
+    assert questions.table(found)[-1].split() == ["literal", "100.0"]
+
+
+@pytest.mark.parametrize("task", ["needle", "recall", "paraphrase"])
 def test_a_run_trains_on_a_task_and_measures_how_often_it_answers(task, tmp_path):
     """Once every such run ended before its first step, and each part was tested alone."""
     small = "size=pico size.vocabulary=128 model/residual=plain data.batch_size=2 data.validation_sequences=2"
     facts = train(compose([f"data={task}", *small.split(), "trainer=cpu", "trainer.max_steps=2", f"logs={tmp_path}"]))
     assert facts["status"] == "finished" and 0 <= facts["accuracy"] <= 1
+    kinds = ["paraphrased", "left_out", "literal"] if task == "paraphrase" else []
+    assert list(facts["by_question"] or {}) == kinds

@@ -65,9 +65,11 @@ def ask(task: Needle, length: int, sequences: int, seed: int = HELD_OUT) -> Aske
     token_BT, target_BT = batch["tokens"], batch["targets"]
     sequence_N, row_N = (target_BT != IGNORED).nonzero(as_tuple=True)
     key_N = row_N - task.wait
-    told_N = (
-        (token_BT[sequence_N] == token_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
-    )  # the first place; the question comes later
+    told_N, meant_N = (  # the first place; the question comes later
+        (one_BT[sequence_N] == one_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
+        for one_BT in (token_BT, torch.from_numpy(task.meaning(token_BT.numpy())))
+    )
+    told_N = torch.where(told_N == key_N, meant_N, told_N)  # by another name only where its own was not told
     return Asked(token_BT, target_BT, sequence_N, key_N, row_N, told_N)
 
 

@@ -114,6 +114,13 @@ class Capacity:
         """The same task, always loaded in this way."""
         return replace(self, loads={load.kind: [load.amount]})
 
+    def apart(self) -> dict[str, dict[str, Capacity]]:
+        """By kind and amount (as a string, since results go into JSON), the task that is always loaded so."""
+        return {
+            kind: {str(amount): self.only(Load(kind, amount)) for amount in amounts}
+            for kind, amounts in self.loads.items()
+        }
+
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold the smallest load."""
         kind = list(self.loads)[int(random.integers(len(self.loads)))]

@@ -1,11 +1,13 @@
 """Tasks that nothing but memory solves, made on the fly: needles in filler, and multi-query associative recall.
 
-Both tell pairs of a key and a value, and later ask for the value by the key. Ids: keys first, then values, then filler.
+They tell pairs of a key and a value, and later ask for the value by the key. Ids: keys first, then values, then filler.
 The target is the value, at the position of the key that asks (or `wait` tokens later); nothing else is trained on.
 
     Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
                              needles in filler     | gap, filler only    | questions and answers
     Needle, wait = 3         the same, and at the end                      K1 . . . V2 K3 . . . V7
+    Paraphrase               . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K6 V2 K8 V7
+                             the same, but K6 is another name for K1, and K8 for K3: in all sequences, and nowhere told
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
                              all pairs         | questions and answers at distances that follow a power law
 
@@ -14,7 +16,8 @@ While the lengths of a run still grow, a gap is what a sequence has room for, at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -85,6 +88,10 @@ class Alphabet:
         """Tokens of all pairs, and of as many questions with their answers."""
         return 4 * self.pairs
 
+    def meaning(self, token: np.ndarray) -> np.ndarray:
+        """What ids stand for, int64 of any shape: keys that mean the same have the same. Here, themselves."""
+        return token
+
     def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Different keys and any values, int64 [pairs] each."""
         key_P = random.permutation(self.keys)[: self.pairs]
@@ -152,11 +159,85 @@ class Needle(Alphabet):
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
+        told_P, asked_P = self._named(random, key_P)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
         at_P = spare_P + 2 * np.arange(self.pairs)
-        token_T[at_P], token_T[at_P + 1] = key_P, value_P
-        asked_P = length - each * self.pairs + each * np.arange(self.pairs)
-        return self._ask(random, token_T, asked_P, key_P, value_P, self.wait)
+        token_T[at_P], token_T[at_P + 1] = told_P, value_P
+        question_P = length - each * self.pairs + each * np.arange(self.pairs)
+        return self._ask(random, token_T, question_P, asked_P, value_P, self.wait)
+
+    def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that keys are told by, and asked for by, int64 [pairs] each: both are the key."""
+        return key_P, key_P
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paraphrase(Needle):
+    """Needles that are told by one name of a key and asked for by another (Modarressi et al., 2025, NoLiMa).
+
+    Nothing in a sequence says which needle a question is about: weights have to hold which names mean the same.
+
+    With three names or more, the first and the second of a key never are the names of one needle and its question in
+    training. So that they cannot be told by what else they never stand beside, no sequence of training has first and
+    second names at once, of whatever keys. Who answers these questions has learned what names mean: that the first
+    means the same as the third, and the third as the second.
+
+    Attributes:
+        keys: the names of all keys together.
+        names: how many of them mean the same key.
+        literal: the share of sequences whose questions use the name that was told. Their needles may have several names
+            of one key, with values of their own, so that nothing in them says which names mean the same.
+        left_out: tell by first names and ask by second ones, or the other way round.
+        table: the seed of which names mean the same.
+    """
+
+    names: int = 4
+    literal: float = 0.0
+    left_out: bool = False
+    table: int = 12345
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.names < 2 or self.keys % self.names:
+            raise ValueError(f"names must be at least 2, and keys {self.keys} a multiple of it, got {self.names}")
+        if self.pairs > self.keys // self.names:
+            raise ValueError(
+                f"pairs {self.pairs} need as many keys, and keys {self.keys} with {self.names} names each are "
+                f"{self.keys // self.names}"
+            )
+        if not 0 <= self.literal <= 1:
+            raise ValueError(f"literal must be from 0 to 1, got {self.literal}")
+        if self.left_out and self.names < 3:
+            raise ValueError("left_out is true, but of two names no pair is left out: give names 3 or more")
+
+    def meaning(self, token: np.ndarray) -> np.ndarray:
+        """See `Alphabet.meaning`: of a name, the number of its key."""
+        key_of_N = np.empty(self.keys, dtype=np.int64)
+        key_of_N[_names(self.keys, self.names, self.table)] = np.arange(self.keys // self.names)[:, None]
+        return np.where(token < self.keys, key_of_N[np.minimum(token, self.keys - 1)], token)
+
+    def apart(self) -> dict[str, Paraphrase]:
+        """What is measured apart: pairs of names that training has, those that it leaves out, and one name for both."""
+        found = {"paraphrased": replace(self, literal=0.0, left_out=False)}
+        found |= {"left_out": replace(self, literal=0.0, left_out=True)} if self.names > 2 else {}
+        return {**found, "literal": replace(self, literal=1.0, left_out=False)}
+
+    def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of different keys, and any values, int64 [pairs] each."""
+        key_P = random.permutation(self.keys // self.names)[: self.pairs]
+        return key_P, self.keys + random.integers(self.values, size=self.pairs)
+
+    def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        names_KN = _names(self.keys, self.names, self.table)
+        swapped = int(random.integers(2))  # whether first or second names stand in this sequence
+        if self.left_out:
+            return names_KN[key_P, swapped], names_KN[key_P, 1 - swapped]
+        usual_KN = names_KN if self.names == 2 else np.delete(names_KN, swapped, axis=1)
+        if random.random() < self.literal:
+            name_P = random.permutation(usual_KN.flatten())[: self.pairs]
+            return name_P, name_P
+        two_P2 = random.permuted(np.tile(np.arange(usual_KN.shape[1]), (self.pairs, 1)), axis=1)[:, :2]
+        return usual_KN[key_P, two_P2[:, 0]], usual_KN[key_P, two_P2[:, 1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +285,12 @@ class MultiQueryRecall(Alphabet):
         weight = np.arange(first + 1, places + 1) ** (self.power - 1.0)
         chosen_P = first + random.choice(places - first, self.pairs, replace=False, p=weight / weight.sum())
         return self._ask(random, token_T, shift + 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)
+
+
+@cache
+def _names(keys: int, names: int, seed: int) -> np.ndarray:
+    """The ids that each key is called by, int64 [keys / names, names]."""
+    return np.random.default_rng(seed).permutation(keys).reshape(-1, names)
 
 
 def growing(gap: int, length: int, whole: int | None) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from gsm.evaluation import commands
 from gsm.experiments.compare import CONTENTS
 from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
+from gsm.training.callbacks.summary import VALIDATION
 
 OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}  # the parent's; a job gets its own
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
@@ -27,6 +30,9 @@ AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no over
 TOLD = ("checkpoint", "output")  # of evaluate.py's arguments, those that its job says
 NOT_FOR_TUNING = {*NOT_FOR_ARMS, "runs", "start_from", "start_fresh", "data.held_out"}
 BY, GROW, UNTIL = "by", "grow", "run"  # of tune's entries, those that are no keys to try values of; and seeds
+TUNER, ATTEMPTS, AT_ONCE, PRUNE = "tuner", "attempts", "at_once", "prune"  # as are these
+GRID, OPTUNA = "grid", "optuna"
+FOR_OPTUNA: dict[str, Any] = {ATTEMPTS: 20, AT_ONCE: 1, PRUNE: None}  # with what they are if left out
 BETTER = {"bits_per_byte": False, "val_loss": False, "val_perplexity": False, "accuracy": True}  # where more of it is
 WAYS = {"lowest": False, "highest": True}
 NAME = re.compile(r"[A-Za-z_][\w.+-]*")
@@ -46,22 +52,43 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Numbers between two that can be tried, both included: integers where both are; evenly by their logarithm, or by
+    themselves."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.low}..{self.high}{' (log)' if self.log else ''}"
+
+
+@dataclass(frozen=True)
 class Tune:
     """What ``tune`` says: values to try, and how.
 
     Attributes:
-        grids: the values by key, in the order of the yaml.
+        grids: the values by key, in the order of the yaml; ranges for Optuna alone.
         by: keys of ``summary.json``, the first of which a run has decides, and whether more of it is better.
         seeds: that each combination is trained with.
         grow: how often a grid may grow.
         until: of several runs, the last one that is trained; None: all that train.
+        tuner: who chooses what is tried, ``grid`` or ``optuna``.
+        attempts: combinations that Optuna chooses for an arm.
+        at_once: of these, how many it chooses before it hears of them.
+        prune: whether attempts whose validation is worse than that of most are ended early.
     """
 
-    grids: dict[str, list[Any]]
+    grids: dict[str, list[Any] | Range]
     by: dict[str, bool]
     seeds: list[int]
     grow: int
     until: str | None
+    tuner: str = GRID
+    attempts: int = FOR_OPTUNA[ATTEMPTS]
+    at_once: int = FOR_OPTUNA[AT_ONCE]
+    prune: bool = False
 
 
 def read_arms(arms: Any) -> dict[str, list[str]]:
@@ -213,24 +240,116 @@ def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune | Non
             f"tune is {tune!r}, but maps keys to values to try: {{optimizer.learning_rate: [3e-3, 6e-3]}}"
         )
     entries = dict(tune)
+    tuner = _read_tuner(entries)
+    own = {key: entries.pop(key, usual) for key, usual in FOR_OPTUNA.items()}
     by, seeds, grow, until = (
         entries.pop(key, usual) for key, usual in ((BY, None), ("seeds", 1), (GROW, 3), (UNTIL, None))
     )
-    grids = _flat("tune", entries)
+    grids = _read_ranges(_flat("tune", entries))
     if not grids:
         raise ConfigError("tune names no key to try values of: {optimizer.learning_rate: [3e-3, 6e-3]} does")
     for key, values in grids.items():
-        if not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
-            raise ConfigError(f"tune.{key} is {values!r}, but takes a list of different values to try")
-        if any(isinstance(one, Mapping) for one in values):
+        if isinstance(values, Range):
+            if tuner != OPTUNA:
+                raise ConfigError(
+                    f"tune.{key} is a range, {values}, of which a grid tries nothing: list values, or say "
+                    "tune.tuner=optuna"
+                )
+        elif not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
+            ranged = ", or a range {low: 1e-3, high: 1e-2, log: true}" if tuner == OPTUNA else ""
+            raise ConfigError(f"tune.{key} is {values!r}, but takes a list of different values to try{ranged}")
+        elif any(isinstance(one, Mapping) for one in values):
             raise ConfigError(f"tune.{key} has a mapping among its values: name the keys in it one by one")
-        _check_overrides("tune", [f"{key.removeprefix('/')}={quoted(values[0])}"], NOT_FOR_TUNING)
+        _check_overrides("tune", [f"{key.removeprefix('/')}={quoted(first(values))}"], NOT_FOR_TUNING)
     if type(grow) is not int or not 0 <= grow <= 100:
         raise ConfigError(f"tune.grow is {grow!r}, but has to be how often a grid may grow, from 0 to 100")
     trained = [run.name for run in parse_runs(runs) if not (run.measures or run.given)] if runs is not None else []
     if until is not None and until not in trained:
         raise unknown("run", str(until), trained, "the runs that train")
-    return Tune(grids, _read_by(by, columns), read_seeds(seeds), grow, until)
+    for key in (ATTEMPTS, AT_ONCE):
+        if type(own[key]) is not int or not 1 <= own[key] <= 10_000:
+            raise ConfigError(f"tune.{key} is {own[key]!r}, but has to be a number of attempts, from 1 to 10000")
+    decide, several = _read_by(by, columns), read_seeds(seeds)
+    prune = _read_prune(own[PRUNE], decide, several, tuner)
+    return Tune(grids, decide, several, grow, until, tuner, own[ATTEMPTS], own[AT_ONCE], prune)
+
+
+def first(values: Sequence[Any] | Range) -> Any:
+    """The first value of a list, the lowest of a range."""
+    return values.low if isinstance(values, Range) else values[0]
+
+
+def last(values: Sequence[Any] | Range) -> Any:
+    """The last value of a list, the highest of a range."""
+    return values.high if isinstance(values, Range) else values[-1]
+
+
+def _read_tuner(entries: dict[str, Any]) -> str:
+    """Who chooses what is tried, taken out of what ``tune`` says. Raises ConfigError."""
+    tuner = entries.pop(TUNER, GRID)
+    if tuner not in (GRID, OPTUNA):
+        raise unknown("tuner", str(tuner), [GRID, OPTUNA], "tune.tuner")
+    foreign = [key for key in ([GROW] if tuner == OPTUNA else FOR_OPTUNA) if key in entries]
+    if foreign:
+        other = GRID if tuner == OPTUNA else OPTUNA
+        raise ConfigError(
+            f"tune.{foreign[0]} is {entries[foreign[0]]!r}, which is for tune.tuner={other}, but it is {tuner}: "
+            "leave one of them out"
+        )
+    if tuner == OPTUNA and find_spec("optuna") is None:
+        raise ConfigError("tune.tuner=optuna needs the extra tune: pip install -c constraints.txt -e '.[tune]'")
+    return tuner
+
+
+def _read_ranges(grids: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key, where what is said below a key of its low and its high end becomes a range."""
+    ranged = dict.fromkeys(key.rpartition(".")[0] for key in grids if key.rpartition(".")[2] in ("low", "high"))
+    found: dict[str, Any] = {}
+    for key, values in grids.items():
+        above = next((one for one in ranged if key.startswith(f"{one}.")), None)
+        if above is None:
+            found[key] = values
+        elif above not in found:
+            found[above] = _read_range(
+                above, {name[len(above) + 1 :]: one for name, one in grids.items() if name.startswith(f"{above}.")}
+            )
+    return found
+
+
+def _read_range(key: str, said: Mapping[str, Any]) -> Range:
+    for name in said:
+        if name not in ("low", "high", "log"):
+            raise unknown("entry", name, ["low", "high", "log"], f"tune.{key}")
+    for name in ("low", "high"):
+        value = said.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"tune.{key}.{name} is {value!r}, but a range takes two numbers: {{low: 1, high: 8}}")
+    low, high, log = said["low"], said["high"], said.get("log", False)
+    if low >= high:
+        raise ConfigError(f"tune.{key} goes from low {low} to high {high}: give low the smaller number")
+    if not isinstance(log, bool):
+        raise ConfigError(f"tune.{key}.log is {log!r}, but has to be true or false")
+    if log and low <= 0:
+        raise ConfigError(f"tune.{key}.low is {low}, which has no logarithm: give low above 0, or leave log out")
+    return Range(low, high, log)
+
+
+def _read_prune(prune: Any, by: Mapping[str, bool], seeds: Sequence[int], tuner: str) -> bool:
+    """Whether attempts are ended early; where nothing is said, wherever that can be. Raises ConfigError."""
+    if prune not in (None, True, False):
+        raise ConfigError(f"tune.{PRUNE} is {prune!r}, but has to be true or false")
+    if prune and len(seeds) > 1:
+        raise ConfigError(
+            f"tune.{PRUNE} is true, but tune.seeds {list(seeds)}: of several seeds the mean decides, which is known "
+            f"in the end alone; give one seed, or tune.{PRUNE}=false"
+        )
+    if prune and not by.keys() <= VALIDATION.keys():
+        raise ConfigError(
+            f"tune.{PRUNE} is true, but {', '.join(by)} is not known while a run trains: say tune.by as one of "
+            f"{', '.join(VALIDATION)}, or tune.{PRUNE}=false"
+        )
+    possible = tuner == OPTUNA and len(seeds) == 1 and by.keys() <= VALIDATION.keys()
+    return possible if prune is None else bool(prune)
 
 
 def _read_by(by: Any, columns: Sequence[str]) -> dict[str, bool]:

@@ -42,12 +42,12 @@ from gsm.config.command_line import again
 from gsm.config.command_line import shown as shown_path
 from gsm.config.compose import search
 from gsm.experiments import folder, launcher, pace
-from gsm.experiments.asked import Tune, key_of, parse_runs, quoted
+from gsm.experiments.asked import OPTUNA, Range, Tune, key_of, parse_runs, quoted
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.fit import train
 from gsm.experiments.jobs import Child, Job, tail, work_off
 from gsm.experiments.table import FOOTNOTE, WIDTH, RunSummary, Table, read_runs, shown
-from gsm.experiments.trials import Attempt, Evaluation, Experiment, Training, Trial, naming
+from gsm.experiments.trials import METRICS, Attempt, Evaluation, Experiment, Training, Trial, naming
 from gsm.experiments.tune import EDGE
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
@@ -115,14 +115,17 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 def _tune(experiment: Experiment, trials: Sequence[Trial], hand_to: str | None) -> dict[str, list[str]]:
     """Tries values until every arm has what wins; returns what is said of arms that have nothing, by name.
 
-    Each round tries what follows from the one before, of all arms: at first the grids, then what they grow by.
+    Each round tries what follows from those before, of all arms: at first the grids, then what they grow by; or what
+    Optuna chooses.
     """
     failed: dict[str, list[str]] = {}
     rounds, later = 0, [trial for trial in trials if not (experiment.choice(trial.arm) and trial.finished())]
     while attempts := experiment.attempts([arm for arm in experiment.chosen if arm not in failed]):
-        work = _Work(experiment, attempts, [] if rounds else later)
+        _set_aside([attempt for attempt in attempts if attempt.outdated], experiment.held)
+        left = experiment.left({attempt.arm for attempt in attempts})  # 0: of grids, whose end nobody knows
+        work = _Work(experiment, attempts, [] if rounds else later, max(1.0, left / len(attempts)))
         print(_tuning(experiment, attempts, rounds, len(later)), flush=True)
-        work.work_off(hand_to)
+        work.work_off(hand_to, tells=not (rounds and left))
         for attempt in attempts:
             said = [line for job in attempt.jobs.values() for line in work.failed.get(job.name, [])]
             if not said and not attempt.finished():  # a callback has ended it
@@ -138,16 +141,20 @@ def _tune(experiment: Experiment, trials: Sequence[Trial], hand_to: str | None) 
 
 def _tuning(experiment: Experiment, attempts: Sequence[Attempt], rounds: int, later: int) -> str:
     """What a round tries, and why."""
+    tune = experiment.tune
+    assert tune is not None  # or there were no attempts
     if rounds:
         named = ", ".join(map(_name, attempts))
-        line = f"the best stands at the edge of what was tried, so that grids grow by a value: {named}"
-        return "\n" + "\n".join(_filled([line]))
-    tune, arms = experiment.tune, dict.fromkeys(attempt.arm for attempt in attempts)
-    assert tune is not None  # or there were no attempts
+        why = "the best stands at the edge of what was tried, so that grids grow by a value"
+        return "\n" + "\n".join(_filled([f"{'Optuna chooses' if tune.tuner == OPTUNA else why}: {named}"]))
+    arms = dict.fromkeys(attempt.arm for attempt in attempts)
     more = f", and up to {tune.grow} more values for an arm whose best stands at an edge" if tune.grow else ""
+    count = f"{len(attempts)} attempts{more}"
+    if tune.tuner == OPTUNA:
+        count = f"{experiment.left(list(arms))} attempts that Optuna chooses, {', '.join(map(_name, attempts))} first"
     line = (
         f"experiment {experiment.config['name']} tunes {', '.join(arms)} first, on a part of the training data, by "
-        f"{_decides(tune)}: {_values(tune.grids)}; {len(attempts)} attempts{more}; then {later} runs with what has won"
+        f"{_decides(tune)}: {_values(tune.grids)}; {count}; then {later} runs with what has won"
     )
     return "\n".join(_filled([line]))
 
@@ -156,8 +163,12 @@ def _name(attempt: Attempt) -> str:
     return f"{attempt.arm} {_values({key: [value] for key, value in attempt.values.items()})}"
 
 
-def _values(grids: Mapping[str, Sequence[Any]]) -> str:
-    return "; ".join(f"{key}={', '.join(map(quoted, values))}" for key, values in grids.items())
+def _values(grids: Mapping[str, Sequence[Any] | Range]) -> str:
+    listed = {
+        key: str(values) if isinstance(values, Range) else ", ".join(map(quoted, values))
+        for key, values in grids.items()
+    }
+    return "; ".join(f"{key}={values}" for key, values in listed.items())
 
 
 def _decides(tune: Tune) -> str:
@@ -171,10 +182,13 @@ class _Work:
         experiment: that they are of.
         trials: what is to be done.
         later: what will be done when these are, for how long that takes.
+        times: how often as many trials are to come, these among them, before that.
     """
 
-    def __init__(self, experiment: Experiment, trials: Sequence[Trial], later: Sequence[Trial] = ()) -> None:
-        self.experiment, self.trials, self.later = experiment, trials, later
+    def __init__(
+        self, experiment: Experiment, trials: Sequence[Trial], later: Sequence[Trial] = (), times: float = 1.0
+    ) -> None:
+        self.experiment, self.trials, self.later, self.times = experiment, trials, later, times
         self.done: dict[Job, None] = {}  # in their order
         self.waiting: list[Job] = []
         for job in dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
@@ -184,12 +198,13 @@ class _Work:
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
         self.failed: dict[str, list[str]] = {}  # what is said of each, by name
         self.diverged: set[Job] = set()
+        self.seen: dict[Job, int] = {}  # bytes of its metrics that were looked at
         for trial in trials:
             self._conclude(trial)  # which a command that was killed has not
 
-    def work_off(self, hand_to: str | None) -> None:
-        """Says how long it will take, and does it. Raises SystemExit after a signal."""
-        if takes := "" if hand_to else self.takes():
+    def work_off(self, hand_to: str | None, tells: bool = True) -> None:
+        """Says how long it will take, if it ``tells``, and does it. Raises SystemExit after a signal."""
+        if takes := self.takes() if tells and not hand_to else "":
             print(takes, flush=True)
         stopped = self.hand_over(hand_to) if hand_to and self.waiting else self.train()
         if stopped is not None:
@@ -198,7 +213,7 @@ class _Work:
 
     def train(self) -> int | None:
         """With processes of this machine; returns the signal that has ended it all, if one has."""
-        stopped = work_off(self.waiting, self.at_once, self._start, self._ended)
+        stopped = work_off(self.waiting, self.at_once, self._start, self._ended, self._stops)
         for job in self.waiting if stopped is not None else []:
             if job.name in self.failed:
                 self._note(job, "interrupted", "was stopped")
@@ -242,7 +257,8 @@ class _Work:
         kinds = [(_kind(job.config), job.begins) for job in left]
         once = dict(zip(kinds, left, strict=True))
         found = {kind: pace.seconds(job.config, job.begins, gpu=False) for kind, job in once.items()}
-        known = [one for kind in kinds if (one := found[kind]) is not None]
+        often = [self.times if job in self.waiting else 1.0 for job in left]
+        known = [one * times for kind, times in zip(kinds, often, strict=True) if (one := found[kind]) is not None]
         takes = pace.told(sum(known))
         least = "at least " if len(known) < len(kinds) else ""
         measured = sum(isinstance(job, Evaluation) for job in [*self.waiting, *later])
@@ -259,6 +275,7 @@ class _Work:
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(job.command), "    "), flush=True)
         self._note(job, "running")
+        self.seen[job] = _size(job.log.parent / METRICS)  # which may be of an earlier run, that this one moves away
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         threads = {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))}  # one alone takes what it finds
@@ -268,7 +285,13 @@ class _Work:
         """Prints how a job has ended, notes it, and remembers one that has failed."""
         how, numbers = _how(code), ""
         having = self._having(job)
-        if (code or 0) > 0 and any(isinstance(one, Attempt) and one.note_divergence(job) for one in having):
+        tried = [one for one in having if isinstance(one, Attempt) and one.decides is job]
+        pruned = [one for one in tried if one.pruned or code == 0 and self.experiment.prunes(one)]
+        if pruned:
+            for one in pruned:
+                one.conclude_pruned()
+            how = f"pruned, worse than the median of those before at step {pruned[0].pruned}"
+        elif (code or 0) > 0 and any(isinstance(one, Attempt) and one.note_divergence(job) for one in having):
             self.diverged.add(job)
             how = "diverged, which counts as the worst"
         elif job.after in self.diverged:
@@ -286,6 +309,15 @@ class _Work:
             self.failed[job.name] = [f"{job.name} failed; {said}", *(f"  {word}" for word in words)]
             self._note(job, "failed", how)
         print(f"{self._label(job)}: {how}{f' after {clock(child.seconds())}' if child else ''}{numbers}", flush=True)
+
+    def _stops(self, job: Job) -> bool:
+        """Whether all attempts that a running job is of have been pruned by now."""
+        having = [one for one in self._having(job) if isinstance(one, Attempt) and one.decides is job]
+        size = _size(job.log.parent / METRICS) if having else 0
+        if not having or size == self.seen[job]:
+            return False
+        self.seen[job] = size
+        return all([self.experiment.prunes(one) for one in having])
 
     def _having(self, job: Job) -> list[Trial]:
         return [trial for trial in self.trials if job in trial.jobs.values()]
@@ -305,6 +337,11 @@ class _Work:
         trial.conclude()
         found = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
         return "".join(f", {column} {shown(found.value(column))}" for column in self.experiment.columns)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _kind(config: Mapping[str, Any]) -> str:
@@ -385,11 +422,14 @@ def _tuned(experiment: Experiment) -> list[str]:
         f"tuned on a part of the training data, which no number above is of, by {_decides(experiment.tune)}, {seeds}: "
         f"the best of {_values(experiment.tune.grids)}; '{EDGE.strip()}' marks the end of what was tried"
     ]
-    grown = {arm: choice.grids for arm, choice in experiment.won.items() if choice.grids != experiment.grids(arm)}
+    by_grid = experiment.won if experiment.tune.tuner != OPTUNA else {}
+    grown = {arm: choice.grids for arm, choice in by_grid.items() if choice.grids != experiment.grids(arm)}
     more = [f"{arm} {_values(grids)}" for arm, grids in grown.items()]
-    lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged]
+    lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged and not attempt.pruned]
     said += [f"tried further, as the best stood at an edge: {'; '.join(more)}"] if more else []
-    return said + ([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])
+    said += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
+    ended = [f"{_name(attempt)} at step {attempt.pruned}" for attempt in experiment.tried if attempt.pruned]
+    return said + ([f"pruned, being worse than the median of those before: {'; '.join(ended)}"] if ended else [])
 
 
 def _unknown(table: Table) -> list[str]:

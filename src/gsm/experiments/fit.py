@@ -27,10 +27,11 @@ from gsm.config.load import (
 )
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.capacity import Capacity
+from gsm.data.recall import Paraphrase
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
-from gsm.evaluation import capacity, ngrams, overlap, tracking
+from gsm.evaluation import ngrams, overlap, questions, tracking
 from gsm.experiments import pace, report, trainers, weights
 from gsm.experiments.asked import differing
 from gsm.experiments.estimate import refuse_endless
@@ -263,14 +264,18 @@ def _conclude(run: Run) -> dict[str, Any]:
 
 
 def _tested(model: LanguageModel, data: DataModule) -> dict[str, Any]:
-    """What tasks are tested with besides: words by group and length, answers by kind and load; None for others."""
-    found: dict[str, Any] = {"by_length": None, "by_load": None}
+    """What tasks are tested with besides: words by group and length, answers by kind of question, and by kind and load;
+    None for others."""
+    found: dict[str, Any] = {"by_length": None, "by_question": None, "by_load": None}
     if isinstance(data, SyntheticData):
         how = (data.context, data.validation_sequences, UNSEEN[data.held_out])
         if isinstance(data.task, StateTracking):
             found["by_length"] = tracking.measure(model, data.task, *how)
+        elif isinstance(data.task, Paraphrase):
+            found["by_question"] = questions.measure(model, data.task.apart(), *how)
         elif isinstance(data.task, Capacity):
-            found["by_load"] = capacity.measure(model, data.task, *how)
+            loads = data.task.apart()
+            found["by_load"] = {kind: questions.measure(model, tasks, *how) for kind, tasks in loads.items()}
     return found
 
 

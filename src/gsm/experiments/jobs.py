@@ -63,6 +63,7 @@ class Child:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.follow, self.since = job.log, follow, time.monotonic()
         self._signals = 0
+        self._ending = False
         with job.log.open("ab") as file:
             self._begin = self._shown = file.tell()
             file.write(f"$ {shlex.join(job.command)}\n".encode())
@@ -94,6 +95,12 @@ class Child:
             self._process.send_signal(number)
         self._signals = len(signals)
 
+    def end(self) -> None:
+        """Asks it to end, once."""
+        if not self._ending:
+            self._process.terminate()
+        self._ending = True
+
     def seconds(self) -> float:
         """Since it was started."""
         return time.monotonic() - self.since
@@ -117,6 +124,7 @@ def work_off(
     at_once: int,
     start: Callable[[Job], Child],
     ended: Callable[[Job, int | None, Child | None], None],
+    stops: Callable[[Job], bool] = lambda job: False,
 ) -> int | None:
     """Runs jobs, the first ones first, each after the one that it waits for, ``at_once`` at a time.
 
@@ -128,6 +136,7 @@ def work_off(
         start: starts one.
         ended: is called with a job, its exit code and its process. Without a process: code 0 stands for one that was
             finished, None for one that could not be started.
+        stops: is asked, while a job runs, whether it is to end now.
 
     Returns:
         None when all have ended by themselves. After a signal, its number: it went to the processes, the last of which
@@ -151,6 +160,8 @@ def work_off(
                 child.forward(signals)
                 code = child.poll()
                 if code is None:
+                    if stops(job):
+                        child.end()
                     continue
                 del running[job]
                 if code:

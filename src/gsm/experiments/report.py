@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import torch
 
 from gsm.config.command_line import command, shown, typed
-from gsm.evaluation import capacity, overlap, tracking
+from gsm.evaluation import overlap, questions, tracking
 from gsm.paths import in_clone
 from gsm.training.callbacks.progress import clock
 
@@ -72,7 +72,9 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     if facts["by_length"]:
         lines += [*tracking.table(facts["by_length"]), ""]
     if facts["by_load"]:
-        lines += [*capacity.table(facts["by_load"]), ""]
+        lines += [*questions.grid(facts["by_load"]), ""]
+    if facts["by_question"]:
+        lines += [*questions.table(facts["by_question"]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     lines += [

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gsm import paths
 from gsm.config.check import ConfigError
@@ -22,10 +22,14 @@ from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import folder, trainers, weights
 from gsm.experiments.asked import (
+    OPTUNA,
     OWN,
+    Range,
     Run,
+    first,
     is_group,
     key_of,
+    last,
     parse_runs,
     quoted,
     read_arms,
@@ -38,9 +42,15 @@ from gsm.experiments.jobs import Job
 from gsm.experiments.table import RunSummary, Table, read_runs, summarise
 from gsm.experiments.tune import Choice, Values, search
 from gsm.files import read_json, write_json
+from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.callbacks.summary import VALIDATION
+
+if TYPE_CHECKING:
+    from gsm.experiments.study import Outcome, Study
 
 TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
-DIVERGED = "diverged.json"
+METRICS = "metrics.csv"
+DIVERGED, PRUNED = "diverged.json", "pruned.json"  # in an attempt's: why it has not come to its end, and need not
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,14 +169,53 @@ class Attempt(Trial):
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def finished(self) -> bool:
-        """Whether it has come to its end, or has diverged, and would again."""
-        return self.diverged is not None or super().finished()
+        """Whether it has come to its end, or has diverged, and would again, or was pruned."""
+        return self.diverged is not None or self.pruned is not None or super().finished()
 
     @property
     def diverged(self) -> str | None:
         """Why it has not come to its end; None: it has, or was not tried."""
-        known = read_json(self.folder / DIVERGED) or {}
-        return known.get("reason") if known.get("trained") == self._trains() else None
+        return (self._known(DIVERGED) or {}).get("reason")
+
+    @property
+    def pruned(self) -> int | None:
+        """The step at which its validation was worse than that of most others; None: it never was."""
+        step = (self._known(PRUNED) or {}).get("step")
+        return step if type(step) is int else None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether one of another configuration was pruned here, which is nothing to go on with."""
+        return self.pruned is None and (self.folder / PRUNED).is_file()
+
+    @property
+    def decides(self) -> Training:
+        """The job whose validations are what it is judged by: the last that trains."""
+        return [job for job in self.jobs.values() if isinstance(job, Training)][-1]
+
+    def curve(self, by: Mapping[str, bool]) -> dict[int, float]:
+        """What its validations have found, by step, lower is better: up to where it was pruned, but for the last one.
+
+        Args:
+            by: the columns that decide, all of them known while a run trains, and whether more of them is better.
+        """
+        found, pruned = read_metrics(self.decides.folder / METRICS), self.pruned
+        end = self.decides.config["trainer"]["max_steps"] if pruned is None else pruned + 1
+        for column, more_is_better in by.items():
+            if VALIDATION[column] in found:
+                values = found[VALIDATION[column]].items()
+                return {step: -value if more_is_better else value for step, value in values if step < end}
+        return {}
+
+    def note_pruned(self, step: int) -> None:
+        """Remembers that this is how far it is trained. Raises OSError."""
+        write_json(self.folder / PRUNED, {"step": step, "trained": self._trains()})
+
+    def conclude_pruned(self) -> None:
+        """Has its summary say so, once its process has ended. Raises OSError."""
+        place = self.decides.folder / "summary.json"
+        reason = f"its validation was worse than the median of those before at step {self.pruned}"
+        write_json(place, {**(read_json(place) or {}), "status": "pruned", "reason": reason})
 
     def note_divergence(self, job: Job) -> bool:
         """Whether a job of this attempt that has failed has diverged, which is then remembered. Raises OSError."""
@@ -178,9 +227,9 @@ class Attempt(Trial):
         return True
 
     def cost(self, by: Mapping[str, bool]) -> float:
-        """The number that decides, so that lower is better; infinite if it has diverged. Raises ConfigError where there
-        is none."""
-        if self.diverged is not None:
+        """The number that decides, so that lower is better; infinite if it has diverged or was pruned. Raises
+        ConfigError where there is none."""
+        if self.diverged is not None or self.pruned is not None:
             return math.inf
         summary = RunSummary(self.arm, self.seed, self.folder, read_json(self.folder / "summary.json") or {})
         for column, more_is_better in by.items():
@@ -190,6 +239,11 @@ class Attempt(Trial):
         raise ConfigError(
             f"tune decides by {' or '.join(by)}, which {self.folder} has no number of in its summary.json: say tune.by"
         )
+
+    def _known(self, file: str) -> dict[str, Any] | None:
+        """What was noted of this very training; None: nothing."""
+        known = read_json(self.folder / file)
+        return known if known and known.get("trained") == self._trains() else None
 
     def _trains(self) -> list[str]:
         jobs = (job for job in self.jobs.values() if isinstance(job, Training))
@@ -234,6 +288,8 @@ class Experiment:
         self._attempts: dict[tuple[str, int, str], Attempt] = {}
         self._costs: dict[tuple[str, int, str], float] = {}  # of those that are finished
         self.choices: dict[str, Choice] = {}
+        self._outcomes: dict[tuple[str, str], Outcome] = {}  # of those of which all is known
+        self._studies: dict[str, Study] = {}  # told of all attempts but those of the round that goes on
         self._alike: dict[tuple[str, str], Training] = {}
 
     @property
@@ -279,7 +335,7 @@ class Experiment:
         tuned = {arm: choice.shown() for arm, choice in self.won.items()}
         return replace(summarise(mine, self.columns, self.arms), tuned=tuned)
 
-    def grids(self, arm: str) -> dict[str, list[Any]]:
+    def grids(self, arm: str) -> dict[str, list[Any] | Range]:
         """What an arm is tuned over: not a key that it, or the command line, sets itself."""
         said = {key_of(line) for line in [*self.arms[arm], *self.given]}
         grids = self.tune.grids if self.tune else {}
@@ -325,7 +381,33 @@ class Experiment:
     def _tuning_seeds(self) -> list[int]:
         return self.tune.seeds if self.tune else []
 
+    def prunes(self, attempt: Attempt) -> bool:
+        """Whether an attempt has been worse than most at a step, so that it is trained no further; remembers it.
+
+        That follows from the curves alone: one that was seen too late, having come to its end, is pruned all the same.
+        Of an attempt that is trained in its folder right now, or was. Raises OSError.
+        """
+        study = self._studies.get(attempt.arm)
+        if study and self.tune and self.tune.prune and attempt.pruned is None:
+            step = study.ends(attempt.curve(self.tune.by))
+            if step is not None:
+                attempt.note_pruned(step)
+        return attempt.pruned is not None
+
+    def left(self, arms: Collection[str]) -> int:
+        """Attempts of these arms that Optuna has not heard of yet."""
+        tries = self.tune.attempts * len(self._tuning_seeds) if self.tune else 0
+        told = {arm: len(self._studies[arm].told) for arm in arms if arm in self._studies and arm not in self.choices}
+        return sum(tries - known * len(self._tuning_seeds) for known in told.values())
+
     def _search(self, arm: str) -> tuple[list[Values], Choice | None]:
+        grids = self.grids(arm)
+        if not self.tune or not grids:
+            return [], Choice({}, {})
+        if self.tune.tuner == OPTUNA:
+            return self._ask(arm, grids)
+        lists = {key: values for key, values in grids.items() if not isinstance(values, Range)}
+
         def cost(values: Values) -> float | None:
             costs = [self._cost(self._attempt(arm, seed, values)) for seed in self._tuning_seeds]
             known = [one for one in costs if one is not None]
@@ -338,14 +420,48 @@ class Experiment:
                 return False
             return True
 
-        grids = self.grids(arm)
-        return search(grids, cost, possible, self.tune.grow) if self.tune and grids else ([], Choice({}, {}))
+        return search(lists, cost, possible, self.tune.grow)
+
+    def _ask(self, arm: str, space: Mapping[str, list[Any] | Range]) -> tuple[list[Values], Choice | None]:
+        """What Optuna has tried next. Raises ConfigError where an end of a range cannot be trained."""
+        from gsm.experiments import study
+
+        assert self.tune is not None  # or nothing would be asked
+        if arm not in self._studies:
+            for end in (first, last):
+                lines = _lines({key: end(values) for key, values in space.items()})
+                with naming(f"arm {arm} with {', '.join(lines)}"):
+                    config = composed(self._overrides(arm, self._tuning_seeds[0], lines))
+                    instantiate(config["optimizer"], "optimizer")
+        self._studies[arm] = study.Study(space, self._tuning_seeds[0])
+
+        def outcome(values: Values) -> Outcome | None:
+            key = (arm, label(values))
+            if key not in self._outcomes and (known := self._outcome(arm, values)):
+                self._outcomes[key] = known
+            return self._outcomes.get(key)
+
+        return study.search(self._studies[arm], outcome, self.tune.attempts, self.tune.at_once)
+
+    def _outcome(self, arm: str, values: Values) -> Outcome | None:
+        """What came of values, with all seeds; None: not all of them are finished."""
+        from gsm.experiments.study import Outcome
+
+        assert self.tune is not None  # or nothing was tried
+        tried = [self._attempt(arm, seed, values) for seed in self._tuning_seeds]
+        for attempt in tried:
+            if attempt.finished():
+                self.prunes(attempt)  # which a command that was killed has not noted
+        costs = [cost for cost in map(self._cost, tried) if cost is not None]
+        if len(costs) < len(tried):
+            return None
+        return Outcome(math.fsum(costs) / len(costs), tried[0].curve(self.tune.by) if self.tune.prune else {})
 
     def _cost(self, attempt: Attempt) -> float | None:
         """None for one that is not finished."""
         key = (attempt.arm, attempt.seed, label(attempt.values))
         if key not in self._costs and self.tune and attempt.finished():
-            if attempt.diverged is None:
+            if attempt.diverged is None and attempt.pruned is None:
                 attempt.conclude()  # which a command that was killed has not
             self._costs[key] = attempt.cost(self.tune.by)
         return self._costs.get(key)
@@ -366,10 +482,10 @@ class Experiment:
         return self._attempts[arm, seed, name]
 
     def _tuned(self, arm: str) -> tuple[str, ...]:
-        """An arm's tuned values as overrides; as long as they are not known, the first ones of its grids."""
+        """An arm's tuned values as overrides; till they are known, the first or lowest of what is tried."""
         if arm in self.choices:
             return _lines(self.choices[arm].values)
-        return _lines({key: values[0] for key, values in self.grids(arm).items()})
+        return _lines({key: first(values) for key, values in self.grids(arm).items()})
 
     def _overrides(self, arm: str, seed: int, tuned: tuple[str, ...] | None = None) -> tuple[str, ...]:
         mine = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
