@@ -98,15 +98,16 @@ class Adapter(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, until one of the texts that end it, or ``max_gen_toks``."""
+        asked: list[tuple[Any, ...]] = [request.args for request in requests]
         by_options: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            by_options.setdefault(repr(request.args[1]), []).append(number)
+        for number, one in enumerate(asked):
+            by_options.setdefault(repr(one[1]), []).append(number)
         found: dict[int, str] = {}
         for alike in by_options.values():
-            alike.sort(key=lambda number: len(requests[number].args[0]), reverse=True)
+            alike.sort(key=lambda number: len(asked[number][0]), reverse=True)
             for start in range(0, len(alike), self.rows):
                 batch = alike[start : start + self.rows]
-                texts = self._generate([requests[n].args[0] for n in batch], **requests[batch[0]].args[1])
+                texts = self._generate([asked[n][0] for n in batch], **asked[batch[0]][1])
                 found |= dict(zip(batch, texts, strict=True))
         return [found[number] for number in range(len(requests))]
 
@@ -238,7 +239,8 @@ def run(
     datasets.disable_progress_bars()
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     options: dict[str, Any] = {"num_fewshot": shots, "limit": limit or None, "bootstrap_iters": 0, **seeds}
-    found: Any = lm_eval.simple_evaluate(model=adapter, tasks=tasks, task_manager=manager, **options)
+    evaluate: Any = lm_eval.simple_evaluate  # which its package declares without parameters
+    found = evaluate(model=adapter, tasks=tasks, task_manager=manager, **options)
     return found["samples"]
 
 

@@ -99,7 +99,8 @@ def exported_model(
     config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)
     name = CODE.removesuffix(".py")
     config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
-    model = GSMForCausalLM(config).to(dtype).eval()
+    model = GSMForCausalLM(config).eval()
+    model.model.to(dtype)
     model.generation_config = GenerationConfig(**ids)
     return model
 

@@ -47,7 +47,8 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As everywhere in transformers, but weights that do not fit are an error, a ValueError, and no warning."""
-        model, found = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, found = loaded
         wrong = [str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
         if wrong:
             raise ValueError(
