@@ -17,7 +17,7 @@ from small import cases, mostly_slow
 
 import gsm
 from gsm.config.check import ConfigError
-from gsm.config.load import CheckpointError, load_tokenizer, read_checkpoint
+from gsm.config.load import CheckpointError, checkpoint_file, load_tokenizer, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -205,6 +205,21 @@ def test_a_trainer_takes_a_step_and_learns_what_indexers_lose_too(folder: Path, 
     assert any(".indexer." in name for name in changed) and len(changed) > 0.9 * len(before)
 
 
+def test_accumulated_steps_are_divided_as_one_would_be(folder: Path, tmp_path: Path):
+    """transformers hands over the number of targets of a whole step: what indexers lose was added once a batch."""
+    pytest.importorskip("accelerate")
+    rows, said = [{"input_ids": row, "labels": row} for row in tokens(4, 32)], []
+    for size, batches in ((4, 1), (1, 4)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        how = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=size,
+            gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, learning_rate=0.0,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=how, train_dataset=rows)
+        said.append(trainer.train().training_loss)
+    assert said[0] == pytest.approx(said[1], rel=2e-2)
+
+
 def test_the_loss_of_labels_is_ours_of_the_next_token(theirs: Any, ours: Any):
     ids = tokens()
     target_BT = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
@@ -276,6 +291,22 @@ def test_weights_that_are_missing_are_an_error_and_no_warning(folder: Path, tmp_
         transformers.AutoModelForCausalLM.from_pretrained(copy)
 
 
+def test_a_number_out_of_range_is_refused_by_transformers_too(folder: Path, tmp_path: Path):
+    model = json.loads((folder / "config.json").read_text())["model"]
+    copy = damaged(folder, tmp_path, model={**model, "geometry": {**model["geometry"], "window": -1}})
+    with pytest.raises(ConfigError, match="window"):
+        GSMForCausalLM.from_pretrained(copy)
+
+
+def test_a_runs_own_checkpoint_comes_before_an_export_beside_it(folder: Path, tmp_path: Path):
+    copy = damaged(folder, tmp_path)
+    (copy / "checkpoints").mkdir()
+    shutil.copy(checkpoint_file("nano"), copy / "checkpoints/last.ckpt")
+    assert checkpoint_file(copy) == copy / "checkpoints/last.ckpt"
+    (copy / "checkpoints/last.ckpt").unlink()
+    assert checkpoint_file(copy) == copy / "model.safetensors"
+
+
 def test_a_run_starts_from_a_folder(folder: Path):
     from gsm.config.compose import compose
     from gsm.experiments import weights
@@ -308,6 +339,7 @@ def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
     [
         ({"checkpoint": "nano", "weights": "int8"}, "weights is 'int8'"),
         ({"checkpoint": "nano", "to": __file__}, "which is a file"),
+        ({"checkpoint": "nano", "to": str(Path(__file__).parent)}, "holds something else than an export"),
     ],
 )
 def test_what_cannot_be_exported_is_said(words: dict, said: str, tmp_path: Path):
@@ -315,8 +347,8 @@ def test_what_cannot_be_exported_is_said(words: dict, said: str, tmp_path: Path)
         export(**{"to": str(tmp_path), **words})
 
 
-def test_pushing_sends_the_files_of_the_folder(theirs: Any, monkeypatch: pytest.MonkeyPatch):
-    """As far as that goes without a network: what would be uploaded is what export wrote."""
+def test_pushing_sends_the_model_with_what_it_names_as_its_code(theirs: Any, monkeypatch: pytest.MonkeyPatch):
+    """As far as that goes without a network; a tokenizer is pushed by itself, as everywhere in transformers."""
     sent: dict[str, Any] = {}
     hub = SimpleNamespace(
         create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=repo_id),
@@ -325,7 +357,7 @@ def test_pushing_sends_the_files_of_the_folder(theirs: Any, monkeypatch: pytest.
     monkeypatch.setattr("transformers.utils.hub.hf_api", lambda *_, **__: hub)
     theirs.push_to_hub("somebody/gsm-nano")
     names = {operation.path_in_repo for operation in sent["operations"]}
-    assert {"config.json", "model.safetensors", "generation_config.json"} <= names
+    assert names == {"config.json", "model.safetensors", "generation_config.json", "modeling_gsm.py", "README.md"}
 
 
 def test_lm_evals_own_backend_scores_as_ours(folder: Path):

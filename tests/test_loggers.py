@@ -7,6 +7,8 @@ import builtins
 import importlib
 import importlib.util
 import json
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,39 @@ def test_pictures_are_there(resumed: Path):
     _, _, media = of_wandb(resumed)
     for name in ("decoder_reads", "stages_select"):
         assert any(name in path for path in images) and any(name in path for path in media)
+
+
+def test_runs_that_begin_together_share_a_database(tmp_path: Path):
+    """MLflow itself makes its tables twice then, of which the second fails."""
+    pytest.importorskip("mlflow")
+    code = (
+        "import sys; from gsm.training.callbacks.mlflow import MLflow\n"
+        "logger = MLflow(sys.argv[1], 'together', 'gsm', 0, sys.argv[2]); logger.log_metrics({'a': 1.0}, 1)"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / name), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert (tmp_path / "one/mlflow.id").read_text() != (tmp_path / "two/mlflow.id").read_text()
+
+
+def test_a_run_that_the_database_has_lost_begins_there_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("mlflow")
+    from gsm.training.callbacks.mlflow import MLflow
+
+    known = Known(str(tmp_path / "run"), "mlflow")
+    known.note("0" * 32)
+    logger = MLflow(str(tmp_path / "run"), "lost", "gsm", 0, str(tmp_path / "store"))
+    logger.log_metrics({"a": 1.0}, 1)
+    assert known.read() == logger.run_id != "0" * 32
+    assert "a new run, as the one noted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("library", ["wandb", "mlflow"])

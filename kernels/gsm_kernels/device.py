@@ -76,6 +76,8 @@ def absent(package: str, *modules: str) -> str | None:
     """Why a package of GPU kernels cannot be used here, found out by importing these modules of it; None if it can."""
     if not torch.cuda.is_available():
         return f"{package} runs on CUDA devices alone"
+    if torch.version.hip:
+        return f"{package} was tried on NVIDIA's GPUs alone, and this is one of AMD's"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     try:

@@ -43,7 +43,9 @@ def workplace() -> Path:
 
 def script(name: str) -> list[str]:
     """The words, after Python's, that start a command of the project in a process of its own: of ``train``, ..."""
-    return [str(ROOT / f"{name}.py")] if in_clone() else ["-m", "gsm.scripts", name]
+    return (
+        [str(ROOT / f"{name}.py")] if in_clone() else ["-P", "-m", "gsm.scripts", name]
+    )  # not from the current folder
 
 
 def configs() -> Path:

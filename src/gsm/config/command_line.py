@@ -256,7 +256,7 @@ def again(saved: bool = False) -> str:
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
-    installed = Path(sys.argv[0]).name == "gsm-train" and "TORCHELASTIC_RUN_ID" not in os.environ
+    installed = not paths.in_clone() and "TORCHELASTIC_RUN_ID" not in os.environ
     program = [_found("gsm-train")] if installed else [*_starter(), shown(sys.argv[0])]
     return shlex.join([*program, *words])
 

@@ -60,4 +60,7 @@ def _tokenizer(folder: Path, said: Any) -> Any:
     """What a checkpoint says of the tokenizer."""
     if not isinstance(said, dict) or said.get("kind") == "bytes":
         return said
-    return {**said, "json": (folder / TOKENIZER).read_text(encoding="utf-8")}
+    try:
+        return {**said, "json": (folder / TOKENIZER).read_text(encoding="utf-8")}
+    except (OSError, ValueError) as error:
+        raise Damaged(f"its {TOKENIZER} cannot be read ({error})") from error

@@ -257,7 +257,8 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     if not wrong and not {"state_dict", shards.FOLDER} & checkpoint.keys():
         wrong = ["state_dict is missing"]
     if wrong:
-        raise CheckpointError(f"{path} is a file of PyTorch, but no checkpoint of a run of this project: {few(wrong)}")
+        kind = "an exported model" if path.name == exported.WEIGHTS else "a file of PyTorch"
+        raise CheckpointError(f"{path} is {kind}, but no checkpoint of a run of this project: {few(wrong)}")
     if checkpoint.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is of format {checkpoint.get('format', 1)}, and this version reads format {FORMAT}: use the "
@@ -277,7 +278,8 @@ def checkpoint_file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix == ".ckpt" or path.is_file():
         return path
-    if there := exported.weights_in(path):
+    there = exported.weights_in(path)
+    if there and not (path / LAST).is_file():
         return there
     return path / LAST if path.exists() else paths.trained().get(str(path), path / LAST)
 

@@ -48,8 +48,9 @@ class Capacity:
         keys, values, fillers: how many ids of each.
         asked: questions of a sequence at most.
         needles: told where the load is to wait.
+        counted: needles that are told where the load is to count, as many keys as that gives; None: the largest load.
         gap: at least so many tokens lie between what is told and what is asked, in a sequence that is to grow half of
-            it, if that is less, or what its needles leave.
+            it, if that is less, or what its needles and one question leave.
 
     Raises:
         ValueError: an unknown kind, or a number out of range.
@@ -61,6 +62,7 @@ class Capacity:
     fillers: int = 16
     asked: int = 8
     needles: int = 8
+    counted: int | None = None
     gap: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class Capacity:
                 raise ValueError(f"loads.{kind} {list(amounts)} must be {asked_for}")
         plain = {str(kind): [int(one) for one in amounts] for kind, amounts in self.loads.items()}  # Hydra's are not
         object.__setattr__(self, "loads", plain)
+        if self.counted is None and "count" in plain:
+            object.__setattr__(self, "counted", max(plain["count"]))
         most = max([self.needles, *self.loads.get("find", ())])
         if most > self.keys:
             raise ValueError(f"{most} needles need as many different keys, and keys is {self.keys}")
@@ -112,7 +116,7 @@ class Capacity:
 
     def only(self, load: Load) -> Capacity:
         """The same task, always loaded in this way."""
-        return replace(self, loads={load.kind: [load.amount]})
+        return replace(self, loads={load.kind: [load.amount]})  # which tells as many needles as the others do
 
     def apart(self) -> dict[str, dict[str, Capacity]]:
         """By kind and amount (as a string, since results go into JSON), the task that is always loaded so."""
@@ -127,20 +131,23 @@ class Capacity:
         fitting = [one for one in self.loads[kind] if self._least(Load(kind, one)) <= length]
         if not fitting:
             raise ValueError(f"a sequence of {length} cannot hold {kind} {min(self.loads[kind])}")
-        return self._written(random, length, growing(self.gap, length, whole), self._story(random, kind, fitting))
+        return self._written(
+            random, length, growing(self.gap, length, whole), self._story(random, kind, fitting, length)
+        )
 
     def _least(self, load: Load) -> int:
         told = self.needles if load.kind == "wait" else load.amount
         return 2 * told + 2 + (load.amount if load.kind == "wait" else 0)
 
-    def _story(self, random: np.random.Generator, kind: str, amounts: Sequence[int]) -> Story:
+    def _story(self, random: np.random.Generator, kind: str, amounts: Sequence[int], length: int) -> Story:
         amount = amounts[int(random.integers(len(amounts)))]
         key_P = random.permutation(self.keys)
         if kind != "count":
             told = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
             return Story(told, told, amount if kind == "wait" else 0)
         told, asked = [], []
-        for key in key_P[: max(1, min(self.asked, max(amounts) // amount))].tolist():
+        room = min(self.counted or amount, length // 2 - 1)  # in a sequence that is to grow, what fits into it
+        for key in key_P[: max(1, min(self.asked, room // amount))].tolist():
             often, other = (self.keys + random.permutation(self.values)[:2]).tolist()
             told += [(key, other if i % SHARE == 0 else often) for i in range(amount)]
             asked.append((key, often))
@@ -152,7 +159,7 @@ class Capacity:
     def _written(self, random: np.random.Generator, length: int, gap: int, story: Story) -> Drawn:
         """The needles at random places, the gap, and as many questions as there is room for, in random order."""
         told, each = 2 * len(story.told), 2 + story.wait
-        count = min(len(story.asked), self.asked, (length - told) // each)
+        count = min(len(story.asked), self.asked, max(1, (length - told - gap) // each))
         asked = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]
         first = self.keys + self.values
         token_T = first + random.integers(self.fillers, size=length)

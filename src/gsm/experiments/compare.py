@@ -273,9 +273,11 @@ def _budgets(columns: Sequence[str], by_arm: ByArm) -> Iterator[tuple[str, Pictu
 
 
 def _by_tokens(run: RunSummary, branches: Sequence[str], metric: str) -> dict[float, float]:
-    """A metric of each branch that has it, by the tokens that the branch was trained on in all."""
+    """A metric of each branch that has it, by the tokens that the branch was trained on in all; nothing where these do
+    not rise from column to column, as then they are runs of other kinds."""
     pairs = [(run.value(f"{branch}.tokens"), run.value(f"{branch}.{metric}")) for branch in branches]
-    return {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
+    found = {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
+    return found if list(found) == sorted(found) and len(found) == len(pairs) else {}
 
 
 def _apart(points: Mapping[float, float], base: Mapping[float, float]) -> dict[float, float]:

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from gsm import __version__
 from gsm.config.check import ConfigError
 from gsm.config.command_line import shown
-from gsm.config.exported import TOKENIZER
-from gsm.config.load import checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.config.exported import TOKENIZER, weights_in
+from gsm.config.load import checkpoint_file, load_weights, misfits, not_finite, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home
 from gsm.experiments.consolidate import WEIGHTS, weights_alone
@@ -24,11 +24,6 @@ from gsm.files import read_json
 from gsm.hf.config import GSMConfig
 from gsm.hf.model import GSMForCausalLM
 
-CODE = "modeling_gsm.py"
-# What a folder brings as its code, so that trust_remote_code=True finds this package where it is installed.
-REMOTE = """# The code of this model is the package gsm (gsm-playground), which has to be installed.
-from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
-"""
 NUMBERS = {  # of a summary, what a card says, and how it calls it
     "parameters": "parameters",
     "tokens": "tokens trained on",
@@ -52,7 +47,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
 
     Args:
         checkpoint: a .ckpt file, or the folder of a run; or nano, which comes along
-        to: the folder to write; other files in it are left alone
+        to: the folder to write: a new or empty one, or that of an earlier export, which is replaced
         weights: the type they are written in: float32, bfloat16 or float16
 
     Raises:
@@ -64,6 +59,8 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     file, folder = checkpoint_file(checkpoint), Path(to)
     if folder.is_file():
         raise ConfigError(f"to is {to}, which is a file: choose a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not weights_in(folder):
+        raise ConfigError(f"to is {to}, which holds something else than an export: choose a new or an empty folder")
     saved = read_checkpoint(file)
     dtype = getattr(torch, weights)
     content = weights_alone(saved, dtype)
@@ -72,6 +69,8 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     model = exported_model(saved, settings, dtype, tokenizer)
     if wrong := misfits(model.model, content):
         raise ConfigError(f"the weights in {file} do not fit its configuration: {', '.join(wrong[:4])}")
+    if broken := not_finite(content["state_dict"]):
+        raise ConfigError(f"the weights in {file} are of a model that broke: {', '.join(broken[:4])} are not finite")
     load_weights(model.model, content)
     state = tokenizer.to_state() if tokenizer else None
     described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
@@ -84,7 +83,6 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
         of_transformers(tokenizer).save_pretrained(folder)
         if state and state["json"]:  # as it is, so that it is the same tokenizer when it is read again
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
-    (folder / CODE).write_text(REMOTE, encoding="utf-8")
     (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
     print(f"Written to {shown(folder)}: {', '.join(sorted(one.name for one in folder.iterdir()))}", flush=True)
     return folder
@@ -97,8 +95,6 @@ def exported_model(
     end = tokenizer.end_of_text if tokenizer else None
     ids = {"eos_token_id": end, "pad_token_id": end}
     config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)
-    name = CODE.removesuffix(".py")
-    config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
     model = GSMForCausalLM(config).eval()
     model.model.to(dtype)
     model.generation_config = GenerationConfig(**ids)

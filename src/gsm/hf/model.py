@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +11,17 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from gsm.config.check import check
 from gsm.config.load import instantiate_model
 from gsm.config.trust import vetted
 from gsm.hf.config import GSMConfig
 from gsm.hf.memory import Remembered
 
+CODE = "modeling_gsm.py"
+# What a folder brings as its code, so that trust_remote_code=True finds this package where it is installed.
+REMOTE = """# The code of this model is the package gsm (gsm-playground), which has to be installed.
+from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
+"""
 NOT_HAD = {  # arguments of forward that these models cannot obey, and why
     "inputs_embeds": "they are made of tokens: give input_ids",
     "output_attentions": "attention weights are nowhere written out: gsm.record sees selections, gsm.analysis the rest",
@@ -37,11 +45,14 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}
     _no_split_modules = ["Block"]
+    accepts_loss_kwargs = False  # so that Trainer divides all of the loss, also what indexers and experts lose
     _is_stateful = True  # what a state has read cannot be taken back: no assisted generation
 
     def __init__(self, config: GSMConfig) -> None:
         super().__init__(config)
-        self.model = instantiate_model({"model": vetted(config.model, "model")})
+        node = {"model": vetted(config.model, "model")}
+        check(node, node, [])
+        self.model = instantiate_model(node)
         self.post_init()
 
     @classmethod
@@ -131,6 +142,13 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         if new_num_tokens not in (None, self.model.vocabulary):
             raise NotImplementedError("the vocabulary is a part of the model: train one with size.vocabulary=...")
         return self.model.embedding
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As everywhere in transformers, and what the folder names as its code."""
+        name = CODE.removesuffix(".py")
+        self.config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        (Path(save_directory) / CODE).write_text(REMOTE, encoding="utf-8")
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Nothing: every part has drawn its weights when it was made."""

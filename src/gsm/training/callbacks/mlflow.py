@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +36,50 @@ class MLflow(MLFlowLogger):
     def __init__(self, folder: str, experiment: str, arm: str, seed: int, store: str, **options: Any) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ImportError("logger=mlflow needs MLflow: pip install -c constraints.txt -e '.[mlflow]'")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing is sent that nobody asked for
         self.known = Known(folder, "mlflow")
         place: dict[str, Any] = {"tracking_uri": store}
-        if "://" not in store:
-            Path(store).mkdir(parents=True, exist_ok=True)
-            where = Path(store).resolve()
+        self._place = None if "://" in store else Path(store).resolve()
+        if where := self._place:
+            where.mkdir(parents=True, exist_ok=True)
             place = {
                 "tracking_uri": f"sqlite:///{where}/mlflow.db",
                 "artifact_location": (where / "artifacts").as_uri(),
             }
         named = {"experiment_name": experiment, "run_name": f"{arm}-seed{seed}", "tags": {"arm": arm}}
-        super().__init__(run_id=self.known.read(), **{**place, **named, **options})
+        with self._alone():
+            super().__init__(run_id=self.known.read(), **{**place, **named, **options})
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other run makes the database or the experiment in it: MLflow does not see to that."""
+        if self._place is None:
+            yield
+            return
+        with (self._place / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     @property
     def experiment(self) -> Any:
         """The client; the run is made when it is first asked for, and its name there noted."""
-        client = super().experiment
+        if self._initialized:
+            return super().experiment
+        from mlflow.exceptions import MlflowException
+
+        with self._alone():
+            try:
+                client = super().experiment
+            except MlflowException as error:
+                if self._run_id is None:
+                    raise
+                print(
+                    f"logger=mlflow: a new run, as the one noted in {self.known.file} is not there ({error})",
+                    flush=True,
+                )
+                self._run_id = None
+                self.known.file.unlink(missing_ok=True)
+                client = super().experiment
         if self._run_id:
             self.known.note(self._run_id)
         return client

@@ -15,9 +15,10 @@ from gsm.training.callbacks.boards import Known
 class WandB(WandbLogger):
     """Lightning's logger, with the pictures of a run, and with one name for a run however often it is resumed.
 
-    Nothing is sent before ``wandb sync <run>/wandb/offline-run-*``, or with ``offline=False``. What was logged between
-    the last checkpoint and an interruption is there twice, at the same ``trainer/global_step`` with the same values:
-    W&B takes nothing back.
+    Nothing is sent before ``wandb sync <run>/wandb/offline-run-*``, or with ``offline=False``. Offline, each part of a
+    run that was resumed is a folder of its own with the same id: ``wandb sync --append``, in their order. What was
+    logged between the last checkpoint and an interruption is there twice, at the same ``trainer/global_step`` with the
+    same values: W&B takes nothing back.
 
     Args:
         folder: of the run; W&B's own folder is made in it.
