@@ -213,7 +213,8 @@ def test_accumulated_steps_are_divided_as_one_would_be(folder: Path, tmp_path: P
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         how = transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=size,
-            gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, learning_rate=0.0,
+            gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            max_grad_norm=0.0, learning_rate=0.0,
         )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=how, train_dataset=rows)
         said.append(trainer.train().training_loss)
