@@ -119,7 +119,7 @@ def routed(mixer: Raven, x_D: Tensor) -> Tensor:
     step_H = torch.log1p(torch.exp(mixer.decay(x_D) + mixer.decay_bias))
     left_HM = torch.ones_like(score_HM)
     for head, score_M in enumerate(score_HM):
-        best = sorted(range(mixer.slots), key=lambda slot: -score_M[slot])[: mixer.top_k]
+        best = sorted(range(mixer.slots), key=lambda slot: -score_M[slot])[: mixer.written]
         for slot in best:
             share = score_M[slot] / sum(score_M[other] for other in best)
             left_HM[head, slot] = torch.exp(-mixer.decay_rate[head].exp() * step_H[head] * share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning
 import pytest
 import torch
-from small import GEOMETRY, K, W, build
+from small import GEOMETRY, K, W, build, comparators
 
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
@@ -95,3 +95,9 @@ def test_no_road_to_the_needle_means_that_it_cannot_be_seen():
         model = build("gsm-encoder_reading=window_only", stages=[]) if case == "no road" else build(case)
         moved = (model(batch["tokens"]).logits - model(changed).logits)[asked_BT].abs().max()
         assert (moved > 1e-6) == sees, f"{case}: {moved}"
+
+
+@pytest.mark.parametrize("name", comparators())
+def test_nothing_of_a_comparator_is_taken_for_what_selects_bank_entries(name: str):
+    """Raven, which writes a token to its best slots, lost that number in runs with dense selection first, and broke."""
+    assert not list(selecting(build(name)))

@@ -47,8 +47,9 @@ class Raven(SlotMemory):
         noise: bool,
     ):
         super().__init__(shape, name=name, convolution=convolution, slots=slots)
-        self.top_k, self.noise = max(1, self.slots // 2) if top_k is None else top_k, noise
-        if not 1 <= self.top_k <= self.slots:
+        # Not top_k: what selects bank entries is known by that (gsm.training.callbacks.selection).
+        self.written, self.noise = max(1, self.slots // 2) if top_k is None else top_k, noise
+        if not 1 <= self.written <= self.slots:
             raise ValueError(f"top_k must be from 1 to the {self.slots} slots, got {top_k}")
         self.key_norm = RMSNorm(shape.entry_dim)
         self.query_norm = RMSNorm(shape.entry_dim)
@@ -67,7 +68,7 @@ class Raven(SlotMemory):
         logit_BTHM = promoted(self.router(x_BTD)).unflatten(-1, (self.heads, self.slots))
         if self.noise and self.training:
             logit_BTHM = logit_BTHM - torch.empty_like(logit_BTHM).exponential_().log()
-        score_BTHK, slot_BTHK = logit_BTHM.sigmoid().topk(self.top_k, dim=-1)
+        score_BTHK, slot_BTHK = logit_BTHM.sigmoid().topk(self.written, dim=-1)
         share_BTHK = score_BTHK / score_BTHK.sum(-1, keepdim=True).clamp(min=1e-9)
         return torch.zeros_like(logit_BTHM).scatter(-1, slot_BTHK, share_BTHK)
 
@@ -81,4 +82,4 @@ class Raven(SlotMemory):
 
     def multiplied(self) -> int:
         """A query reads all slots, a token is written to some."""
-        return self.heads * (self.slots + self.top_k) * 2 * self.width
+        return self.heads * (self.slots + self.written) * 2 * self.width
