@@ -40,6 +40,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "evaluate.py": ("device=cpu",),
     "explore.py": ("device=cpu", "tokens=64"),
     "compare.py": (),
+    "export.py": (),
     "benchmark.py": (),
 }
 

@@ -227,7 +227,7 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
 ):
     monkeypatch.setattr(pictures, "_can_draw", lambda: False)
     trained(config, tmp_path)
-    assert capsys.readouterr().err.count("TensorBoard gets no pictures: pictures need matplotlib: pip install") == 1
+    assert capsys.readouterr().err.count("there will be no pictures: pictures need matplotlib: pip install") == 1
     assert "val/state/share/stage2" in (tmp_path / "metrics.csv").read_text()
 
 

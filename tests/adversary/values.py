@@ -176,6 +176,8 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
                 raise
 
     last = {word for key in keys for word in (key, *key.replace("/", ".").split("."))}
+    if "muon_rate" in last:
+        last.add("learning_rate")  # which is what it becomes
     if "size" in last:
         last |= Geometry.__dataclass_fields__.keys()  # which have to fit one another: either may be named
     chosen = [word for word in given if "/" in word or word.startswith(("model=", "data=", "optimizer="))]

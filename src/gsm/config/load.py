@@ -306,9 +306,9 @@ def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:
 def usable(device: str) -> str:
     """The device's name, once PyTorch has used it; ``auto``: a GPU if there is one. Raises ConfigError."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if device.partition(":")[0] not in DEVICES:
-        raise ConfigError(f"device is '{device}', where nothing of this was tried; say cpu, cuda or auto")
     try:
+        if torch.device(device).type not in DEVICES:
+            raise ConfigError(f"device is '{device}', where nothing of this was tried; say cpu, cuda or auto")
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")

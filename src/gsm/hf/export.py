@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from gsm import __version__
 from gsm.config.check import ConfigError
@@ -78,6 +79,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     kept = {key: value for key, value in (state or {}).items() if key != "json"} or None
     model.config.run = {**described, "config": others, "tokenizer": kept}
     folder.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     if tokenizer:
         of_transformers(tokenizer).save_pretrained(folder)
