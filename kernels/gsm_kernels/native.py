@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from .threads import share
 HERE = Path(__file__).parent
 _decorating = threading.Lock()  # what says where code is kept is one for all threads
 _here = threading.local()  # `note`, of whoever takes notes in this thread
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # what turns a terminal's letters
 
 
 def missing() -> str | None:
@@ -178,6 +181,7 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
         if type(error).__module__.partition(".")[0] != "numba":
             raise
         first = str(error).strip().partition("\n")[0]
+        first = COLOUR.sub("", first)  # Numba writes in bold where it finds colorama
         raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference does without it") from error
     if noted():
         _here.note(functools.partial(share, loop, items, given, least), arguments)
