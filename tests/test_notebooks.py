@@ -108,7 +108,7 @@ def test_measurements_are_those_of_requests_and_the_most_come_first(tmp_path: Pa
     rows = {"rows": dict.fromkeys("abc", request)}
     (tmp_path / "logs/benchmarks/own.json").write_text(json.dumps(rows))
     monkeypatch.setattr("gsm.notebook.paths.ROOT", tmp_path)
-    monkeypatch.setattr("gsm.notebook.paths.workplace", lambda: tmp_path)
+    monkeypatch.setattr("gsm.notebook.paths.runs_home", lambda: tmp_path)
     assert [file.stem for file in measurements()] == ["own", "three", "one"], "also what this machine has measured"
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import BY_MODEL, composed
-from test_tune import BEST, RATE, Pretends, asked, leave, real
+from short_runs import BY_MODEL
+from test_tune import BEST, RATE, Pretends, asked, leave, real, trained_here
 
 from gsm.config.check import ConfigError
 from gsm.experiments import asked as reading
 from gsm.experiments import experiment as experiments
 from gsm.experiments.asked import Range, read_tune
 from gsm.experiments.experiment import train_all
-from gsm.experiments.fit import train
 from gsm.experiments.jobs import Job
 from gsm.experiments.trials import Experiment
 from gsm.experiments.tune import Choice, Values
@@ -460,15 +459,7 @@ def test_nothing_of_it_is_imported_unless_it_is_asked_for():
 def test_real_runs_are_tuned_by_their_curves(real: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
     """Rates up to 300, of which most learn nothing."""
 
-    def run(self: Pretends, job: Job) -> int:
-        self.started.append(job.name)
-        try:
-            train(composed(job.command))
-        except FloatingPointError:
-            return 1
-        return 0
-
-    monkeypatch.setattr(Pretends, "run", run)
+    monkeypatch.setattr(Pretends, "run", trained_here)
     tune = f"tune={{tuner: optuna, {RATE}: {{low: 1e-3, high: 300.0, log: true}}, attempts: 8}}"
     given = (tune, BY_MODEL, "trainer.max_steps=10", "trainer.val_check_interval=2", "seeds=1")
     table = train_all(first := real(*given))

@@ -95,6 +95,7 @@ def test_weights_alone_are_those_of_the_model_and_cannot_be_resumed(tmp_path: Pa
 
 def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     runs = finished_runs()
     assert {run.arm for run in runs} == {"gsm", "delta_net", "separate_indexer"}
     assert all((run.folder / "metrics.csv").is_file() for run in runs)

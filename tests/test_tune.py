@@ -456,21 +456,23 @@ def test_a_cluster_gets_every_attempt_as_a_job_of_its_own_and_then_the_runs(
     assert handed == [FIRST, [attempt("low", "0.0005")], ["low/seed0", "high/seed0"]]
 
 
+def trained_here(self: Pretends, job: Job) -> int:
+    """In the place of ``Pretends.run``: trains, in this process."""
+    self.started.append(job.name)
+    try:
+        train(composed(job.command))
+    except FloatingPointError:
+        return 1
+    return 0
+
+
 @pytest.mark.slow
 def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
     real: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """A rate of 300 makes the loss infinite within a few steps."""
 
-    def run(self: Pretends, job: Job) -> int:
-        self.started.append(job.name)
-        try:
-            train(composed(job.command))
-        except FloatingPointError:
-            return 1
-        return 0
-
-    monkeypatch.setattr(Pretends, "run", run)
+    monkeypatch.setattr(Pretends, "run", trained_here)
     tune = f"tune={{{RATE}: [3e-3, 1e-2, 300.0], grow: 0}}"
     table = train_all(made := real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
     assert f"diverged, and counted as the worst: gsm {RATE}=300.0" in " ".join(capsys.readouterr().out.split())

@@ -57,6 +57,12 @@ def _owner(letter: str, given: dict[str, object]) -> str:
     return next(name for name, x in given.items() if isinstance(x, Tensor) and letter in name.rpartition("_")[2])
 
 
+def require_divided_heads(op: str, sizes: dict[str, int]) -> None:
+    """Raises ValueError unless key and value heads (G) divide query heads (H)."""
+    heads, groups = sizes["H"], sizes["G"]
+    require(op, heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
+
+
 def require(op: str, holds: bool, message: str) -> None:
     """Raise ValueError naming the operation unless `holds`."""
     if not holds:

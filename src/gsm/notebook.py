@@ -77,7 +77,7 @@ def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
     at all, of the needle models that come with the package. Arms come in the experiment's order."""
     if folder is None:
         summaries = sorted(
-            (paths.workplace() / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime
+            (paths.runs_home() / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime
         )
         folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
         folder = folders[-1] if folders else paths.TRAINED / "needle"
@@ -197,7 +197,7 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
 def measurements() -> list[Path]:
     """Files of ``benchmark=inference``, this machine's (``logs/benchmarks``) and those of the repository
     (``benchmarks/results``); those with the most requests first, but before them those that have a picture."""
-    folders = (paths.workplace() / "logs/benchmarks", paths.ROOT / "benchmarks/results")
+    folders = (paths.runs_home() / "logs/benchmarks", paths.ROOT / "benchmarks/results")
     found = {file: read_json(file) or {} for folder in folders for file in sorted(folder.glob("*.json"))}
     rows = {file: [row for row in _rows(content) if "decode" in row] for file, content in found.items()}
     drawn = {file: file.with_suffix(".png").is_file() for file in found}

@@ -36,7 +36,7 @@ def in_clone() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
 
 
-def workplace() -> Path:
+def runs_home() -> Path:
     """Where runs leave what they make, in ``logs``: the clone, or where there is none, the current folder."""
     return ROOT if in_clone() else Path.cwd()
 

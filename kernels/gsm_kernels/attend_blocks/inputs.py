@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..shapes import agree, require
+from ..shapes import agree, require, require_divided_heads
 
 
 class Inputs(NamedTuple):
@@ -26,8 +26,7 @@ def check(inputs: Inputs) -> None:
     """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, a block has no slot, or the
     rows are said to be the slots and are not as many."""
     sizes = agree("attend_blocks", inputs)
-    heads, groups = sizes["H"], sizes["G"]
-    require("attend_blocks", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
+    require_divided_heads("attend_blocks", sizes)
     require("attend_blocks", inputs.block >= 1, f"block = {inputs.block} must be at least 1")
     fits = not inputs.own or sizes["F"] == sizes["R"]
     require("attend_blocks", fits, f"{sizes['F']} slots cannot be those of {sizes['R']} rows")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..shapes import agree, require
+from ..shapes import agree, require, require_divided_heads
 
 
 class Inputs(NamedTuple):
@@ -25,8 +25,7 @@ def check(inputs: Inputs) -> None:
     """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
     1, or rows that stand at the last slots are more than these."""
     sizes, width = agree("attend_range", inputs), inputs.width
-    heads, groups = sizes["H"], sizes["G"]
-    require("attend_range", heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
+    require_divided_heads("attend_range", sizes)
     require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")
     standing = width is None and not inputs.whole or sizes["F"] >= sizes["R"]
     require("attend_range", standing, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")

@@ -206,7 +206,7 @@ def register_resolvers() -> None:
       yaml is one more arm; the first one named leads, the others named are left out;
     * ``${options:script}``: what can be chosen, for ``--help``.
     """
-    OmegaConf.register_new_resolver("root", lambda: str(paths.workplace()), replace=True)
+    OmegaConf.register_new_resolver("root", lambda: str(paths.runs_home()), replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("options", _options, replace=True)
     OmegaConf.register_new_resolver("named", _named, replace=True)

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
-WATCHING = {
-    "throughput",
-    "progress",
-    "best",
-    "latest",
-    "charts",
-    "pictures",
-    "profile",
-}  # callbacks that change nothing
+# Callbacks that change nothing.
+WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures", "profile"}
 IDLE = {
     *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),

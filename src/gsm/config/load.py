@@ -116,12 +116,7 @@ def load_model(
     """
     checkpoint = read_checkpoint(path)
     model = model_of(checkpoint, path, directories, overrides)
-    wrong = misfits(model, checkpoint)
-    if wrong:
-        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
-    if broken := not_finite(_weights(checkpoint)):
-        raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
-    load_weights(model, checkpoint)
+    load_sound_weights(model, checkpoint, path)
     return model.to(device).eval()
 
 
@@ -196,6 +191,15 @@ def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     """The names of those that hold infinities or NaN: whoever computes with them fails later, and far away."""
     return [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
+
+
+def load_sound_weights(model: LanguageModel, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Gives a model the weights of its checkpoint. Raises CheckpointError where they do not fit or are not finite."""
+    if wrong := misfits(model, checkpoint):
+        raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
+    if broken := not_finite(_weights(checkpoint)):
+        raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
+    load_weights(model, checkpoint)
 
 
 def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:

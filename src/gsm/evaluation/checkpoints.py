@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gsm import paths
-from gsm.config import exported
 from gsm.config.check import ConfigError
 from gsm.config.load import checkpoint_file, load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.data.tokenizer import Tokenizer
@@ -129,8 +128,7 @@ def checkpoints(path: str) -> list[Path]:
     Raises FileNotFoundError if there is none.
     """
     folder = Path(path)
-    alone = (folder / "checkpoints" / "last.ckpt").is_file() or exported.weights_in(folder)
-    if not folder.is_dir() or alone:
+    if not folder.is_dir() or checkpoint_file(folder).is_file():
         return [checkpoint_file(folder) if folder.is_dir() or path in paths.trained() else folder]
     found = sorted(folder.glob("**/checkpoints/last.ckpt"))
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]

@@ -69,7 +69,8 @@ def digest(path: str | Path | None) -> str | None:
     file = checkpoint_file(path)
     if file.name == exported.WEIGHTS:
         read_checkpoint(file)
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
     if not zipfile.is_zipfile(file):
         read_checkpoint(file)  # which says what is wrong with it
         raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")

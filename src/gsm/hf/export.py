@@ -16,7 +16,7 @@ from gsm import __version__
 from gsm.config.check import ConfigError
 from gsm.config.command_line import shown
 from gsm.config.exported import TOKENIZER, weights_in
-from gsm.config.load import checkpoint_file, load_weights, misfits, not_finite, read_checkpoint, tokenizer_of
+from gsm.config.load import checkpoint_file, load_sound_weights, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home
 from gsm.experiments.consolidate import WEIGHTS, weights_alone
@@ -67,12 +67,8 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     content = weights_alone(saved, dtype)
     settings = content.pop("hyper_parameters")["config"]
     tokenizer = tokenizer_of(saved, file) if saved.get("tokenizer") else None
-    model = exported_model(saved, settings, dtype, tokenizer)
-    if wrong := misfits(model.model, content):
-        raise ConfigError(f"the weights in {file} do not fit its configuration: {', '.join(wrong[:4])}")
-    if broken := not_finite(content["state_dict"]):
-        raise ConfigError(f"the weights in {file} are of a model that broke: {', '.join(broken[:4])} are not finite")
-    load_weights(model.model, content)
+    model = exported_model(settings, dtype, tokenizer)
+    load_sound_weights(model.model, content, file)
     state = tokenizer.to_state() if tokenizer else None
     described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
     others = {key: value for key, value in settings.items() if key != "model"}
@@ -90,10 +86,8 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     return folder
 
 
-def exported_model(
-    saved: Mapping[str, Any], settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
-) -> GSMForCausalLM:
-    """The model of a checkpoint that was read, with fresh weights of this type."""
+def exported_model(settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:
+    """The model of a checkpoint's configuration, with fresh weights of this type."""
     end = tokenizer.end_of_text if tokenizer else None
     ids = {"eos_token_id": end, "pad_token_id": end}
     config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)

@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from gsm.config.check import check
-from gsm.config.load import instantiate_model
-from gsm.config.trust import vetted
+from gsm.config.load import model_of
 from gsm.hf.config import GSMConfig
 from gsm.hf.memory import Remembered
 
@@ -50,9 +48,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: GSMConfig) -> None:
         super().__init__(config)
-        node = {"model": vetted(config.model, "model")}
-        check(node, node, [])
-        self.model = instantiate_model(node)
+        self.model = model_of({"hyper_parameters": {"config": {"model": config.model}}}, "config.json")
         self.post_init()
 
     @classmethod
