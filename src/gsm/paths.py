@@ -36,6 +36,11 @@ def in_clone() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
 
 
+def install(extra: str) -> str:
+    """What installs an extra, here."""
+    return f"pip install -c constraints.txt -e '.[{extra}]'" if in_clone() else f"pip install 'gsm-playground[{extra}]'"
+
+
 def runs_home() -> Path:
     """Where runs leave what they make, in ``logs``: the clone, or where there is none, the current folder."""
     return ROOT if in_clone() else Path.cwd()

@@ -164,7 +164,7 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or parsed.help:
-        usage = " ".join(["python", script, *(f"{name} ..." for name in several), "name=value ..."])
+        usage = " ".join([called(script), *(f"{name} ..." for name in several), "name=value ..."])
         print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
         return
     words = [word for word in given if several and not NAMED.match(word)]
@@ -198,6 +198,7 @@ def read_arguments(
     """
     taken = inspect.signature(function, eval_str=True).parameters
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
+    program = called(script)
     values: dict[str, Any] = {}
     for argument in given:
         check_readable(argument)
@@ -205,7 +206,7 @@ def read_arguments(
         if not equals:
             raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
         if name not in taken:
-            raise unknown("argument", name, taken, script)
+            raise unknown("argument", name, taken, program.removeprefix("python "))
         read, takes = KINDS.get(taken[name].annotation, (str, "str"))
         try:
             values[name] = read(text)
@@ -213,8 +214,13 @@ def read_arguments(
             raise ConfigError(f"{name} is '{text}', but takes {takes}") from error
     missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
     if missing:
-        raise ConfigError(f"{script} needs {missing[0]}=...; python {script} --help says what it is")
+        raise ConfigError(f"{program.removeprefix('python ')} needs {missing[0]}=...; {program} --help says what it is")
     return values
+
+
+def called(script: str) -> str:
+    """How a script is called: ``python generate.py`` in a clone, ``gsm-generate`` where the package is installed."""
+    return f"python {script}" if paths.in_clone() else re.sub(r"^(\w+)\.py", r"gsm-\1", script)
 
 
 def listed(text: str) -> list[str]:

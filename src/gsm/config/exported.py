@@ -10,12 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.files import Damaged
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 EMBEDDING, HEAD = "model.embedding.weight", "model.head.weight"  # names are those of a checkpoint
-REMEDY = "reading it needs safetensors: pip install -c constraints.txt -e '.[hf]'"
+REMEDY = f"reading it needs safetensors: {paths.install('hf')}"
 
 
 def weights_in(folder: Path) -> Path | None:

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from gsm import paths
+
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
 ZSTD_INPUT = 1 << 11  # bytes at a time: what they unpack to, at most 32,000 times as much, is in memory
@@ -164,8 +166,7 @@ def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{purpose} need the package {package}, which is not installed: "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
+            f"{purpose} need the package {package}, which is not installed: {paths.install(extra)}"
         ) from error
 
 

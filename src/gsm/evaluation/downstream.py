@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.command_line import read_arguments
 from gsm.config.load import refusals
@@ -45,7 +46,7 @@ from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
-NO_HARNESS = "harness=true needs the extra eval: pip install -e '.[eval]'"
+NO_HARNESS = f"harness=true needs the extra eval: {paths.install('eval')}"
 HUB = "hub"  # in the settings of results, where documents are not local files
 # Of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its
 # result or None.

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gsm import paths
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,7 +37,7 @@ FEW = 8  # points of a curve that are marked: of one alone there is no line
 SMALL = 8  # points of the smallest letters
 LINE = 28  # letters of an arm's name in a line
 MANY = 6  # arms whose names have a place among the lines
-REMEDY = "pictures need matplotlib: pip install -c constraints.txt -e '.[plots]'"
+REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
     "accuracy": "questions answered (fraction)",
     "bits_per_byte": "bits per byte of held-out text",

@@ -297,7 +297,7 @@ def _read_tuner(entries: dict[str, Any]) -> str:
             "leave one of them out"
         )
     if tuner == OPTUNA and find_spec("optuna") is None:
-        raise ConfigError("tune.tuner=optuna needs the extra tune: pip install -c constraints.txt -e '.[tune]'")
+        raise ConfigError(f"tune.tuner=optuna needs the extra tune: {paths.install('tune')}")
     return tuner
 
 

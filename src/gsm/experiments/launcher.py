@@ -21,6 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from gsm import paths
 from gsm.errors import ConfigError
 from gsm.experiments.jobs import Child, Job, work_off
 
@@ -43,7 +44,7 @@ def check_available(overrides: Sequence[str]) -> None:
     """Raises ConfigError where submitit's launcher is asked for, but not installed."""
     asked = [line for line in overrides if line.startswith(f"{GROUP}=submitit_")]
     if asked and not _installed():
-        raise ConfigError(f"{asked[-1]} needs the extra cluster: pip install -c constraints.txt -e '.[cluster]'")
+        raise ConfigError(f"{asked[-1]} needs the extra cluster: {paths.install('cluster')}")
 
 
 def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | None]:

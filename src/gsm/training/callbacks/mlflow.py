@@ -14,6 +14,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import MLFlowLogger
 
+from gsm import paths
 from gsm.training.callbacks.boards import Known
 
 
@@ -35,7 +36,7 @@ class MLflow(MLFlowLogger):
 
     def __init__(self, folder: str, experiment: str, arm: str, seed: int, store: str, **options: Any) -> None:
         if importlib.util.find_spec("mlflow") is None:
-            raise ImportError("logger=mlflow needs MLflow: pip install -c constraints.txt -e '.[mlflow]'")
+            raise ImportError(f"logger=mlflow needs MLflow: {paths.install('mlflow')}")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing is sent that nobody asked for
         self.known = Known(folder, "mlflow")
         place: dict[str, Any] = {"tracking_uri": store}

@@ -9,6 +9,7 @@ import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
+from gsm import paths
 from gsm.training.callbacks.boards import Known
 
 
@@ -35,9 +36,7 @@ class WandB(WandbLogger):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError(
-                "logger=wandb needs Weights & Biases: pip install -c constraints.txt -e '.[wandb]'"
-            ) from error
+            raise ImportError(f"logger=wandb needs Weights & Biases: {paths.install('wandb')}") from error
         settings = wandb.Settings(silent=True, console="off")
         self.known = Known(folder, "wandb")
         known = {"id": self.known.read() or uuid.uuid4().hex[:12], "settings": settings}
