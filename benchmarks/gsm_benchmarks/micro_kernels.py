@@ -64,4 +64,6 @@ def count(total_ptr, EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    tl.store(total_ptr, tl.load(total_ptr) + 1)
+    total = tl.load(total_ptr)
+    tl.debug_barrier()  # all threads have read it
+    tl.store(total_ptr, total + 1)
