@@ -201,12 +201,13 @@ def _pooling() -> list[Case]:
 def _streams() -> list[Case]:
     """As many streams as the kernels take, and the mixed precision of training."""
     cases = [
-        workloads.mhc_boundary(f"{count} streams" if count > 1 else "1 stream", 64, streams=count)
+        workloads.mhc_boundary(f"{count} streams" if count > 1 else "1 stream", 128, streams=count)
         for count in (1, 2, 4, 8)
     ]
-    mixed = workloads.mhc_boundary("4 streams, mixed precision", 64, mixed=True)
-    nano = _in(workloads.mhc_boundary("4 streams, nano", 64, width=128), FULL)
-    return [*(_in(case, dtype) for case in cases for dtype in ALL), mixed, nano]
+    few = [workloads.mhc_boundary(f"4 streams, {tokens} tokens", tokens) for tokens in (1, 2, 64)]
+    mixed = workloads.mhc_boundary("4 streams, mixed precision", 128, mixed=True)
+    nano = _in(workloads.mhc_boundary("4 streams, nano", 128, width=128), FULL)
+    return [*(_in(case, dtype) for case in [*cases, *few] for dtype in ALL), mixed, nano]
 
 
 def _rows_alone() -> list[Case]:

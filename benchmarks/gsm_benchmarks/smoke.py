@@ -75,7 +75,7 @@ def pieces() -> tuple[Piece, ...]:
         Piece(w.rms_norm("rms_norm 16K", 16384), w.rms_norm("", 64), w.rms_norm("", 4, 64)),
         Piece(w.swiglu("swiglu 16K", 16384), w.swiglu("", 64), w.swiglu("", 4, 64)),
         Piece(w.pool_groups("pool_groups 16K", 16384), w.pool_groups("", 512), w.pool_groups("", 8, 16)),
-        Piece(w.mhc_boundary("mhc_boundary 16K", 16384), w.mhc_boundary("", 64), w.mhc_boundary("", 4, 32)),
+        Piece(w.mhc_boundary("mhc_boundary 16K", 16384), w.mhc_boundary("", 128), w.mhc_boundary("", 80, 32)),
         Piece(
             w.linear_cross_entropy("linear_cross_entropy 16K", 16384),
             w.linear_cross_entropy("", 16, width=16),  # its width is the BLAS's affair

@@ -50,7 +50,7 @@ RANDOM = {  # by test: its calls, their dtype, and how many kernels it may have 
     "pool_groups": (of(pool_groups, test_triton_pool_groups.random_calls), torch.float32, 24),
     "linear_cross_entropy": (of(linear_cross_entropy, losses.random_calls), torch.float32, 12),
     "indexer": (of(index_top_k, test_triton_indexer.random_calls), torch.bfloat16, 32),
-    "mhc": (of(mhc_boundary, test_triton_mhc.random_calls), torch.bfloat16, 28),
+    "mhc": (of(mhc_boundary, test_triton_mhc.random_calls), torch.bfloat16, 44),
     "indexer_kl, visible": (of(indexer_kl, test_triton_indexer_kl.random_calls, True), torch.float32, 40),
     "indexer_kl, selected": (of(indexer_kl, test_triton_indexer_kl.random_calls, False), torch.float32, 28),
 } | {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from calls import attention, cast, every_call, gradients, indexer, outputs
+from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs
 from oracles import normal
 from torch import Tensor
 from triton_check import with_reference
@@ -187,10 +187,11 @@ MORE: dict[str, list[dict]] = {  # for what an ordinary call leaves out
         {**(biased := attention()[0]), "bias_BRK": normal(*biased["index_BRK"].shape, seed=7)},
     ],
     "indexer_kl": [{**indexer(), "dense": False}],
+    "mhc_boundary": [{**hyper_connection(batch=1, width=60), "rounds": 3}],
     "pool_groups": [{**CALLS["pool_groups"], "ratio": 1}],
     "rms_norm": [{"x": normal(2, 5, 6), "weight": normal(6, seed=1)}],
 }
-LONG = {"attend", "indexer_kl"}  # a quarter of a minute each
+LONG = {"attend", "indexer_kl", "mhc_boundary"}  # a quarter of a minute each
 
 
 def with_kernels() -> list[object]:

@@ -9,6 +9,7 @@ from calls import cast, gradients, hyper_connection
 from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
 
 from gsm_kernels import mhc_boundary, using
+from gsm_kernels.mhc import triton
 from gsm_kernels.testing import TOLERANCE, assert_close
 
 SIZES = [  # a tile has 16 tokens forward, 8 and 16 back
@@ -30,6 +31,33 @@ def call_of(rounds=2, **sizes) -> dict:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_any_number_of_streams_tokens_and_columns(sizes):
     assert_agrees(mhc_boundary, call_of(**sizes))
+
+
+FEW = [  # streams, width, tokens; of four streams, a width of 60 makes four tiles of columns, the last one ragged
+    (4, 60, 1), (4, 60, 2), (4, 60, 5), (4, 60, 17), (8, 24, 3), (2, 300, 1), (4, 160, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("streams", "width", "tokens"), FEW)
+def test_the_columns_of_few_tokens_are_divided_among_programs(streams, width, tokens, monkeypatch):
+    launched, plain = [], triton.launch
+    monkeypatch.setattr(
+        triton, "launch", lambda kernel, *a, **o: launched.append(kernel.__name__) or plain(kernel, *a, **o)
+    )
+    call = call_of(streams=streams, width=width, batch=1, rows=tokens)
+    assert_agrees(mhc_boundary, call)
+    assert launched[:2] == ["project", "finish"] and "forward" not in launched
+    launched.clear()
+    monkeypatch.setattr(triton, "FEW", 0)
+    assert_agrees(mhc_boundary, call)
+    assert launched[0] == "forward" and "project" not in launched
+
+
+def test_many_tokens_and_narrow_streams_are_one_kernel_s():
+    wide = torch.empty(1, 1, 4, 2048, dtype=torch.bfloat16, device="meta")
+    assert [triton.shares_of(wide.expand(-1, tokens, -1, -1)) for tokens in (1, 16, 17, 64, 65)] == [32, 32, 32, 16, 0]
+    assert triton.shares_of(torch.empty(1, 1, 4, 32, device="meta")) == 4
+    assert triton.shares_of(torch.empty(1, 1, 2, 32, device="meta")) == triton.shares_of(wide[:, :0]) == 0
 
 
 @pytest.mark.parametrize("rounds", [1, 20])

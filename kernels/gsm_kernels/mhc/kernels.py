@@ -2,7 +2,8 @@
 the order read (X), write (X), mix (X x X, source then destination). All sums and coefficients are float32. Numbers lie
 [N, C], for products of matrices; coefficients [C, N], so that one of many tokens is one short run.
 
-Forward is one kernel, backward three: `products`, `coefficient_gradients`, `stream_gradients`; see `triton.py`.
+Forward is one kernel, for few tokens two: `project`, `finish`. Backward is three: `products`, `coefficient_gradients`,
+`stream_gradients`. See `triton.py`.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -29,9 +30,66 @@ def forward(
     tl.store(inverse_ptr + row, inverse, mask=inside)
     # Through memory, since a token's numbers are spread over the threads otherwise than its coefficients; twice.
     tl.debug_barrier()
-    _coefficients(number_ptr, bias_ptr, scale_ptr, coefficient_ptr, row, inside, N, rounds, hc_eps, X)
+    live = inside[:, None]
+    number = tl.load(number_ptr + row[:, None] * C + tl.arange(0, 2 * X), mask=live, other=0.0)
+    logit = _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X)
+    gate, matrix = _gates(number, bias_ptr, scale_ptr, hc_eps, X), _sinkhorn(logit, rounds, hc_eps)
+    _keep_coefficients(coefficient_ptr, gate, matrix, row, live, N, X)
     tl.debug_barrier()
-    _mix(streams_ptr, update_ptr, coefficient_ptr, left_ptr, mixed_ptr, row, inside, N, D, X, WIDTH)
+    coefficient = _vectors(coefficient_ptr, row, inside, N, C)
+    _mix(streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, 0, D, D, X, WIDTH)
+
+
+@triton.jit
+def project(
+    streams_ptr, phi_ptr, number_part_ptr, square_part_ptr, N, K, columns,
+    C: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For few tokens: what some columns of their streams add to their numbers, [shares, N, C], and to the sums of their
+    squares, [shares, N]."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside, c, first = row < N, tl.arange(0, PADDED), tl.program_id(1) * columns
+    total, squares = _sums(
+        streams_ptr, phi_ptr, row, inside, first, tl.minimum(first + columns, K), K, C, WIDTH, PADDED, PRECISION
+    )
+    line = tl.program_id(1) * N + row
+    tl.store(number_part_ptr + line[:, None] * C + c, total, mask=inside[:, None] & (c < C))
+    tl.store(square_part_ptr + line, tl.sum(squares, 1), mask=inside)
+
+
+@triton.jit
+def finish(
+    streams_ptr, update_ptr, number_part_ptr, square_part_ptr, bias_ptr, scale_ptr,
+    left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, rounds, eps, hc_eps,
+    X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """For few tokens: from all shares of their numbers, mix WIDTH columns. Every program makes a token's coefficients,
+    in registers; the first one keeps them."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside, C, g, share = row < N, 2 * X + X * X, tl.arange(0, 2 * X), tl.arange(0, SHARES)
+    live, mix = inside[:, None], _mix_place(X)
+    line = share[:, None] * N + row[None, :]
+    square = tl.load(square_part_ptr + line, mask=inside[None, :], other=0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(square, 0) / (X * D) + eps)
+    part = tl.load(number_part_ptr + line[:, :, None] * C + g, mask=inside[None, :, None], other=0.0)
+    number = tl.sum(part, 0) * inverse[:, None]
+    mix_part_ptr = number_part_ptr + line[:, :, None, None] * C + mix[None, :, :, :]
+    mix_part = tl.load(mix_part_ptr, mask=inside[None, :, None, None], other=0.0)
+    mix_number = tl.sum(mix_part, 0) * inverse[:, None, None]
+    gate = _gates(number, bias_ptr, scale_ptr, hc_eps, X)
+    matrix = _sinkhorn(_scaled(mix_number, mix, bias_ptr, scale_ptr), rounds, hc_eps)
+    if tl.program_id(1) == 0:
+        tl.store(inverse_ptr + row, inverse, mask=inside)
+        tl.store(number_ptr + row[:, None] * C + g, number, mask=live)
+        tl.store(number_ptr + row[:, None, None] * C + mix, mix_number, mask=live[:, :, None])
+        _keep_coefficients(coefficient_ptr, gate, matrix, row, live, N, X)
+    coefficient = ()
+    for k in tl.static_range(2 * X):
+        coefficient = coefficient + (tl.sum(tl.where(g == k, gate, 0.0), 1),)
+    for k in tl.static_range(X * X):
+        coefficient = coefficient + (tl.sum(tl.sum(tl.where(mix == 2 * X + k, matrix, 0.0), 2), 1),)
+    first = tl.program_id(1) * WIDTH
+    _mix(streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, first + WIDTH, D, X, WIDTH)
 
 
 @triton.jit
@@ -40,35 +98,55 @@ def _projected(
     C: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Numbers [TOKENS, PADDED] and 1 / rms [TOKENS] of the streams, as rows of K values."""
-    c = tl.arange(0, PADDED)
-    total = tl.zeros((row.shape[0], PADDED), tl.float32)
-    squares = tl.zeros((row.shape[0], WIDTH), tl.float32)
-    for start in range(0, K, WIDTH):
-        k = start + tl.arange(0, WIDTH)
-        x = tl.load(streams_ptr + row[:, None] * K + k, mask=inside[:, None] & (k < K), other=0.0)
-        phi = tl.load(phi_ptr + c[:, None] * K + k, mask=(c < C)[:, None] & (k < K), other=0.0)
-        total = tl.dot(x.to(phi.dtype), tl.trans(phi), total, input_precision=PRECISION)
-        squares += x.to(tl.float32) * x.to(tl.float32)
+    total, squares = _sums(streams_ptr, phi_ptr, row, inside, 0, K, K, C, WIDTH, PADDED, PRECISION)
     inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
     return total * inverse[:, None], inverse
 
 
 @triton.jit
-def _coefficients(
-    number_ptr, bias_ptr, scale_ptr, coefficient_ptr, row, inside, N, rounds, hc_eps, X: tl.constexpr
+def _sums(
+    streams_ptr, phi_ptr, row, inside, first, last, K,
+    C: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From a token's numbers, all its coefficients."""
+    """Products of the streams' columns from `first` to `last` with phi's [TOKENS, PADDED], and squares [TOKENS, WIDTH].
+    With streams in bfloat16, phi is rounded to that."""
+    c = tl.arange(0, PADDED)
+    total = tl.zeros((row.shape[0], PADDED), tl.float32)
+    squares = tl.zeros((row.shape[0], WIDTH), tl.float32)
+    for start in range(first, last, WIDTH):
+        k = start + tl.arange(0, WIDTH)
+        x = tl.load(streams_ptr + row[:, None] * K + k, mask=inside[:, None] & (k < last), other=0.0)
+        phi = tl.load(phi_ptr + c[:, None] * K + k, mask=(c < C)[:, None] & (k < last), other=0.0)
+        phi = phi.to(tl.bfloat16 if x.dtype == tl.bfloat16 else tl.float32)
+        total = tl.dot(x.to(phi.dtype), tl.trans(phi), total, input_precision=PRECISION)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    return total, squares
+
+
+@triton.jit
+def _gates(number, bias_ptr, scale_ptr, hc_eps, X: tl.constexpr):
+    """How much is read of a stream and written to it, [TOKENS, 2X]."""
     g = tl.arange(0, 2 * X)
-    at, live = row[:, None] * (2 * X + X * X) + g, inside[:, None]
     scale = tl.where(g < X, tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32))
-    logit = tl.load(number_ptr + at, mask=live, other=0.0) * scale + tl.load(bias_ptr + g).to(tl.float32)
-    gate = tl.sigmoid(tl.maximum(logit, -80.0))  # exp(89) would overflow, harmlessly
-    tl.store(coefficient_ptr + g * N + row[:, None], tl.where(g < X, gate + hc_eps, 2 * gate), mask=live)
-    matrix = _softmax(_mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X)) + hc_eps
+    gate = tl.sigmoid(tl.maximum(number * scale + tl.load(bias_ptr + g).to(tl.float32), -80.0))
+    return tl.where(g < X, gate + hc_eps, 2 * gate)  # exp(89) would overflow, harmlessly
+
+
+@triton.jit
+def _sinkhorn(logit, rounds, hc_eps):
+    """How the streams are mixed [TOKENS, source, destination]."""
+    matrix = _softmax(logit) + hc_eps
     matrix /= tl.sum(matrix, 1, keep_dims=True) + hc_eps
     for _ in range(1, rounds):
         matrix /= tl.sum(matrix, 2, keep_dims=True) + hc_eps
         matrix /= tl.sum(matrix, 1, keep_dims=True) + hc_eps
+    return matrix
+
+
+@triton.jit
+def _keep_coefficients(coefficient_ptr, gate, matrix, row, live, N, X: tl.constexpr):
+    """All coefficients of some tokens, to memory."""
+    tl.store(coefficient_ptr + tl.arange(0, 2 * X) * N + row[:, None], gate, mask=live)
     tl.store(coefficient_ptr + _mix_place(X) * N + row[:, None, None], matrix, mask=live[:, :, None])
 
 
@@ -83,6 +161,12 @@ def _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X: tl.constexpr):
     """Sinkhorn's input [TOKENS, source, destination]."""
     at = _mix_place(X)
     number = tl.load(number_ptr + row[:, None, None] * (2 * X + X * X) + at, mask=inside[:, None, None], other=0.0)
+    return _scaled(number, at, bias_ptr, scale_ptr)
+
+
+@triton.jit
+def _scaled(number, at, bias_ptr, scale_ptr):
+    """Mixing numbers, which lie at `at`, as Sinkhorn's input."""
     return number * tl.load(scale_ptr + 2).to(tl.float32) + tl.load(bias_ptr + at).to(tl.float32)
 
 
@@ -95,12 +179,11 @@ def _softmax(logit):
 
 @triton.jit
 def _mix(
-    streams_ptr, update_ptr, coefficient_ptr, left_ptr, mixed_ptr, row, inside, N, D,
+    streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, last, D,
     X: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The streams that leave, and what the next site reads of them."""
-    coefficient = _vectors(coefficient_ptr, row, inside, N, 2 * X + X * X)
-    for start in range(0, D, WIDTH):
+    """The streams that leave, and what the next site reads of them, in the columns from `first` to `last`."""
+    for start in range(first, last, WIDTH):
         d = start + tl.arange(0, WIDTH)
         live = inside[:, None] & (d < D)
         x = _streams(streams_ptr, row, d, D, live, X)

@@ -1,10 +1,16 @@
-"""The hyper-connections as one kernel forward and three backward. What they move is counted in D numbers of the
+"""The hyper-connections as one kernel forward, two for few tokens, and three backward. What they move is counted in D numbers of the
 streams' dtype per token, for four streams; all figures are derived, none is measured.
 
 Forward reads 4 + 1 and writes 4 + 1: 10, the least there is, if the second sweep over a tile's streams finds them in
 the L2 cache, else 14. At D = 2048 in bfloat16, 16 tokens on each of 132 processors are 35 MB, in a cache of 50; in
 float32 they are too many. In smaller tiles phi would be read too often: every program reads all of it, from L2 (400 MB
 for 16,384 tokens, beside 670 MB of streams).
+
+Of up to 64 tokens, as in decoding, each tile would be one program that goes through phi alone, 32 tiles of its columns
+one after the other at D = 2048, then twice through memory, then through 8 tiles of columns. So there the columns of phi
+are divided among up to 64 programs (`project`: one tile each), and those of the streams (`finish`: 8 programs), which
+all make the coefficients of their token again, in registers: two launches, no round trip within one, and no copy of phi
+in bfloat16.
 
 Backward moves 24, where 15 is the least. The gradient of a stream needs that of its token's coefficients, which takes
 whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one
@@ -36,6 +42,10 @@ from .inputs import Inputs
 STREAMS = (1, 2, 4, 8)
 MOST_ROUNDS = 32  # they are unrolled in backward
 TILE = 16  # tokens: the rows of the smallest product of matrices
+FEW = 4  # tiles of tokens that leave most processors idle
+FEWEST = 4  # tokens of a program of `finish`
+PROGRAMS = 64  # that share their columns
+LEAST_STEPS = 4  # tiles of columns that are worth a second launch
 SPLITS = 16  # of the tokens, for the gradient of phi: with 64 columns a program, two rounds of two on every processor
 
 
@@ -100,11 +110,41 @@ def _forward(*arguments):
     left, mixed, number, inverse, coefficient = results = _results(*arguments)
     count, width, tokens, tile = *inputs.streams_BRXD.shape[2:], inverse.numel(), blocks(inputs.streams_BRXD)
     streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs
+    if shares := shares_of(streams):
+        _few_tokens(shares, inputs, results)
+        return results
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
     sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.width, "PADDED": tile.padded, "PRECISION": tile.precision}
     grid = (cdiv(tokens, TILE),)
     launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8)
     return results
+
+
+def shares_of(streams_BRXD: Tensor) -> int:
+    """Among how many programs the columns of a tile of few tokens are divided; 0: one kernel does it all."""
+    batch, rows, count, width = streams_BRXD.shape
+    tiles, steps = cdiv(batch * rows, TILE), cdiv(count * width, blocks(streams_BRXD).width)
+    if not 0 < tiles <= FEW or steps < LEAST_STEPS:
+        return 0
+    return 1 << (min(PROGRAMS // tiles, steps).bit_length() - 1)  # a power of two, which a block has to have
+
+
+def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
+    """Writes what `forward` would, in two kernels with many programs for every tile."""
+    from .kernels import finish, project
+
+    streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs
+    left, mixed, number, inverse, coefficient = results
+    count, width, tokens, tile = *streams.shape[2:], inverse.numel(), blocks(streams)
+    parts = number.new_empty(shares, *number.shape), number.new_empty(shares, tokens)
+    columns = cdiv(cdiv(count * width, tile.width), shares) * tile.width
+    sizes = {"TOKENS": TILE, "WIDTH": tile.width, "PADDED": tile.padded, "PRECISION": tile.precision}
+    grid = (cdiv(tokens, TILE), shares)
+    launch(project, grid, streams, phi, *parts, tokens, count * width, columns, C=number.shape[1], **sizes)
+    tensors = (streams, update, *parts, bias, scale, left, mixed, number, inverse, coefficient)
+    few = power_of_two(min(tokens, FEWEST))
+    sizes = {"X": count, "TOKENS": few, "WIDTH": tile.width, "SHARES": shares}
+    launch(finish, (cdiv(tokens, few), cdiv(width, tile.width)), *tensors, tokens, width, rounds, eps, hc_eps, **sizes)
 
 
 @torch.library.custom_op(
