@@ -1,5 +1,5 @@
-"""The hyper-connections as one kernel forward, two for few tokens, and three backward. What they move is counted in D numbers of the
-streams' dtype per token, for four streams; all figures are derived, none is measured.
+"""The hyper-connections as one kernel forward, two for few tokens, and three backward. What they move is counted in D
+numbers of the streams' dtype per token, for four streams; all figures are derived, none is measured.
 
 Forward reads 4 + 1 and writes 4 + 1: 10, the least there is, if the second sweep over a tile's streams finds them in
 the L2 cache, else 14. At D = 2048 in bfloat16, 16 tokens on each of 132 processors are 35 MB, in a cache of 50; in
