@@ -204,7 +204,10 @@ def _streams() -> list[Case]:
         workloads.mhc_boundary(f"{count} streams" if count > 1 else "1 stream", 128, streams=count)
         for count in (1, 2, 4, 8)
     ]
-    few = [workloads.mhc_boundary(f"4 streams, {tokens} tokens", tokens) for tokens in (1, 2, 64)]
+    few = [
+        workloads.mhc_boundary(f"{count} streams, {tokens} tokens", tokens, streams=count)
+        for count, tokens in ((4, 1), (4, 2), (4, 64), (1, 4), (8, 4))
+    ]
     mixed = workloads.mhc_boundary("4 streams, mixed precision", 128, mixed=True)
     nano = _in(workloads.mhc_boundary("4 streams, nano", 128, width=128), FULL)
     return [*(_in(case, dtype) for case in [*cases, *few] for dtype in ALL), mixed, nano]

@@ -12,7 +12,12 @@ would refuse is an error. Lanes out of bounds do nothing, so that the process li
 
 Programs run backwards, from the last to the first, since a GPU promises no order. Threads of a program are not
 simulated: where lanes touch what other lanes have touched, and one of them writes, a barrier is asked for, without
-which it is right only by luck of the layouts.
+which it is right only by luck of the layouts. A lane is a place in a block; that blocks of one shape have one layout is
+taken for granted.
+
+Not seen: a block that lies wholly in another tensor of the launch, or in the gaps of a strided one; races between
+numbers of different sizes, of which only the first bytes are compared. Meanwhile torch computes deterministically,
+which is what makes it fill `torch.empty`.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ from torch import Tensor
 from .launch import INTERPRETED
 
 KINDS = {
-    "bounds": "an access reaches beside the launch's tensors, or from one into another",
+    "bounds": "an access reaches beside the launch's tensors, or lies in two of them",
     "write race": "two programs write one address, not both by atomics",
     "read race": "a program reads what another one writes",
-    "order": "a program reads what it has written, or lanes overwrite what others have read, with no barrier between",
+    "order": "lanes touch what others of their program have touched, one of them writing, with no barrier between",
     "lanes": "a store writes one address twice, with different values",
 }
 
@@ -93,11 +98,14 @@ def watching(backwards: bool = True) -> Iterator[Report]:
     Args:
         backwards: programs run from the last to the first.
 
-    Raises RuntimeError if TRITON_INTERPRET=1 was not set from the start.
+    Raises RuntimeError if TRITON_INTERPRET=1 was not set from the start, or inside another such block.
     """
     if not INTERPRETED:
         raise RuntimeError("the sanitizer needs Triton's interpreter: set TRITON_INTERPRET=1 before the process starts")
     from triton.runtime import interpreter
+
+    if hasattr(interpreter.GridExecutor.__call__, "watched"):
+        raise RuntimeError("the sanitizer is watching already: use the report of the block around this one")
 
     report = Report()
     eyes = _Eyes(interpreter, report, backwards)
@@ -117,7 +125,12 @@ def watching(backwards: bool = True) -> Iterator[Report]:
 def _replaced(owner: type, name: str, instead: Any) -> contextlib.AbstractContextManager[Any]:
     """In place of a method, one that gets the method itself first."""
     plain = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda self, *args, **options: instead(plain, self, *args, **options))
+
+    def replaced(self: Any, *args: Any, **options: Any) -> Any:
+        return instead(plain, self, *args, **options)
+
+    replaced.watched = True  # pyright: ignore[reportFunctionMemberAccess]
+    return mock.patch.object(owner, name, replaced)
 
 
 def _smallest_product() -> Any:
@@ -132,11 +145,14 @@ def _smallest_product() -> Any:
 def _useless_until_written() -> Iterator[None]:
     """`torch.empty` and its like give NaN and the largest integers."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # and with it torch's fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills: Any = torch.utils.deterministic
+    filled, fills.fill_uninitialized_memory = fills.fill_uninitialized_memory, True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        fills.fill_uninitialized_memory = filled
 
 
 class _Access(NamedTuple):
@@ -145,13 +161,13 @@ class _Access(NamedTuple):
     addresses: ascending, each once.
     lane: beside each, the only lane that has touched it; -1 if several have. The threads of a program share the one
         lane of a single number.
-    width: how many lanes the block has.
+    shape: of the block.
     """
 
     program: int
     addresses: Addresses
     lane: NDArray[np.int64]
-    width: int
+    shape: tuple[int, ...]
 
     def meets(self, other: _Access) -> bool:
         """Whether a lane has touched what another one did, in the other access."""
@@ -160,7 +176,7 @@ class _Access(NamedTuple):
             return False
         _, here, there = np.intersect1d(one, two, assume_unique=True, return_indices=True)
         own = (self.lane[here] == other.lane[there]) & (self.lane[here] >= 0)
-        return not (self.width == other.width and own.all()) and here.size > 0
+        return not (self.shape == other.shape and own.all()) and here.size > 0
 
 
 class _Launch:
@@ -176,15 +192,23 @@ class _Launch:
         self.reads: list[_Access] = []
         self.writes: list[_Access] = []
         self.atomics: list[_Access] = []
-        self.read: list[_Access] = []  # of this program since its last barrier, and so is the next
+        # Of this program since its last barrier:
+        self.read: list[_Access] = []
         self.written: list[_Access] = []
+        self.added: list[_Access] = []  # by atomics
         spans = _merged([_span(x) for x in tensors if x.numel()])
         self.lows = np.array([low for low, _ in spans], np.uint64)
         self.highs = np.array([high for _, high in spans], np.uint64)
 
     def fence(self) -> None:
         """What a program has touched so far is before what comes."""
-        self.read, self.written = [], []
+        self.read, self.written, self.added = [], [], []
+
+    def in_order(self, access: _Access, doing: str, **before: list[_Access]) -> None:
+        """None of what came before has touched the same by other lanes."""
+        for done, accesses in before.items():
+            if any(access.meets(one) for one in accesses):
+                self.note("order", f"{doing} behind a {done}")
 
     def note(self, kind: str, detail: str) -> None:
         self.report.note(kind, self.kernel, f"program {self.program}, {detail}")
@@ -195,7 +219,9 @@ class _Launch:
         owner = np.searchsorted(self.lows, ptrs.data, side="right") - 1
         inside = owner >= 0
         if self.highs.size:
-            inside &= ptrs.data + np.uint64(size) <= self.highs[np.maximum(owner, 0)]
+            room = self.highs[np.maximum(owner, 0)] - self.lows[np.maximum(owner, 0)]
+            place = np.where(inside, ptrs.data - self.lows[np.maximum(owner, 0)], 0)  # no sum that could wrap around
+            inside &= (place < room) & (room - place >= size)
         strays, tensors = int((mask & ~inside).sum()), np.unique(owner[mask & inside]).size
         if strays:
             self.note("bounds", f"{doing}: {strays} of {int(mask.sum())} lanes")
@@ -204,7 +230,7 @@ class _Launch:
         mask = mask & inside
         addresses, first, times = np.unique(ptrs.data[mask].astype(np.uint64), return_index=True, return_counts=True)
         alone = (times == 1) & (mask.size > 1)
-        return _Access(self.program, addresses, np.where(alone, np.flatnonzero(mask)[first], -1), mask.size), mask
+        return _Access(self.program, addresses, np.where(alone, np.flatnonzero(mask)[first], -1), mask.shape), mask
 
     def judge(self) -> None:
         """What programs do to each other."""
@@ -237,6 +263,8 @@ class _Eyes:
 
     def launch(self, plain: Any, executor: Any, *args: Any, **options: Any) -> None:
         tensors = [x for x in _leaves([*args, *options.values()]) if isinstance(x, Tensor)]
+        if any(x.device.type != "cpu" for x in tensors):
+            raise RuntimeError("the sanitizer knows addresses of tensors on a CPU alone")
         outer, self.current = self.current, _Launch(executor.fn.__name__, tensors, self.report)
         self.report.launches[self.current.kernel] += 1
         try:
@@ -265,10 +293,9 @@ class _Eyes:
     def masked_load(self, plain: Any, builder: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
         if (launch := self.current) is not None:
             access, mask = self._touch(launch, ptrs, mask, "load")
+            launch.in_order(access, "a load", store=launch.written, atomic=launch.added)
             launch.reads.append(access)
             launch.read.append(access)
-            if any(access.meets(written) for written in launch.written):
-                launch.note("order", "a load behind a store")
             if other is None:
                 other = self.interpreter.TensorHandle(self._useless(ptrs), ptrs.get_element_ty())
         return plain(builder, ptrs, mask, other, *rest, **more)
@@ -276,10 +303,9 @@ class _Eyes:
     def masked_store(self, plain: Any, builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         if (launch := self.current) is not None:
             access, mask = self._touch(launch, ptrs, mask, "store")
+            launch.in_order(access, "a store", load=launch.read, store=launch.written, atomic=launch.added)
             launch.writes.append(access)
             launch.written.append(access)
-            if any(access.meets(read) for read in launch.read):
-                launch.note("order", "a store behind a load")
             values = np.broadcast_to(value.data, ptrs.data.shape)[mask.data]
             if access.addresses.size < values.size and _disagree(ptrs.data[mask.data], values):
                 launch.note("lanes", "store")
@@ -287,17 +313,21 @@ class _Eyes:
 
     def atomic_rmw(self, plain: Any, builder: Any, kind: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         if (launch := self.current) is not None:
-            access, mask = self._touch(launch, ptrs, mask, "atomic")
-            launch.atomics.append(access)
+            mask = self._atomic(launch, ptrs, mask)
         return plain(builder, kind, ptrs, value, mask, *rest)
 
     def atomic_cas(self, plain: Any, builder: Any, ptrs: Any, *rest: Any) -> Any:
         if (launch := self.current) is not None:
-            access, mask = self._touch(launch, ptrs, None, "atomic")
-            launch.atomics.append(access)
-            if not mask.data.all():
+            if not self._atomic(launch, ptrs, None).data.all():
                 raise IndexError("a compare-and-swap beside the tensors of the launch, which no mask can keep from it")
         return plain(builder, ptrs, *rest)
+
+    def _atomic(self, launch: _Launch, ptrs: Any, mask: Any) -> Any:
+        access, mask = self._touch(launch, ptrs, mask, "atomic")
+        launch.in_order(access, "an atomic", load=launch.read, store=launch.written)
+        launch.atomics.append(access)
+        launch.added.append(access)
+        return mask
 
     def _touch(self, launch: _Launch, ptrs: Any, mask: Any, doing: str) -> tuple[_Access, Any]:
         """The access, and a mask that does no harm to this process."""

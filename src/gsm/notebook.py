@@ -1,5 +1,5 @@
 """What notebooks are made of: small trained models, finished runs, and pictures. Needs matplotlib:
-``pip install -e '.[notebook]'``."""
+``pip install -c constraints.txt -e '.[notebook]'``."""
 
 from __future__ import annotations
 

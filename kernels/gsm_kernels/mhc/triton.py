@@ -8,9 +8,9 @@ for 16,384 tokens, beside 670 MB of streams).
 
 Of up to 64 tokens, as in decoding, each tile would be one program that goes through phi alone, 32 tiles of its columns
 one after the other at D = 2048, then twice through memory, then through 8 tiles of columns. So there the columns of phi
-are divided among up to 64 programs (`project`: one tile each), and those of the streams (`finish`: 8 programs), which
-all make the coefficients of their token again, in registers: two launches, no round trip within one, and no copy of phi
-in bfloat16.
+are divided among up to 64 programs (`project`: a tile or two each), and those of the streams (`finish`: 8 programs),
+which all make the coefficients of their token again, in registers: two launches, no round trip within one, and no copy
+of phi in bfloat16.
 
 Backward moves 24, where 15 is the least. The gradient of a stream needs that of its token's coefficients, which takes
 whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one

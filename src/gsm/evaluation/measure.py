@@ -46,7 +46,10 @@ class Measure(ABC):
             ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
         """
         if not self.checkpoint:
-            raise ConfigError(f"{self.script} needs checkpoint=...; python {self.script} --help says what it is")
+            program = called(self.script)
+            raise ConfigError(
+                f"{program.removeprefix('python ')} needs checkpoint=...; {program} --help says what it is"
+            )
         files, place = checkpoints(self.checkpoint), Path(self.output)
         if not self.output:
             place = (home(files[0]) if len(files) == 1 else Path(self.checkpoint)) / self.file
