@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -269,7 +270,7 @@ def test_whatever_is_taken_out_of_our_kernels_is_found(op: Op, tmp_path: Path, m
         if not any(map(partial(wrong, op), calls, expected)):
             overlooked.append(what)
     assert all(what.endswith(": mask of a load") for what in overlooked), overlooked
-    assert sorted(what.partition(",")[0] for what in overlooked) == HARMLESS.get(op.name, []), overlooked
+    assert not Counter(what.partition(",")[0] for what in overlooked) - Counter(HARMLESS.get(op.name, [])), overlooked
 
 
 def results(run: Callable, call: dict) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gsm.config.check import ConfigError
-from gsm.config.command_line import shown
+from gsm.config.command_line import called, shown
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.evaluation.results import Grid
 from gsm.experiments.table import WIDTH, grid_markdown, grid_text
