@@ -32,7 +32,11 @@ FLOORS = {
 LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6, "gsm_benchmarks": 99}  # beside the library: nothing imports them
 ELSEWHERE = 5
 KERNEL_LIBRARIES = {"torch", "triton", "xformers", "fla"}
-COMPILED_LIBRARIES = {"numba", "llvmlite", "numpy"}  # of compiled loops, which are imported when they run
+# Of compiled loops, which are imported when they run, and of the sanitizer, as Triton's interpreter computes with NumPy.
+COMPILED_LIBRARIES = {"numba", "llvmlite", "numpy"}
+
+
+COMPILED = {"arrays", "native", "sanitizer", "threads"}
 
 
 def test_no_import_goes_up_a_floor() -> None:
@@ -126,7 +130,7 @@ def _may_import(importer: str, target: str) -> bool:
 
 def _library_allowed(importer: str, library: str) -> bool:
     if _part(importer) == "gsm_kernels":
-        loops = importer.endswith(".loops") or importer.removeprefix("gsm_kernels.") in ("arrays", "native", "threads")
+        loops = importer.endswith(".loops") or importer.removeprefix("gsm_kernels.") in COMPILED
         return library in KERNEL_LIBRARIES or loops and library in COMPILED_LIBRARIES
     return FLOORS[_part(importer)] >= LIBRARIES.get(library, ELSEWHERE)
 

@@ -165,11 +165,9 @@ def test_threads_spin_shortly_while_they_wait_unless_the_user_wants_otherwise(gi
 def test_where_it_is_installed_commands_and_extras_are_called_by_other_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from gsm.config.command_line import called
-
     scripts = ("generate.py", "evaluate.py ruler=true")
-    assert [called(script) for script in scripts] == ["python generate.py", "python evaluate.py ruler=true"]
+    assert [paths.called(script) for script in scripts] == ["python generate.py", "python evaluate.py ruler=true"]
     assert paths.install("hf") == "pip install -c constraints.txt -e '.[hf]'"
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    assert [called(script) for script in scripts] == ["gsm-generate", "gsm-evaluate ruler=true"]
+    assert [paths.called(script) for script in scripts] == ["gsm-generate", "gsm-evaluate ruler=true"]
     assert paths.install("hf") == "pip install 'gsm-playground[hf]'"

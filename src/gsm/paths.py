@@ -36,6 +36,12 @@ def in_clone() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
 
 
+def called(script: str) -> str:
+    """How a script is called: ``python generate.py`` in a clone, ``gsm-generate`` where the package is installed."""
+    name, _, words = script.partition(".py")
+    return f"python {script}" if in_clone() else f"gsm-{name}{words}"
+
+
 def install(extra: str) -> str:
     """What installs an extra, here."""
     return f"pip install -c constraints.txt -e '.[{extra}]'" if in_clone() else f"pip install 'gsm-playground[{extra}]'"

@@ -164,7 +164,7 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or parsed.help:
-        usage = " ".join([called(script), *(f"{name} ..." for name in several), "name=value ..."])
+        usage = " ".join([paths.called(script), *(f"{name} ..." for name in several), "name=value ..."])
         print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
         return
     words = [word for word in given if several and not NAMED.match(word)]
@@ -198,7 +198,7 @@ def read_arguments(
     """
     taken = inspect.signature(function, eval_str=True).parameters
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
-    program = called(script)
+    program = paths.called(script)
     values: dict[str, Any] = {}
     for argument in given:
         check_readable(argument)
@@ -216,11 +216,6 @@ def read_arguments(
     if missing:
         raise ConfigError(f"{program.removeprefix('python ')} needs {missing[0]}=...; {program} --help says what it is")
     return values
-
-
-def called(script: str) -> str:
-    """How a script is called: ``python generate.py`` in a clone, ``gsm-generate`` where the package is installed."""
-    return f"python {script}" if paths.in_clone() else re.sub(r"^(\w+)\.py", r"gsm-\1", script)
 
 
 def listed(text: str) -> list[str]:

@@ -132,7 +132,8 @@ def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]], scr
         takers = scripts_of(override.key_or_group) if override.key_or_group in groups else [script]
         if script not in takers:
             raise ConfigError(
-                f"{override.key_or_group} is a group of {takers[0]}.py: python {takers[0]}.py {override.input_line}"
+                f"{override.key_or_group} is a group of {takers[0]}.py: "
+                f"{paths.called(f'{takers[0]}.py')} {override.input_line}"
             )
         _check_choice(override, groups)
     return parsed

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gsm import paths
 from gsm.config.check import ConfigError
-from gsm.config.command_line import called, shown
+from gsm.config.command_line import shown
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.evaluation.results import Grid
 from gsm.experiments.table import WIDTH, grid_markdown, grid_text
@@ -46,7 +47,7 @@ class Measure(ABC):
             ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
         """
         if not self.checkpoint:
-            program = called(self.script)
+            program = paths.called(self.script)
             raise ConfigError(
                 f"{program.removeprefix('python ')} needs checkpoint=...; {program} --help says what it is"
             )
