@@ -32,7 +32,7 @@ FLOORS = {
 LIBRARIES = {"torch": 0, "hydra": 6, "omegaconf": 6, "gsm_benchmarks": 99}  # beside the library: nothing imports them
 ELSEWHERE = 5
 KERNEL_LIBRARIES = {"torch", "triton", "xformers", "fla"}
-# Of compiled loops, which are imported when they run, and of the sanitizer, as Triton's interpreter computes with NumPy.
+# Of compiled loops, which are imported when they run, and of the sanitizer: Triton's interpreter computes with NumPy.
 COMPILED_LIBRARIES = {"numba", "llvmlite", "numpy"}
 
 
