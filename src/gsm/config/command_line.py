@@ -198,7 +198,6 @@ def read_arguments(
     """
     taken = inspect.signature(function, eval_str=True).parameters
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
-    program = paths.called(script)
     values: dict[str, Any] = {}
     for argument in given:
         check_readable(argument)
@@ -206,7 +205,7 @@ def read_arguments(
         if not equals:
             raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
         if name not in taken:
-            raise unknown("argument", name, taken, program.removeprefix("python "))
+            raise unknown("argument", name, taken, paths.called(script).removeprefix("python "))
         read, takes = KINDS.get(taken[name].annotation, (str, "str"))
         try:
             values[name] = read(text)
@@ -214,8 +213,14 @@ def read_arguments(
             raise ConfigError(f"{name} is '{text}', but takes {takes}") from error
     missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
     if missing:
-        raise ConfigError(f"{program.removeprefix('python ')} needs {missing[0]}=...; {program} --help says what it is")
+        raise lacks(script, missing[0])
     return values
+
+
+def lacks(script: str, argument: str) -> ConfigError:
+    """The error of a call without an argument that the script has to be given."""
+    program = paths.called(script)
+    return ConfigError(f"{program.removeprefix('python ')} needs {argument}=...; {program} --help says what it is")
 
 
 def listed(text: str) -> list[str]:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gsm import paths
-from gsm.config.check import ConfigError
-from gsm.config.command_line import shown
+from gsm.config.command_line import lacks, shown
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.evaluation.results import Grid
 from gsm.experiments.table import WIDTH, grid_markdown, grid_text
@@ -47,10 +45,7 @@ class Measure(ABC):
             ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
         """
         if not self.checkpoint:
-            program = paths.called(self.script)
-            raise ConfigError(
-                f"{program.removeprefix('python ')} needs checkpoint=...; {program} --help says what it is"
-            )
+            raise lacks(self.script, "checkpoint")
         files, place = checkpoints(self.checkpoint), Path(self.output)
         if not self.output:
             place = (home(files[0]) if len(files) == 1 else Path(self.checkpoint)) / self.file
