@@ -163,7 +163,7 @@ def requests(call: Callable[[], object], capability: int) -> list[Request]:
         found[Request(fn.module, fn.name, compile["specialization_data"])] = None
         return True  # do not compile it
 
-    def instead(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
+    def instead(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         kernel.warmup(*args, grid=(1,), **options)
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, seen

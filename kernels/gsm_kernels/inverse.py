@@ -1,7 +1,11 @@
 """Which places of a selection point at a slot, and sums over them: how gradients of gathered entries come together.
 
 A gather's gradient is a scatter. With atomic additions its result depends on the order in which programs run; here the
-places are sorted by slot once, stably, and every slot's own program adds up its places in their order.
+places are sorted by slot once, stably, and added up in their order: by one program up to MOST of them, and those of a
+slot that more rows have picked by several, whose sums another kernel adds.
+
+Layers that reuse a selection hand on the tensor that lists it. So what was sorted of a tensor is kept as long as the
+tensor is there: a selection is sorted once, however many backwards need it.
 """
 
 from __future__ import annotations
@@ -10,39 +14,77 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .launch import launch, power_of_two
+from .launch import cdiv, launch, power_of_two
+from .rows import Rows
+
+MOST = 512  # places that one program adds up: 128 KB of 128 numbers in 16 bits
 
 
 class Inverse(NamedTuple):
-    """The places of a flattened selection in the order of the slots they point at.
+    """The places of a flattened selection in the order of the slots they point at, and their parts.
 
     Attributes:
-        order: int64 [B*R*K], places by slot and then by place; those that point at none come last.
-        start: int64 [B*F + 1], where the places of each slot, of all sequences, begin in `order`.
+        order: int32 [B*R*K], places by slot and then by place; those that point at none come last.
+        start: int32 [B*F + 1], where the places of each slot, of all sequences, begin in `order`.
+        first: int32 [B*F + 1], the first part of each slot; one that MOST places point at has one part, one that none
+            point at has none.
+        slot: int32 [parts], of each part; B*F behind the last, since as many are allotted as there could be.
     """
 
     order: Tensor
     start: Tensor
+    first: Tensor
+    slot: Tensor
 
 
-def inverse_index(index_BRK: Tensor, slots: int) -> Inverse:
-    """The inverse of a selection among `slots` slots a sequence; -1 points at none."""
-    batch = index_BRK.shape[0]
-    offset = torch.arange(batch, dtype=torch.int32, device=index_BRK.device)[:, None, None] * slots
-    flat = torch.where(index_BRK < 0, batch * slots, index_BRK.to(torch.int32) + offset).flatten()
-    ordered, order = torch.sort(flat, stable=True)
-    ends = torch.arange(batch * slots + 1, dtype=torch.int32, device=index_BRK.device)
-    return Inverse(order, torch.searchsorted(ordered, ends))
+def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> Inverse:
+    """The inverse of a chunk of a selection among `slots` slots a sequence, of all its rows if none is named; -1 points
+    at none. Places are counted from the first of the chunk, and slots from the first of its sequences."""
+    part = part or Rows(0, index_BRK.shape[0], 0, index_BRK.shape[1])
+    known, key = _known_of(index_BRK), (index_BRK._version, slots, part)
+    if key not in known:
+        known[key] = _sorted(index_BRK[part.batch0 :, part.row0 :][: part.batches, : part.rows], slots)
+    return known[key]
 
 
 def add_segments(into: Tensor, values: Tensor, inverse: Inverse) -> None:
     """Add to every slot's line of `into` [B*F, X], float32 and contiguous, the lines of `values` [B*R*K, X] of its
     places."""
-    from .inverse_kernels import add_segments as kernel
+    from .inverse_kernels import add_parts, join_parts
 
-    width = values.shape[1]
+    width, parts = values.shape[1], inverse.slot.numel()
     # 16 KB of float32 at a time, 32 numbers in each of 128 threads: enough loads under way where a slot is popular.
     padded = power_of_two(width)
-    sizes = {"X": width, "WIDTH": padded, "PLACES": max(4096 // padded, 1), "num_warps": 4}
-    launch(kernel, (into.shape[0],), values, *inverse, into, **sizes)
+    sums = into.new_empty(parts, width)
+    sizes = {"X": width, "WIDTH": padded, "LINES": max(4096 // padded, 1), "num_warps": 4}
+    launch(add_parts, (parts,), values, *inverse, sums, into, into.shape[0], MOST=MOST, **sizes)
+    launch(join_parts, (into.shape[0],), sums, inverse.first, into, **sizes)
+
+
+def _sorted(index_BRK: Tensor, slots: int) -> Inverse:
+    batch, device = index_BRK.shape[0], index_BRK.device
+    count = batch * slots
+    offset = torch.arange(batch, dtype=torch.int32, device=device)[:, None, None] * slots
+    flat = torch.where(index_BRK < 0, count, index_BRK.to(torch.int32) + offset).flatten()
+    ordered, order = torch.sort(flat, stable=True)
+    line = torch.arange(count + 1, dtype=torch.int32, device=device)
+    start = torch.searchsorted(ordered, line, out_int32=True)
+    first = torch.zeros_like(start)
+    torch.cumsum((start.diff() + (MOST - 1)) // MOST, 0, dtype=torch.int32, out=first[1:])
+    part = torch.arange(count + cdiv(flat.numel(), MOST), dtype=torch.int32, device=device)
+    return Inverse(order.to(torch.int32), start, first, torch.searchsorted(first[1:], part, out_int32=True, right=True))
+
+
+def _known_of(index_BRK: Tensor) -> dict[tuple[int, int, Rows], Inverse]:
+    """What was sorted of this tensor, by its version, the number of slots and the chunk. While a graph is captured
+    nothing is kept: it would be read where it is not written, and the other way round."""
+    if index_BRK.is_cuda and torch.cuda.is_current_stream_capturing():
+        return {}
+    if index_BRK not in _known:
+        _known[index_BRK] = {}
+    return _known[index_BRK]
+
+
+_known = WeakTensorKeyDictionary()

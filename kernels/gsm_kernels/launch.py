@@ -27,7 +27,7 @@ HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
 OLDEST = (8, 0)  # the first with bfloat16 in its matrix units: what a forced choice may try
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does where a kernel is decorated
 
-Launcher = Callable[[Any, tuple, dict[str, Any]], None]
+Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], None]
 
 
 def missing() -> str | None:
@@ -63,7 +63,7 @@ def unfit(*tensors: Tensor) -> str | None:
             return f"needs tensors on a GPU, got {x.device.type}"
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"computes in float32, which is too coarse for {str(x.dtype).removeprefix('torch.')}"
-        if INTERPRETED and x.dtype == torch.bfloat16 and not x.is_meta:
+        if INTERPRETED and _hook() is None and x.dtype == torch.bfloat16 and not x.is_meta:
             return "Triton's interpreter computes bfloat16 wrongly"
     return None
 
@@ -77,7 +77,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     # The default up to Triton 3.9, which warns where it is not given; 3.10 changes it.
     options = {"enable_fp_fusion": True, **options}
     if (hook := _hook()) is not None:
-        hook(kernel, args, options)
+        hook(kernel, grid, args, options)
     elif all(grid):
         with _build_errors(kernel), _device_of(args):
             kernel[grid](*args, **options)
@@ -110,7 +110,7 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def launching(instead: Launcher) -> Iterator[None]:
-    """Inside the block, call `instead(kernel, args, options)` where this thread would launch a kernel.
+    """Inside the block, call `instead(kernel, grid, args, options)` where this thread would launch a kernel.
 
     Nothing is launched, so calls with tensors on a CPU are taken too; their results are uninitialised. Other threads
     launch as usual."""
@@ -132,7 +132,7 @@ def _hook() -> Launcher | None:
     return _instead.get(threading.get_ident()) if _instead else None
 
 
-def _build(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
+def _build(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     with _build_errors(kernel), _device_of(args):
         compiled = kernel.warmup(*args, grid=(1,), **options)
         _ = compiled.run  # loads it, which is where too much shared memory is found out

@@ -74,7 +74,7 @@ def compiled(monkeypatch) -> Iterator[dict[str, set[tuple[str, str]]]]:
     """By kernel, the constants and all that the calls of the test would have it compiled for. Nothing is launched."""
     found, built = defaultdict(set), set()
 
-    def instead(kernel, args: tuple, options: dict) -> None:
+    def instead(kernel, grid: tuple, args: tuple, options: dict) -> None:
         names, bind = binder(kernel)
         given, specialization, rest = bind(*args, **options)
         constants = f"{[given[name] for name in names]} {rest}"

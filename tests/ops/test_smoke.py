@@ -137,7 +137,7 @@ def test_what_is_killed_goes_on_behind_what_was_finished(tmp_path):
     process.wait()
     before = rows_of(path)
     kernels = {(row["of"], row["kernel"]) for row in before["build"]["kernels"]}
-    assert ("swiglu 16K", "forward") in kernels and ("score_slots 4 x 4K", "add_segments") in kernels
+    assert ("swiglu 16K", "forward") in kernels and ("score_slots 4 x 4K", "add_parts") in kernels
     assert all(row["registers"] > 0 and not row.get("failed") for row in before["build"]["kernels"])
     assert list(before)[:3] == ["build", "ceilings", "swiglu 16K, forward"] and last in before
     done = started(words, tmp_path, stdout=subprocess.PIPE)

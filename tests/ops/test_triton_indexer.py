@@ -7,9 +7,17 @@ import pytest
 import torch
 from calls import cast, scoring, selection
 from oracles import normal
-from triton_check import assert_agrees, assert_as_good_as_eager, each_size, to_device, with_reference, with_triton
+from triton_check import (
+    assert_agrees,
+    assert_as_good_as_eager,
+    each_size,
+    gradients,
+    to_device,
+    with_reference,
+    with_triton,
+)
 
-from gsm_kernels import candidate_pool, index_top_k, score_slots
+from gsm_kernels import candidate_pool, index_top_k, inverse, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
 from gsm_kernels.rows import lines_of, row_chunks
@@ -143,6 +151,36 @@ def test_a_slot_gets_the_sum_of_its_places():
     moved = to_device({"into": torch.ones(8, 3), "values": values, "index": index})
     add_segments(moved["into"], moved["values"], inverse_index(moved["index"], 4))
     assert moved["into"][:, 2].tolist() == [3, 1, 10, 1, 1, 65, 49, 1]
+
+
+@pytest.mark.parametrize("most", [2, 16, 512])
+def test_a_slot_that_every_row_picks_is_added_up_in_parts(monkeypatch, most):
+    """No program reads more than MOST places; the sums are those of one program."""
+    monkeypatch.setattr(inverse, "MOST", most)
+    index = torch.randint(-1, 7, (2, 40, 3))
+    index[:, :, 0] = 5  # in every row
+    values = torch.randint(-8, 8, (240, 6)).float()
+    moved = to_device({"into": torch.zeros(14, 6), "values": values, "index": index})
+    found = inverse_index(moved["index"], 7)
+    parts = found.first.diff()
+    assert parts.sum() <= found.slot.numel() and (found.start.diff() <= parts * most).all()
+    add_segments(moved["into"], moved["values"], found)
+    slot = torch.where(index < 0, 14, index + torch.tensor([0, 7])[:, None, None]).flatten()
+    expected = torch.zeros(15, 6).index_add_(0, slot, values)[:14]
+    assert torch.equal(moved["into"].cpu(), expected)
+
+
+def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
+    """Layers that reuse one, in any order of their backwards; again where its numbers have changed."""
+    times, sort = [], torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: (times.append(1), sort(*args, **options))[1])
+    call = to_device(cast(scoring(rows=5), torch.float32))
+    for _ in range(3):
+        gradients(with_triton(score_slots), call)
+    assert len(times) == 1
+    call["index_BRK"].copy_(call["index_BRK"].flip(1))
+    assert_agrees(score_slots, call)
+    assert len(times) == 2
 
 
 @pytest.mark.gpu

@@ -61,12 +61,33 @@ def absorb(product, entry, high, total, mixed, scale):
     return higher, total * fade + tl.sum(weight, 1), mixed
 
 
+@triton.jit
+def whole_tiles(low, stop, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Where whole tiles of the entries low..stop end, so that what is left fits an edge of fewer: two queries see 129
+    entries of a window of 128, which are two tiles of 64 and one, and three tiles would be half empty."""
+    return low + (tl.maximum(stop - low, 0) + BLOCK - EDGE - 1) // BLOCK * BLOCK
+
+
+@triton.jit
+def absorb_window(
+    query, window_ptr, batch, low, begin, end, high, total, mixed, scale, E,
+    C: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over SIZE entries of the window, from `low` on."""
+    place, channel = low + tl.arange(0, SIZE), tl.arange(0, C)[None, :]
+    entry = tl.load(window_ptr + (batch * E + place)[:, None] * C + channel, mask=(place < E)[:, None], other=0.0)
+    entry = entry.to(query.dtype)  # a memory may be wider than the rows that read it
+    product = tl.dot(query, tl.trans(entry), input_precision="ieee")
+    seen = (place[None, :] >= begin[:, None]) & (place[None, :] <= end[:, None])
+    return absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
+
+
 @triton.jit(do_not_specialize=["R", "E", "F"])  # they change while a memory grows
 def forward(
     query_ptr, window_ptr, bank_ptr, index_ptr, bias_ptr, position_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, lse_ptr,
     scale, width, R, E, F, K,
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, QUERIES:
-    tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """out and lse = log2( sum exp(z) + exp(sink) ) of one tile of rows: its window, then its selections, then sinks."""
     tiles = tl.cdiv(R, QUERIES)
@@ -83,13 +104,17 @@ def forward(
     mixed = tl.zeros([QUERIES * HEADS, C], tl.float32)
 
     begin, end = reach(position_ptr, batch, row, R, E, width, inside)
-    for low in range(tl.min(begin), tl.minimum(E - R + first + QUERIES, E), BLOCK):
-        place = low + tl.arange(0, BLOCK)
-        entry = tl.load(window_ptr + (batch * E + place)[:, None] * C + channel, mask=(place < E)[:, None], other=0.0)
-        entry = entry.to(loaded.dtype)  # a memory may be wider than the rows that read it
-        product = tl.dot(query, tl.trans(entry), input_precision="ieee")
-        seen = (place[None, :] >= begin[:, None]) & (place[None, :] <= end[:, None])
-        high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
+    start, stop = tl.min(begin), tl.minimum(E - R + first + QUERIES, E)
+    edge = whole_tiles(start, stop, BLOCK, EDGE)
+    for low in range(start, edge, BLOCK):
+        high, total, mixed = absorb_window(
+            query, window_ptr, batch, low, begin, end, high, total, mixed, scale, E, C, BLOCK
+        )
+    if EDGE:
+        if edge < stop:
+            high, total, mixed = absorb_window(
+                query, window_ptr, batch, edge, begin, end, high, total, mixed, scale, E, C, EDGE
+            )
 
     if PICKS:
         steps = tl.cdiv(K, BLOCK)

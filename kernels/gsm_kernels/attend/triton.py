@@ -36,12 +36,13 @@ from torch import Tensor
 from ..inputs import contiguous, keep, kept, schema
 from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
-from ..rows import slices
+from ..rows import Rows, slices
 from .inputs import Inputs
 
 LOG2_E = 1.4426950408889634
 PAIR_BYTES = 1 << 29  # the picks' contributions that exist at a time
 PROCESSORS = 132  # of an H100
+EDGE = 16  # entries of the window's last tile, the fewest that a product of matrices takes
 SHARE = 32  # columns that are worth a program of `few_rows`
 
 
@@ -68,7 +69,7 @@ def tile(kernel: str, inputs: Inputs) -> Tile:
     if inputs.query_BRHC.dtype == torch.float32:
         rows, block, warps, stages = 32, 32, 8, 1
     elif kernel == "forward":
-        rows, block, warps, stages = (64, 64, 4, 5) if picks else (128, 64, 8, 3)
+        rows, block, warps, stages = (128, 64, 8, 2) if wide and not picks else (64, 64, 4, 5 if picks else 4)
     elif kernel == "query_gradient":
         rows, block, warps, stages = (32, 64, 4, 5 if padded <= 32 else 3) if picks else (64, 64, 4, 3)
     else:
@@ -162,7 +163,8 @@ def _forward(*arguments):
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows, cut = *inputs.query_BRHC.shape[:2], tile("forward", inputs)
     tensors = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH)
-    options = {**_constants(inputs), **cut._asdict()}
+    edge = EDGE if inputs.query_BRHC.shape[3] <= 128 else 0  # more channels find no room in registers for another tile
+    options = {**_constants(inputs), **cut._asdict(), "EDGE": edge}
     launch(forward, (batch * cdiv(rows, cut.QUERIES),), *tensors, *_sizes(inputs), **options)
     return out_BRHC, lse_BRH
 
@@ -262,7 +264,8 @@ def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice
     """Add the picks' contributions to the bank's gradient, each slot's in the order of the rows."""
     if inputs.index_BRK is not None and inputs.slots:
         channels = bank_sum.shape[2]
-        inverse = inverse_index(inputs.index_BRK[:, rows], inputs.slots)
+        part = Rows(0, inputs.index_BRK.shape[0], rows.start, rows.stop - rows.start)
+        inverse = inverse_index(inputs.index_BRK, inputs.slots, part)
         add_segments(bank_sum.view(-1, channels), pair_grads.view(-1, channels), inverse)
 
 

@@ -67,14 +67,32 @@ def best_of_groups(
 def choose(
     score_ptr, first_ptr, last_ptr, out_ptr,
     batch0, row0, rows, R, columns, k,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The k best of the groups (GROUP = 1: of the slots) that a row sees. A program holds one row in registers."""
+    """The k best of the groups (GROUP = 1: of the slots) that a row sees: the k best of SIZE spans of SPAN groups, then
+    the k best of the groups of these. The list of the spans lies where that of the groups will."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
-    group = first // GROUP + tl.arange(0, SIZE)
-    inside = group * GROUP < tl.where(first < last, last, 0)
-    score = tl.load(score_ptr + line * columns + group, mask=inside, other=float("-inf"))
-    _write_highest(score, group, out_ptr + line * k, k, SIZE, K)
+    span, low, out = tl.arange(0, SIZE), first // GROUP, out_ptr + line * k
+    end = tl.where(first < last, last, 0)
+    score_ptr += line * columns + low
+    if SPAN == 1:
+        score = tl.load(score_ptr + span, mask=(low + span) * GROUP < end, other=float("-inf"))
+        _write_highest(score, low + span, out, k, SIZE, K)
+    else:
+        best = tl.full((SIZE,), float("-inf"), tl.float32)
+        for member in range(SPAN):  # one after the other, since all at once would fill the registers
+            group = span * SPAN + member
+            score = tl.load(score_ptr + group, mask=(low + group) * GROUP < end, other=float("-inf"))
+            best = tl.maximum(best, score)
+        _write_highest(best, span, out, k, SIZE, K)
+        tl.debug_barrier()
+        place = tl.arange(0, K * SPAN)
+        chosen = tl.load(out + place // SPAN, mask=place // SPAN < k, other=-1).to(tl.int32)
+        tl.debug_barrier()
+        group = chosen * SPAN + place % SPAN
+        inside = (low + group) * GROUP < tl.where(chosen >= 0, end, 0)
+        score = tl.load(score_ptr + group, mask=inside, other=float("-inf"))
+        _write_highest(score, low + group, out, k, K * SPAN, K)
 
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "columns", "ordinals"])

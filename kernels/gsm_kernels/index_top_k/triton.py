@@ -5,8 +5,10 @@
     3. the scores of the k * GROUP slots of these groups are computed once more, and the k highest of them written.
 
 The k best slots lie in the k best groups: ahead of a slot of any other group stand k groups, each with a higher maximum
-or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Steps 2 and 3 hold
-what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is approximate.
+or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Step 2 goes
+the same way once more, in one kernel: first the k best spans of neighbouring groups, then the groups of these. Steps 2
+and 3 hold what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is
+approximate.
 
 Memory: F / GROUP <= 8,192 numbers and k GROUP scores a row, in chunks of rows of at most 48 MiB. Operations a row:
 2 F J I on the matrix units, whose time is the floor, and 3 F J beside them; in step 3 another 2 k GROUP J I, which wait
@@ -156,7 +158,8 @@ class Search(NamedTuple):
         from .kernels import choose
 
         sizes = (*part.place(self.first.shape[1]), best.shape[1], out.shape[-1])
-        options = {**choice(best.shape[1], out.shape[-1]), "GROUP": group}
+        span = span_size(best.shape[1], out.shape[-1])
+        options = {**choice(cdiv(best.shape[1], span), out.shape[-1], span), "GROUP": group, "SPAN": span}
         launch(choose, (part.lines,), best, self.first, self.last, out, *sizes, **options)
 
     def choose_listed(
@@ -199,15 +202,24 @@ def score_tile(rows: int, dtype: torch.dtype) -> Tile:
     return Tile(32, 64, 4, 2) if dtype == torch.float32 else Tile(64, 128, 4, 3)
 
 
-def choice(size: int, k: int) -> dict[str, int]:
-    """How one block of threads chooses k of `size`: 16 of them a thread, which leaves registers for the sums."""
-    size = power_of_two(size, 16)
-    return {"SIZE": size, "K": power_of_two(k, 1), "num_warps": min(max(size // 512, 4), 16)}
+def choice(size: int, k: int, span: int = 1) -> dict[str, int]:
+    """How one block of threads chooses k of `size`, then k of the `k span` behind these: 16 of them a thread, which
+    leaves registers for the sums."""
+    sizes = {"SIZE": power_of_two(size, 16), "K": power_of_two(k, 1)}
+    most = max(sizes["SIZE"], sizes["K"] * span)
+    return {**sizes, "num_warps": min(max(most // 512, 4), 16)}
 
 
 def group_size(slots: int) -> int:
     """Neighbouring slots that count as one at first: as few as leave GROUPS groups or less."""
     return power_of_two(cdiv(slots, GROUPS), 1)
+
+
+def span_size(groups: int, k: int) -> int:
+    """Neighbouring groups that count as one before k are chosen among all: the numbers that are looked at again and
+    again are then `groups / span` and `k span`, whose sum is least at the root of `groups / k`."""
+    span = power_of_two(int((groups / k) ** 0.5) + 1) // 2
+    return span if span > 2 else 1
 
 
 def members_of(pool_BRN: Tensor, part: Rows, slots: int, block: int) -> Tensor:

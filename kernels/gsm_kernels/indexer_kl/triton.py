@@ -164,8 +164,7 @@ def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[T
     query_grad, weight_grad, key_grad = grads
     indexer, slots = inputs.indexer, inputs.compared
     if not inputs.dense:
-        index = lines_of(inputs.index_BRK, part)
-        add_gradients((query_grad, weight_grad, key_grad), score_grad, indexer, index, part)
+        add_gradients((query_grad, weight_grad, key_grad), score_grad, indexer, inputs.index_BRK, part)
         return
     heads, width = indexer.query_BRJI.shape[2:]
     tile = {"J": heads, "I": width, "WIDTH": power_of_two(width, 16), **_tile(indexer.query_BRJI.dtype, 64)}

@@ -54,7 +54,7 @@ def _backward(grad, *arguments):
     indexer, index, grad = inputs.indexer.readable(), inputs.index_BRK.contiguous(), grad.contiguous()
     grads = (torch.empty_like(indexer.query_BRJI), torch.empty_like(indexer.weight_BRJ), zeros_for(indexer.key_BFI))
     for part in row_chunks(index.shape, index.shape[2] * indexer.query_BRJI.shape[3]):
-        add_gradients(grads, lines_of(grad, part), indexer, lines_of(index, part), part)
+        add_gradients(grads, lines_of(grad, part), indexer, index, part)
     return grads[0].to(inputs.query_BRJI.dtype), grads[1], grads[2].to(inputs.key_BFI.dtype)
 
 
@@ -99,19 +99,19 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
 
 
 def add_gradients(
-    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, indexer: Indexer, index: Tensor, part: Rows
+    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, indexer: Indexer, index_BRK: Tensor, part: Rows
 ) -> None:
     """Given the scores' gradient `grad` [lines, places], write those of a chunk's queries and weights and add that of
     the keys, which is float32."""
     from .kernels import backward
 
     query_grad, weight_grad, key_grad = grads
-    places, (_, slots, width) = index.shape[1], indexer.key_BFI.shape
+    places, (_, slots, width) = index_BRK.shape[2], indexer.key_BFI.shape
     pairs = indexer.key_BFI.new_empty((part.lines * places, width), dtype=torch.float32)
-    tensors = (*indexer, index, grad, query_grad, weight_grad, pairs)
+    tensors = (*indexer, lines_of(index_BRK, part), grad, query_grad, weight_grad, pairs)
     sizes = (*part.place(indexer.query_BRJI.shape[1]), slots, places)
     launch(backward, (part.lines,), *tensors, *sizes, **_tile(indexer.query_BRJI, 64))
-    inverse = inverse_index(index.view(part.batches, part.rows, places), slots)
+    inverse = inverse_index(index_BRK, slots, part)
     add_segments(key_grad[part.batch0 : part.batch0 + part.batches].flatten(0, 1), pairs, inverse)
 
 
