@@ -30,7 +30,7 @@ SLOTS = ("encoder_bank", "index_keys")
 recorders = pytest.mark.parametrize("recorder", ["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-ALL_LENGTHS = Tapes(prompts=2048, room=None)  # what a GPU records, on a CPU
+ALL_LENGTHS = Tapes(prompts=2048, chunks=4096, room=None)  # what a GPU records, on a CPU
 
 
 class Counting:
@@ -38,7 +38,7 @@ class Counting:
 
     def __init__(self, recorder: Any = ALL_LENGTHS):
         self.recorder, self.count = recorder, 0
-        self.prompts, self.room = recorder.prompts, recorder.room
+        self.prompts, self.chunks, self.room = recorder.prompts, recorder.chunks, recorder.room
 
     def __call__(self, call, undo):
         self.count += 1
@@ -70,7 +70,7 @@ def test_one_recorded_step_decodes_at_every_length(case, recorder):
     assert_same(read(running, tokens[:, 2 * M :]), want[:, 2 * M :], f"{case}: the last tokens", EXACT)
     running.reset()
     assert_same(read(running, tokens[:, :2]), want[:, :2], f"{case}: after a reset", EXACT)
-    assert running._recorder.count == 1
+    assert running._recorder.count == (1 if case == "transformer" else 2), "a step, and a chunk"
 
 
 @recorders
@@ -87,6 +87,47 @@ def test_one_recorded_prefill_reads_prompts_of_all_its_lengths(case, recorder):
         assert_same(read(running, more), after, f"{case}: tokens after prompts of {lengths}", EXACT)
         running.reset()
     assert running._recorder.count == 3, "16 tokens, 32 tokens, and a step"
+
+
+@recorders
+@pytest.mark.parametrize("case", SOME_QUICK)
+@torch.no_grad()
+def test_one_recorded_chunk_reads_long_prompts_of_any_length(case, recorder):
+    """All but the last two chunks, behind other tokens, and again."""
+    running = engine(case, recorder, capacity=44, batch=2, chunk=4)
+    tokens = random_tokens(2, 44).to(running.device)
+    want = running.model(tokens).logits
+    for before, length in ((1, 33), (5, 32), (3, 21), (2, 8)):
+        running.reset()
+        read(running, tokens[:, :before])
+        end = before + length
+        assert_same(running.prefill(tokens[:, before:end]), want[:, end - 1], f"{case}: {length} tokens", EXACT)
+        assert running.memory.used == end
+        assert_same(read(running, tokens[:, end : end + 2]), want[:, end : end + 2], f"{case}: after them", EXACT)
+    assert running._recorder.count == (1 if case == "transformer" else 2), "a step, and a chunk"
+
+
+@torch.no_grad()
+def test_an_interrupted_chunk_leaves_the_memory_as_it_was(monkeypatch):
+    running = engine(SEPARATE, capacity=80, chunk=4)
+    running.warm_up()
+    tokens = random_tokens(1, 60)
+    read(running, tokens[:, :10])
+    replay, times = running._chunk.replay, []
+
+    def interrupted():
+        times.append(1)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+        return replay()
+
+    monkeypatch.setattr(running, "_chunk", running._chunk._replace(replay=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        running.prefill(tokens[:, 10:])
+    assert running.memory.used == 10
+    with pytest.raises(ValueError, match="10 are used, and 71 more were given"):
+        running.prefill(random_tokens(1, 71))
+    assert_same(running.prefill(tokens[:, 10:]), running.model(tokens).logits[:, -1], "once more", EXACT)
 
 
 @recorders
@@ -141,12 +182,12 @@ def test_recording_leaves_the_memory_as_it_was(used, recorder):
 def test_warming_up_records_everything_that_would_be_recorded_later():
     running = engine(SEPARATE, capacity=100, chunk=40)
     running.warm_up()
-    assert running._recorder.count == 1 + 2  # a step, 16 and 32 tokens
+    assert running._recorder.count == 1 + 1 + 2  # a step, a chunk, 16 and 32 tokens
     for length in (1, 20, 32, 33):
         running.reset()
         running.prefill(random_tokens(1, length))
         running.decode(torch.zeros(1, dtype=torch.int64))
-    assert running._recorder.count == 3
+    assert running._recorder.count == 4
 
 
 @recorders
@@ -248,7 +289,7 @@ def test_a_recording_that_fails_leaves_nothing_behind():
         call()
         raise torch.OutOfMemoryError("no room for a graph")
 
-    broken.prompts, broken.room = 0, None
+    broken.prompts, broken.chunks, broken.room = 0, 0, None
     running = Engine(build("gsm-writer=additive"), capacity=20, graphs=broken)
     before = running.memory.clone()
     with pytest.raises(torch.OutOfMemoryError):

@@ -10,7 +10,8 @@ A step of decoding is recorded once for all lengths: positions and counts are on
 has been read, and how much that is, is counted on the host. (On a CPU once for each power of two tokens: most of its
 operations compute what there is room for.) Short prompts, for which a GPU waits for Python longer than it computes, are
 recorded there too, one for each power of two tokens, filled up on the left with padding. What is longer is read in
-chunks, by plain calls that do not look at slots which cannot be filled yet.
+chunks: on a GPU those of a long prompt by one recording for all of them, but for the last two, of which other rows are
+needed; else by plain calls that do not look at slots which cannot be filled yet.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from gsm.observe import observed
 from gsm.tape import Looked, Tapes
 
 SHORTEST = 16  # tokens of the least bucket of prompts; the others are powers of two
+MANY = 8  # chunks that are worth a recording: it takes the time of four plain ones
 
 
 class Bucket(NamedTuple):
-    """A recorded prefill and the buffers that it reads, [B, T] both."""
+    """A recorded prefill and the buffers that it reads, [B, T] both; of a chunk the tokens alone."""
 
     tokens: Tensor
     documents: Tensor
@@ -83,6 +85,7 @@ class Engine:
             self._token_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self._steps: dict[int, Call] = {}
         self._buckets: dict[int, Bucket] = {}
+        self._chunk: Bucket | None = None
 
     @property
     def memory(self) -> Memory:
@@ -120,6 +123,9 @@ class Engine:
         tokens_BT, padding_BT = as_batch(prompt, self.device)
         size = self._bucket_size(tokens_BT)
         if size is None or padding_BT is not None and documents is not None:
+            whole = padding_BT is None and documents is None and tokens_BT.shape[:-1] == (self.batch,)
+            if whole and self._records_chunks(tokens_BT.shape[1], MANY if self._chunk is None else 2):
+                return self._read_long(tokens_BT)
             with self.model.evaluating():
                 return self.model.prefill(prompt, self._memory, self.chunk, documents).logits[:, -1]
         documents = padding_BT if documents is None else documents
@@ -178,12 +184,14 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Records now what would be recorded at its first use: the next step of decoding and, while the memory is
-        empty, all prompts that fit. The memory is left as it was."""
+        """Records now what would be recorded at its first use: the next step of decoding, a chunk if the memory holds
+        several and, while it is empty, all prompts that fit. The memory is left as it was."""
         if self._recorder is None or observed():
             return
         with suppress(Looked):  # each token is then a plain call
             self._decoding(min(self._memory.used + 1, self.capacity))
+        if self._records_chunks(self.capacity, least=2):
+            self._recorded_chunk()
         size = SHORTEST
         while not self._memory.used and size <= self._longest(self._recorder):
             self._bucket(size)
@@ -238,7 +246,39 @@ class Engine:
         self._memory.ledger.claim(tokens_BT.shape[1], single_document=documents_BT is None)
         return logits_BV
 
-    def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None, room: int) -> Call:
+    def _records_chunks(self, tokens: int, least: int) -> bool:
+        """Whether a prompt of so many tokens has at least so many chunks, and a recording reads them. It has room for
+        all that the memory holds, which nobody pays for but attention to every slot."""
+        if self._recorder is None or observed() or self._memory.keeps_padding:
+            return False
+        return self.chunk <= self._recorder.chunks and tokens >= least * self.chunk
+
+    def _recorded_chunk(self) -> Bucket:
+        """The recorded reading of a chunk behind which another one follows, so that no row of it is wanted."""
+        if self._chunk is None:
+            with torch.inference_mode(False):  # as in the beginning
+                tokens = torch.zeros(self.batch, self.chunk, dtype=torch.int64, device=self.device)
+            self._chunk = Bucket(tokens, tokens, self._record(tokens, None, self.capacity, rows=1 - self.chunk))
+        return self._chunk
+
+    def _read_long(self, tokens_BT: Tensor) -> Tensor:
+        """A prompt in chunks, by the recording as long as a whole one follows. An error leaves the memory as it was."""
+        check_call(self.model.vocabulary, tokens_BT, None, None, None)
+        self._memory.ledger.require(tokens_BT.shape[1])
+        chunk, mark = self._recorded_chunk(), self._memory.mark()
+        try:
+            while tokens_BT.shape[1] >= 2 * self.chunk:
+                chunk.tokens.copy_(tokens_BT[:, : self.chunk])
+                chunk.replay()
+                self._memory.ledger.claim(self.chunk, rows=1 - self.chunk)
+                tokens_BT = tokens_BT[:, self.chunk :]
+            with self.model.evaluating():
+                return self.model.prefill(tokens_BT, self._memory, self.chunk).logits[:, -1]
+        except BaseException:
+            self._memory.rewind(mark)
+            raise
+
+    def _record(self, tokens_BT: Tensor, documents_BT: Tensor | None, room: int, rows: int = 1) -> Call:
         """Records a call of the model on these buffers, for any number of tokens up to ``room``; the memory is left as
         it was."""
         assert self._recorder is not None
@@ -248,8 +288,8 @@ class Engine:
         def call() -> Tensor:
             ledger.used = self.capacity - tokens_BT.shape[1]  # whatever is used: the recording is for all lengths
             with self.model.evaluating():
-                out = self.model(tokens_BT, documents=documents_BT, memory=narrow, rows=1)
-            return out.logits[:, -1]
+                out = self.model(tokens_BT, documents=documents_BT, memory=narrow, rows=rows)
+            return out.logits[:, -1] if rows > 0 else out.logits
 
         try:
             with torch.inference_mode(False), torch.no_grad():  # as in the beginning

@@ -25,11 +25,13 @@ class Recorder(Protocol):
 
     Attributes:
         prompts: tokens of the longest prompt that is worth a recording.
+        chunks: tokens of the longest chunk of a long prompt that is.
         room: tokens for which the first recorded step of decoding has room, doubled when they are read; None: as many
             as the memory holds.
     """
 
     prompts: int
+    chunks: int
     room: int | None
 
     def __call__(self, call: Call, undo: Callable[[], None]) -> Call:
@@ -56,6 +58,7 @@ class CudaGraphs:
     """
 
     prompts = 2048
+    chunks = 4096
     room: int | None = None
 
     def __init__(self, device: torch.device):

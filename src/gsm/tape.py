@@ -109,12 +109,12 @@ class Tapes:
     """A ``gsm.graphs.Recorder`` for calls on a CPU. What repeats a call computes what it computed, bit for bit.
 
     Args:
-        prompts, room: as of a recorder. A prompt's operations are long, so that Python costs it little; a step that has
-            room for many more tokens than there are pays for them in the operations that PyTorch computes.
+        prompts, chunks, room: as of a recorder. A prompt's operations are long, so that Python costs it little; a step
+            that has room for many more tokens than there are pays for them in the operations that PyTorch computes.
     """
 
-    def __init__(self, prompts: int = 0, room: int | None = 1024):
-        self.prompts, self.room = prompts, room
+    def __init__(self, prompts: int = 0, chunks: int = 0, room: int | None = 1024):
+        self.prompts, self.chunks, self.room = prompts, chunks, room
 
     def __call__(self, call: Call, undo: Callable[[], None]) -> Call:
         """See ``Recorder``.

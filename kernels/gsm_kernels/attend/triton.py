@@ -7,7 +7,8 @@ query after the other. Rotation, scale, sink and the rotation back happen on the
 the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
 
 1. `query_gradient` owns a few queries; per pick, it leaves what that adds to its bank slot;
-2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection;
+2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection, once for all layers that
+   read it;
 3. `window_gradient` owns a tile of window entries and visits the rows that see it.
 
 An entry's gradient is accumulated in float32 and rounded once a call; where several layers attend to one stream,
@@ -21,7 +22,9 @@ The 8 H C above the floor are the rotated query and gradient, written and read, 
 read a row a rotation each; the 4 C K are what the picks add, written and read. Gathered entries come from L2: at
 5.5 TB/s a tile of them takes as long as its products with 73 rows at 798 TFLOP/s. So the 64 rows that wgmma asks for
 cost no more than the gather, even where (H < 64) the rows of other queries than the one that picked are masked.
-All of this is derived, not measured.
+Neighbouring queries see a few entries more than one does: forward takes these as an edge of 16, not as another tile of
+64. Backward does not: there the edge's registers spill, and memory is what it waits for. All of this is derived, not
+measured; `benchmark=counts` counts it.
 
 Why our own: no library has one entry as key and value of all heads, two sources, a sink, and their gradients.
 """
