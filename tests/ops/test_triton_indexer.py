@@ -45,6 +45,12 @@ SCORED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def in_spans(monkeypatch):
+    """As where there are many rows: few are enough for the kernel that chooses among spans first."""
+    monkeypatch.setattr(triton, "ALONE", 0)
+
+
 def integral(call: dict, scale: float = 1.0) -> dict:
     """Whole numbers: scores are exact in float32, and equal ones are frequent."""
     return {
@@ -126,6 +132,17 @@ def test_minus_zero_is_zero():
     call = searching(rows=1, slots=6, heads=1, k=3)
     call["weight_BRJ"] = -torch.ones_like(call["weight_BRJ"])
     assert_same_slots(index_top_k, call)
+
+
+@pytest.mark.parametrize("sizes", [{"k": 2}, {"rows": 1, "k": 2}, {"k": 20, "rows": 4}], ids=str)
+def test_few_rows_choose_among_all_groups_at_once(monkeypatch, sizes):
+    monkeypatch.setattr(triton, "ALONE", 132)
+    assert_same_slots(index_top_k, to_device(integral(selection(**sizes))))
+
+
+def test_a_span_is_as_long_as_leaves_least_to_look_at():
+    for groups, k, span in ((8192, 128, 8), (8192, 512, 4), (8192, 8, 32), (256, 128, 1), (1024, 128, 1), (16, 1, 4)):
+        assert triton.span_size(groups, k) == span, (groups, k)
 
 
 def test_more_than_registers_hold_is_refused_with_the_numbers():

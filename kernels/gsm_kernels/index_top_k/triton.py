@@ -41,6 +41,7 @@ from ..score_slots.triton import score_listed
 from .inputs import Inputs
 
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
+ALONE = 132  # rows that are chosen for at the same time, each by a multiprocessor: looking once, wide, is soonest over
 MOST = 16384  # slots or blocks among which it can choose
 
 
@@ -158,7 +159,7 @@ class Search(NamedTuple):
         from .kernels import choose
 
         sizes = (*part.place(self.first.shape[1]), best.shape[1], out.shape[-1])
-        span = span_size(best.shape[1], out.shape[-1])
+        span = span_size(best.shape[1], out.shape[-1]) if part.lines > ALONE else 1
         options = {**choice(cdiv(best.shape[1], span), out.shape[-1], span), "GROUP": group, "SPAN": span}
         launch(choose, (part.lines,), best, self.first, self.last, out, *sizes, **options)
 
