@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import gsm_kernels
 from gsm.paths import ROOT
 from gsm_benchmarks import counts, workloads
-from gsm_benchmarks.counting import count
+from gsm_benchmarks.counting import Counts, _Torch, count
 from gsm_benchmarks.counts import ASSUMED, prediction, rates_of, residents, times
 from gsm_benchmarks.results import Results
 from gsm_benchmarks.smoke import Piece, pieces
@@ -54,6 +55,14 @@ def test_products_are_counted_as_they_are_executed():
     assert one.products["bf16"] <= wanted
 
 
+def test_operations_in_place_read_and_write():
+    torches, x = _Torch(Counts()), torch.ones(1000)
+    with torches:
+        x.add_(torch.ones(1000)).expand(7, 1000).sum()
+    assert torches.counts.torch["add_"]["bytes"] == 12_000
+    assert torches.counts.torch["sum"]["bytes"] == 4_004
+
+
 @interpreted
 def test_operations_of_pytorch_are_counted_inside_of_ours():
     """A selection's places are sorted once, and large products are not computed."""
@@ -68,7 +77,8 @@ def test_operations_of_pytorch_are_counted_inside_of_ours():
     ("used", "programs"),
     [
         ({"registers": 255, "warps": 4}, 2),  # registers
-        ({"registers": 32, "warps": 4, "shared": 100 << 10}, 2),  # shared memory
+        ({"registers": 32, "warps": 4, "shared": 113 << 10}, 2),  # shared memory
+        ({"registers": 32, "warps": 4, "shared": 227 << 10}, 1),
         ({"registers": 32, "warps": 8}, 8),  # threads
         ({"registers": 16, "warps": 1}, 32),  # programs
         ({"registers": 255, "warps": 16}, 1),
@@ -88,9 +98,11 @@ def test_the_slowest_of_what_a_kernel_asks_for_is_what_it_takes():
     assert prediction(alone, ASSUMED) == pytest.approx(1e3 * (1.5 + ASSUMED.launch))
 
 
-def test_a_last_round_that_leaves_multiprocessors_idle_costs_a_whole_one():
-    half = kernel(programs=132, products={"bf16": ASSUMED.wgmma})
-    assert times(half, ASSUMED)["products"] == 2
+def test_a_last_round_that_is_not_full_costs_a_whole_one():
+    assert times(kernel(programs=396, products={"bf16": ASSUMED.wgmma}), ASSUMED)["products"] == pytest.approx(4 / 3)
+    assert times(kernel(programs=33, products={"bf16": ASSUMED.wgmma}), ASSUMED)["products"] == 4
+    alone = kernel(programs=132, products={"bf16": ASSUMED.wgmma}, memory=ASSUMED.memory)
+    assert prediction({"kernels": [alone], "torch": {}}, ASSUMED) == pytest.approx(1e3 * (2 + ASSUMED.launch))
     assert times(kernel(products={"fp32 tf32": ASSUMED.wgmma}), ASSUMED)["products"] == 2
     assert times(kernel(products={"bf16": ASSUMED.mma}, matrix="mma"), ASSUMED)["products"] == 1
 

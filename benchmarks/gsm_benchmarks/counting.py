@@ -34,9 +34,10 @@ from gsm_kernels.launch import INTERPRETED, launching
 from .smoke import Piece, pieces
 from .workloads import bound
 
+FUNCTIONS, SLOW = ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt"), 8  # of whose results a clock brings one in 8
 SAMPLES = 32  # programs of a launch that run
 FREE = ("detach", "_unsafe_view", "lift_fresh", "_local_scalar_dense")  # move nothing
-PASSES = {"sort": 12}  # reading and writing what it is given: a radix sort of 32 bits with 64-bit places
+PASSES = {"sort": 6}  # of what it is given and returns: four digits of 32 bits, with 64-bit places
 
 
 @dataclass
@@ -46,8 +47,9 @@ class Kernel:
     Attributes:
         products: FLOPs of `tl.dot`, as they are executed, by the dtype of their operands and their precision.
         loaded, stored: bytes by way of the second-level cache, each as often as it is asked for.
-        memory: bytes to and from memory at least: of each tensor no more than it has.
-        numbers: results of arithmetic on blocks, and what reductions take in. Whole numbers count only where they are
+        memory: the same bytes, of each tensor no more than it has: what the cache does not have already.
+        numbers: results of arithmetic on blocks, those of exponentials and their like 8 times, and what reductions take
+            in. Whole numbers count only where they are
             compared or reduced: most of the others are addresses, of which a thread computes one for many.
         steps: of reductions, each of which waits for the one before: halvings of up to 32 numbers, and five more where
             a whole block becomes one number, for which all warps have to meet.
@@ -150,7 +152,7 @@ class Counter:
             for name in ("masked_load", "masked_store", "atomic_rmw", "dot"):
                 stack.enter_context(_before(builder, f"create_{name}", getattr(self, f"_{name}")))
             for name in ("binary_op", "unary_op", "ternary_op"):
-                stack.enter_context(_after(builder, name, self._arithmetic))
+                stack.enter_context(_instead(builder, name, self._arithmetic))
             stack.enter_context(_instead(interpreter.ReduceScanOpInterface, "apply", self._reduction))
             stack.enter_context(_instead(builder, "set_grid_idx", begin))
             stack.enter_context(mock.patch.object(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None))
@@ -183,9 +185,12 @@ class Counter:
         done = 2.0 * a.data.size * b.data.shape[-1] * self.share
         self.row.products[kind] = self.row.products.get(kind, 0.0) + done
 
-    def _arithmetic(self, result: Any) -> None:
+    def _arithmetic(self, plain: Callable[..., Any], own: Any, *given: Any) -> Any:
+        result = plain(own, *given)
         if result.data.dtype.kind in "fb":
-            self.row.numbers += result.data.size * self.share
+            slow = SLOW if getattr(given[-1], "__name__", "") in FUNCTIONS else 1
+            self.row.numbers += result.data.size * slow * self.share
+        return result
 
     def _reduction(self, plain: Callable[..., Any], own: Any, given: Any) -> Any:
         if isinstance(given, tuple):  # anything else comes once more, as one
@@ -209,17 +214,6 @@ def _before(owner: type, name: str, look: Callable[..., None]) -> contextlib.Abs
     def looked(plain: Callable[..., Any], own: Any, *args: Any, **options: Any) -> Any:
         look(*args, *options.values())
         return plain(own, *args, **options)
-
-    return _instead(owner, name, looked)
-
-
-def _after(owner: type, name: str, look: Callable[..., None]) -> contextlib.AbstractContextManager[Any]:
-    """A look at what a method returns."""
-
-    def looked(plain: Callable[..., Any], own: Any, *args: Any, **options: Any) -> Any:
-        result = plain(own, *args, **options)
-        look(result)
-        return result
 
     return _instead(owner, name, looked)
 
@@ -256,13 +250,17 @@ class _Torch(TorchDispatchMode):
         result = _shaped(func, args, kwargs) if work else func(*args, **kwargs)
         if self.looking and not func.is_view and short not in FREE:
             row = self.counts.torch.setdefault(short, {"launches": 0, "bytes": 0.0, "flops": 0.0})
-            tensors = {id(x): x for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, Tensor)}
-            moved = sum(x.untyped_storage().nbytes() if x.numel() else 0 for x in tensors.values())
-            own = sum(x.numel() * x.element_size() for x in tensors.values())
+            given = {id(x): x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+            made = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
             row["launches"] += 1
-            row["bytes"] += min(moved, own) * PASSES.get(short, 1)
+            row["bytes"] += sum(map(_bytes, (*given.values(), *made))) * PASSES.get(short, 1)
             row["flops"] += work(*args, **kwargs, out_val=result) if work else 0.0
         return result
+
+
+def _bytes(x: Tensor) -> int:
+    """Of a tensor; what is repeated without being copied counts once."""
+    return min(x.untyped_storage().nbytes(), x.numel() * x.element_size())
 
 
 def _work_of(name: str) -> Callable[..., int] | None:

@@ -6,11 +6,11 @@ are compiled for sm_90 (`build.py`), which says how many programs share a multip
 
     max(t) + (sum(t) - max(t)) / programs that share a multiprocessor + a launch
 
-of the times t that its products, its bytes through the second-level cache, those of memory and its arithmetic take at
-the device's rates, each but the bytes slower by the share of multiprocessors that the last round of programs leaves
-idle: one program alone waits for everything it asks for, several hide each other's waiting. The rates are `ASSUMED`
-until `benchmark=smoke` has measured them on a GPU (`rates=FILE`). With `measured=FILE`, a file of `benchmark=kernels`
-or of `smoke`, each prediction stands beside what was measured.
+of the times t that its products, its bytes through the second-level cache, those of memory, its arithmetic and the
+steps of its reductions take at the device's rates. All but the bytes are slower by as much as the last round of
+programs leaves free: one program alone waits for everything it asks for, several hide each other's waiting. The rates
+are `ASSUMED` until `benchmark=smoke` has measured them on a GPU (`rates=FILE`). With `measured=FILE`, a file of
+`benchmark=kernels` or of `smoke`, each prediction stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .results import Asked, Row, read, sentence, table
 from .smoke import Piece, pieces
 
 CAPABILITY, PROCESSORS = 90, 132
-REGISTERS, SHARED, THREADS, BLOCKS = 65536, 227 << 10, 2048, 32  # of a multiprocessor
+REGISTERS, SHARED, THREADS, BLOCKS = 65536, 228 << 10, 2048, 32  # of a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every program takes besides its own
 MINUTES = 20.0
 OFF = 1.5  # times too long or too short is a prediction that has to be explained
@@ -61,9 +61,9 @@ class Rates:
     source: str
 
 
-# An H100 SXM: four fifths of the data sheet's 989 TFLOP/s, 67 TFLOP/s and 3.35 TB/s. That mma reaches 62 % of wgmma,
-# 5.5 TB/s of the cache and 1.3 us a launch in a graph are what others have measured; 128 lanes of 132 multiprocessors
-# at 1.7 GHz; a step of a reduction is a shuffle and an addition that waits for it, 24 clocks.
+# An H100 SXM: four fifths of the data sheet's 989 TFLOP/s and 67 TFLOP/s, nine tenths of its 3.35 TB/s. That mma
+# reaches 62 % of wgmma, 5.5 TB/s of the cache and 1.3 us a launch in a graph are what others have measured; 128 lanes
+# of 132 multiprocessors at 1.7 GHz; a step of a reduction is a shuffle and an addition that waits for it, 24 clocks.
 ASSUMED = Rates(790e12, 490e12, 54e12, 3.0e12, 5.5e12, 2.9e13, 1.3e-6, 14e-9, "assumed")
 
 
@@ -142,7 +142,12 @@ def _nearest(kernel: Row) -> dict[str, Any]:
     same = [one for one in _built if all(one[key] == kernel[key] for key in named)]
     if not same:
         return {"failed": "not compiled"}
-    alike = max(same, key=lambda one: sum(one["constants"].get(k) == v for k, v in kernel["constants"].items()))
+
+    def likeness(one: Row) -> int:
+        own = {**one["constants"], "num_warps": one.get("warps")}
+        return sum(own.get(name) == value for name, value in kernel["constants"].items())
+
+    alike = max(same, key=likeness)
     return {key: value for key, value in alike.items() if key not in (*named, "constants")}
 
 
@@ -156,26 +161,32 @@ def residents(kernel: Row) -> int:
     return max(1, min(most))
 
 
+def together(kernel: Row) -> int:
+    """How many programs of a launch do share one: no more than there are."""
+    return min(residents(kernel), math.ceil(kernel["programs"] / kernel["launches"] / PROCESSORS))
+
+
 def times(kernel: Row, rates: Rates) -> dict[str, float]:
     """Seconds that all launches of a kernel take at least for each of what they ask for."""
     own = {"wgmma": rates.wgmma, "mma": rates.mma}.get(kernel.get("matrix", "none"), rates.fma)
     speed = {"fp32 ieee": rates.fma, "fp32 tf32": own / 2, "fp32 tf32x3": own / 6}
     products = sum(flops / speed.get(kind, own) for kind, flops in kernel["products"].items())
-    round_ = kernel["programs"] / kernel["launches"] / (PROCESSORS * residents(kernel))  # programs of a multiprocessor
+    each = PROCESSORS * together(kernel)  # programs at a time
+    round_ = kernel["programs"] / kernel["launches"] / each
     idle = math.ceil(round_) / round_
     return {
         "products": products * idle,
         "L2": (kernel["loaded"] + kernel["stored"]) / rates.cache,
         "memory": kernel["memory"] / rates.memory,
         "arithmetic": kernel["numbers"] / rates.numbers * idle,
-        "reductions": kernel["steps"] * rates.step / (PROCESSORS * residents(kernel)) * idle,
+        "reductions": kernel["steps"] * rates.step / each * idle,
     }
 
 
 def predicted_ms(kernel: Row, rates: Rates) -> float:
     """Of all launches of a kernel together."""
     each = times(kernel, rates).values()
-    hidden = max(each) + (sum(each) - max(each)) / residents(kernel)
+    hidden = max(each) + (sum(each) - max(each)) / together(kernel)
     return 1e3 * (hidden + kernel["launches"] * rates.launch)
 
 

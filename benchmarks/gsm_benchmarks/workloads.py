@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import gsm_kernels
+from gsm_kernels import inverse
 from gsm_kernels.testing import relative_error
 
 CHANNELS, ANGLES = 128, 16
@@ -506,6 +507,7 @@ def bound(
         return outputs, [_seed(x, dtype or x.dtype) for x in outputs.values() if x.requires_grad]
 
     def backward(outputs: Call, seeds: list[Tensor], again: bool = True) -> Call:
+        inverse.forget()  # every run sorts its selection, as the first backward that reads it does
         learning = [x for x in outputs.values() if x.requires_grad]
         grads = torch.autograd.grad(learning, list(wanted.values()), seeds, retain_graph=again, allow_unused=True)
         return {f"d {name}": x for name, x in zip(wanted, grads, strict=True) if x is not None}

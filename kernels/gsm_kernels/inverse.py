@@ -4,12 +4,16 @@ A gather's gradient is a scatter. With atomic additions its result depends on th
 places are sorted by slot once, stably, and added up in their order: by one program up to MOST of them, and those of a
 slot that more rows have picked by several, whose sums another kernel adds.
 
-Layers that reuse a selection hand on the tensor that lists it. So what was sorted of a tensor is kept as long as the
-tensor is there: a selection is sorted once, however many backwards need it.
+Layers that reuse a selection hand on the tensor that lists it. So what a backward has sorted of a tensor is kept as
+long as the tensor is there and unchanged, and the backwards of the other layers find it. Where the same rows are cut
+into other chunks, recomputed, or listed by another tensor, they are sorted again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .launch import cdiv, launch, power_of_two
 from .rows import Rows
 
+KEPT = 8  # chunks of a selection: each keeps a few numbers for every slot
 MOST = 512  # places that one program adds up: 128 KB of 128 numbers in 16 bits
 
 
@@ -43,10 +48,13 @@ def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> In
     """The inverse of a chunk of a selection among `slots` slots a sequence, of all its rows if none is named; -1 points
     at none. Places are counted from the first of the chunk, and slots from the first of its sequences."""
     part = part or Rows(0, index_BRK.shape[0], 0, index_BRK.shape[1])
-    known, key = _known_of(index_BRK), (index_BRK._version, slots, part)
-    if key not in known:
-        known[key] = _sorted(index_BRK[part.batch0 :, part.row0 :][: part.batches, : part.rows], slots)
-    return known[key]
+    known, key = _known_of(index_BRK), (slots, part)
+    if key in known:
+        return known[key]
+    found = _sorted(index_BRK[part.batch0 :, part.row0 :][: part.batches, : part.rows], slots)
+    if len(known) < KEPT:
+        known[key] = found
+    return found
 
 
 def add_segments(into: Tensor, values: Tensor, inverse: Inverse) -> None:
@@ -77,14 +85,37 @@ def _sorted(index_BRK: Tensor, slots: int) -> Inverse:
     return Inverse(order.to(torch.int32), start, first, torch.searchsorted(first[1:], part, out_int32=True, right=True))
 
 
-def _known_of(index_BRK: Tensor) -> dict[tuple[int, int, Rows], Inverse]:
-    """What was sorted of this tensor, by its version, the number of slots and the chunk. While a graph is captured
-    nothing is kept: it would be read where it is not written, and the other way round."""
-    if index_BRK.is_cuda and torch.cuda.is_current_stream_capturing():
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Inside the block, what this thread sorts is kept. For backwards that Python itself has called: a compiled graph
+    may put other numbers into a tensor without saying so."""
+    before, _thread.keeps = getattr(_thread, "keeps", False), True
+    try:
+        yield
+    finally:
+        _thread.keeps = before
+
+
+def forget() -> None:
+    """Keep nothing of what was sorted, as if each selection were new."""
+    _known.clear()
+
+
+def _known_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
+    """What was kept of this tensor as it is now. Of another stream, nothing: it may not be there yet. While a graph is
+    captured nothing is kept: it would be read where it is not written, and the other way round."""
+    if not getattr(_thread, "keeps", False) or index_BRK.is_inference():
         return {}
-    if index_BRK not in _known:
-        _known[index_BRK] = {}
-    return _known[index_BRK]
+    now: Hashable = index_BRK._version
+    if index_BRK.is_cuda:
+        with torch.cuda.device(index_BRK.device):
+            if torch.cuda.is_current_stream_capturing():
+                return {}
+            now = now, torch.cuda.current_stream().cuda_stream
+    if index_BRK not in _known or _known[index_BRK][0] != now:
+        _known[index_BRK] = now, {}
+    return _known[index_BRK][1]
 
 
-_known = WeakTensorKeyDictionary()
+_thread = threading.local()
+_known = WeakTensorKeyDictionary()  # by tensor: its version and stream, and what was sorted of it

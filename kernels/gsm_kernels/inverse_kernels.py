@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])  # else one is built for each way it divides by 16
 def add_parts(
     value_ptr, order_ptr, start_ptr, first_ptr, slot_ptr, sum_ptr, into_ptr, slots,
     MOST: tl.constexpr, X: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,

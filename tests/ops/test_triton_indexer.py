@@ -20,7 +20,7 @@ from triton_check import (
 from gsm_kernels import candidate_pool, index_top_k, inverse, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
-from gsm_kernels.rows import lines_of, row_chunks
+from gsm_kernels.rows import Rows, lines_of, row_chunks
 
 slow = pytest.mark.slow  # Triton's interpreter is
 SIZES = {
@@ -134,6 +134,17 @@ def test_minus_zero_is_zero():
     assert_same_slots(index_top_k, call)
 
 
+@pytest.mark.parametrize("groups", [128, 8192])
+def test_rows_that_see_fewer_spans_than_they_choose(monkeypatch, groups):
+    """What no span was chosen for names no group, and takes no room from those that there are."""
+    monkeypatch.setattr(triton, "GROUPS", groups)
+    call = searching(rows=9, slots=256, k=4)
+    call["first_BR"].zero_()
+    call["last_BR"][:] = torch.tensor([0, 1, 3, 4, 5, 9, 17, 33, 256])
+    assert triton.span_size(256 // triton.group_size(256), 4) > 1
+    assert_same_slots(index_top_k, call)
+
+
 @pytest.mark.parametrize("sizes", [{"k": 2}, {"rows": 1, "k": 2}, {"k": 20, "rows": 4}], ids=str)
 def test_few_rows_choose_among_all_groups_at_once(monkeypatch, sizes):
     monkeypatch.setattr(triton, "ALONE", 132)
@@ -187,17 +198,46 @@ def test_a_slot_that_every_row_picks_is_added_up_in_parts(monkeypatch, most):
     assert torch.equal(moved["into"].cpu(), expected)
 
 
-def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
-    """Layers that reuse one, in any order of their backwards; again where its numbers have changed."""
+def times_sorted(monkeypatch) -> list[int]:
     times, sort = [], torch.sort
     monkeypatch.setattr(torch, "sort", lambda *args, **options: (times.append(1), sort(*args, **options))[1])
-    call = to_device(cast(scoring(rows=5), torch.float32))
+    return times
+
+
+def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
+    """Again where its numbers have changed, and nothing is kept of what they were."""
+    times, call = times_sorted(monkeypatch), to_device(cast(scoring(rows=5), torch.float32))
     for _ in range(3):
         gradients(with_triton(score_slots), call)
     assert len(times) == 1
-    call["index_BRK"].copy_(call["index_BRK"].flip(1))
-    assert_agrees(score_slots, call)
+    for number in range(2, 5):
+        call["index_BRK"].copy_(call["index_BRK"].flip(1))
+        assert_agrees(score_slots, call)
+        assert len(times) == number and len(inverse._known[call["index_BRK"]][1]) == 1
+    inverse.forget()
+    gradients(with_triton(score_slots), call)
+    assert len(times) == 5
+
+
+def test_what_a_compiled_graph_puts_into_one_tensor_after_the_other_is_sorted_each_time(monkeypatch):
+    """It says nothing of it, neither by another tensor nor by its version. Inference tensors have none to ask for."""
+    times, index = times_sorted(monkeypatch), torch.tensor([[[0, 1]], [[1, 1]]])
+    for _ in range(2):
+        inverse_index(index, 2)
     assert len(times) == 2
+    with torch.inference_mode():
+        index = torch.tensor([[[0, 1]]])
+    with inverse.keeping():
+        assert inverse_index(index, 2).order.tolist() == [0, 1]
+
+
+def test_of_many_chunks_only_some_are_kept(monkeypatch):
+    times, index = times_sorted(monkeypatch), torch.zeros(1, 20, 1, dtype=torch.int64)
+    for _ in range(2):
+        with inverse.keeping():
+            for row in range(20):
+                assert inverse_index(index, 3, Rows(0, 1, row, 1)).start.tolist() == [0, 1, 1, 1]
+    assert len(times) == 20 + 20 - inverse.KEPT
 
 
 @pytest.mark.gpu

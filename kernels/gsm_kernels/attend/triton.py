@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import contiguous, keep, kept, schema
-from ..inverse import add_segments, inverse_index
+from ..inverse import add_segments, inverse_index, keeping
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
 from ..rows import Rows, slices
 from .inputs import Inputs
@@ -291,7 +291,8 @@ def _keep(ctx, inputs, output) -> None:
 
 def _gradients(ctx, grad_BRHC, _):
     inputs, *results = kept(ctx, Inputs)
-    return inputs.gradients(*_backward(grad_BRHC, *results, *inputs))
+    with keeping():
+        return inputs.gradients(*_backward(grad_BRHC, *results, *inputs))
 
 
 few_rows.register_fake(lambda *arguments: torch.empty_like(arguments[0], memory_format=torch.contiguous_format))

@@ -90,7 +90,7 @@ def choose(
         chosen = tl.load(out + place // SPAN, mask=place // SPAN < k, other=-1).to(tl.int32)
         tl.debug_barrier()
         group = chosen * SPAN + place % SPAN
-        inside = (low + group) * GROUP < tl.where(chosen >= 0, end, 0)
+        inside = (chosen >= 0) & ((low + group) * GROUP < end)
         score = tl.load(score_ptr + group, mask=inside, other=float("-inf"))
         _write_highest(score, low + group, out, k, K * SPAN, K)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..indexer import Indexer
 from ..inputs import schema
-from ..inverse import add_segments, inverse_index
+from ..inverse import add_segments, inverse_index, keeping
 from ..launch import build_once, cdiv, launch, power_of_two
 from ..rows import Rows, lines_of, row_chunks
 from .inputs import Inputs
@@ -73,7 +73,8 @@ def _keep(ctx, inputs: tuple, output: Tensor) -> None:
 
 
 def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors), None
+    with keeping():
+        return *_backward(grad, *ctx.saved_tensors), None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
