@@ -166,7 +166,7 @@ def _searches() -> list[Case]:
             found += [whole, _pooled(whole), _in(workloads.score_slots(name, 1, 512, **sizes), dtype)]
     for dtype in ALL:
         long = _in(workloads.index_top_k("of 64K", 1, 65536), dtype)
-        found += [_last_rows(long, 64), _last_rows(long, 1), _last_rows(_pooled(long), 64)]
+        found += [_last_rows(long, 192), _last_rows(long, 1), _last_rows(_pooled(long), 192)]
         blocks = _in(workloads.candidate_pool("of 64K", 1, 65536), dtype)
         found += [_in(workloads.candidate_pool("", 1, 512), dtype), _last_rows(blocks, 64)]
     return found

@@ -94,10 +94,10 @@ def pieces() -> tuple[Piece, ...]:
             w.attend("", 1, 8, width=4, picks=2, **small),
             True,
         ),
-        Piece(chosen, last_rows(chosen, 64), w.index_top_k("", 1, 16, **search), True),
+        Piece(chosen, last_rows(chosen, 192), w.index_top_k("", 1, 16, **search), True),
         Piece(
             w.candidate_pool("candidate_pool 64K", 1, 65536),
-            last_rows(w.candidate_pool("", 1, 65536), 64),
+            last_rows(w.candidate_pool("", 1, 65536), 192),
             w.candidate_pool("", 1, 8),
             True,
         ),

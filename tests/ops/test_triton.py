@@ -105,7 +105,7 @@ def test_the_kernels_of_backward_are_built_before_forward_runs(monkeypatch):
     monkeypatch.setattr(launch, "_built", set())
     asked = []
 
-    def build(kernel, args, options):
+    def build(kernel, grid, args, options):
         asked.append(kernel)
         raise KernelBuildError("too little shared memory")
 
