@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs
+from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs, selection
 from oracles import normal
 from torch import Tensor
 from triton_check import with_reference
 
 from gsm_kernels import OPS, Op, launch, sanitizer, using
+from gsm_kernels.index_top_k import triton as search
 from gsm_kernels.testing import TOLERANCE, relative_error
 
 triton = pytest.importorskip("triton")
@@ -221,12 +222,21 @@ def test_a_product_too_short_for_the_matrix_units_is_refused():
 
 # The kernels of the package, with one thing taken out of them.
 
+
+def in_spans() -> dict:
+    """A search of so many slots that spans of them are chosen first, and by some rows fewer than there could be."""
+    call = selection(k=3, entries=90, ratio=1, rows=6)
+    last_BR = torch.tensor([0, 1, 2, 30, 89, 90]).expand_as(call["last_BR"])
+    return {**call, "first_BR": torch.zeros_like(call["first_BR"]), "last_BR": last_BR}
+
+
 CALLS = every_call()
 MORE: dict[str, list[dict]] = {  # for what an ordinary call leaves out
     "attend": [
         attention(rows=1, batch=1, width=40, k=33)[0],
         {**(biased := attention()[0]), "bias_BRK": normal(*biased["index_BRK"].shape, seed=7)},
     ],
+    "index_top_k": [in_spans()],
     "indexer_kl": [{**indexer(), "dense": False}],
     "mhc_boundary": [{**hyper_connection(batch=1, width=60), "rounds": 3}],
     "pool_groups": [{**CALLS["pool_groups"], "ratio": 1}],
@@ -257,6 +267,7 @@ def kernels_of(op: Op) -> str:
 @pytest.mark.parametrize("op", with_kernels())
 def test_whatever_is_taken_out_of_our_kernels_is_found(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Barriers, stores, their masks and those of loads: the sanitizer finds it, or has made the results useless."""
+    monkeypatch.setattr(search, "ALONE", 0)  # as where there are many rows
     module, calls = kernels_of(op), [CALLS[op.name], *MORE.get(op.name, [])]
     expected = [results(with_reference(op), cast(call, torch.float64)) for call in calls]
     whole = taken_out(module, None, tmp_path)
