@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 import gsm_kernels
 from gsm_kernels.dispatch import using
 from gsm_kernels.launch import INTERPRETED, launching
+from gsm_kernels.sanitizer import replaced
 
 from .smoke import Piece, pieces
 from .workloads import bound
@@ -49,8 +50,8 @@ class Kernel:
         loaded, stored: bytes by way of the second-level cache, each as often as it is asked for.
         memory: the same bytes, of each tensor no more than it has: what the cache does not have already.
         numbers: results of arithmetic on blocks, those of exponentials and their like 8 times, and what reductions take
-            in. Whole numbers count only where they are
-            compared or reduced: most of the others are addresses, of which a thread computes one for many.
+            in. Whole numbers count only where they are compared or reduced: most of the others are addresses, of which
+            a thread computes one for many.
         steps: of reductions, each of which waits for the one before: halvings of up to 32 numbers, and five more where
             a whole block becomes one number, for which all warps have to meet.
     """
@@ -152,9 +153,9 @@ class Counter:
             for name in ("masked_load", "masked_store", "atomic_rmw", "dot"):
                 stack.enter_context(_before(builder, f"create_{name}", getattr(self, f"_{name}")))
             for name in ("binary_op", "unary_op", "ternary_op"):
-                stack.enter_context(_instead(builder, name, self._arithmetic))
-            stack.enter_context(_instead(interpreter.ReduceScanOpInterface, "apply", self._reduction))
-            stack.enter_context(_instead(builder, "set_grid_idx", begin))
+                stack.enter_context(replaced(builder, name, self._arithmetic))
+            stack.enter_context(replaced(interpreter.ReduceScanOpInterface, "apply", self._reduction))
+            stack.enter_context(replaced(builder, "set_grid_idx", begin))
             stack.enter_context(mock.patch.object(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None))
             yield
 
@@ -202,12 +203,6 @@ class Counter:
         return plain(own, given)
 
 
-def _instead(owner: type, name: str, call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """In place of a method, a function that gets the method itself first."""
-    plain = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda own, *args, **options: call(plain, own, *args, **options))
-
-
 def _before(owner: type, name: str, look: Callable[..., None]) -> contextlib.AbstractContextManager[Any]:
     """A look at a method's arguments."""
 
@@ -215,7 +210,7 @@ def _before(owner: type, name: str, look: Callable[..., None]) -> contextlib.Abs
         look(*args, *options.values())
         return plain(own, *args, **options)
 
-    return _instead(owner, name, looked)
+    return replaced(owner, name, looked)
 
 
 class _Torch(TorchDispatchMode):

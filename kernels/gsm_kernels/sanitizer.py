@@ -112,25 +112,25 @@ def watching(backwards: bool = True) -> Iterator[Report]:
     builder = interpreter.InterpreterBuilder
     with contextlib.ExitStack() as stack:
         for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas"):
-            stack.enter_context(_replaced(builder, name, getattr(eyes, name.removeprefix("create_"))))
-        stack.enter_context(_replaced(builder, "create_barrier", eyes.barrier))
-        stack.enter_context(_replaced(builder, "set_grid_idx", eyes.begin))
-        stack.enter_context(_replaced(interpreter.GridExecutor, "__call__", eyes.launch))
+            stack.enter_context(replaced(builder, name, getattr(eyes, name.removeprefix("create_"))))
+        stack.enter_context(replaced(builder, "create_barrier", eyes.barrier))
+        stack.enter_context(replaced(builder, "set_grid_idx", eyes.begin))
+        stack.enter_context(replaced(interpreter.GridExecutor, "__call__", eyes.launch))
         functions = interpreter.interpreter_builder.codegen_fns
         stack.enter_context(mock.patch.dict(functions, min_dot_size=_smallest_product()))
         stack.enter_context(_useless_until_written())
         yield report
 
 
-def _replaced(owner: type, name: str, instead: Any) -> contextlib.AbstractContextManager[Any]:
+def replaced(owner: type, name: str, instead: Any) -> contextlib.AbstractContextManager[Any]:
     """In place of a method, one that gets the method itself first."""
     plain = getattr(owner, name)
 
-    def replaced(self: Any, *args: Any, **options: Any) -> Any:
+    def method(self: Any, *args: Any, **options: Any) -> Any:
         return instead(plain, self, *args, **options)
 
-    replaced.watched = True  # pyright: ignore[reportFunctionMemberAccess]
-    return mock.patch.object(owner, name, replaced)
+    method.watched = True  # pyright: ignore[reportFunctionMemberAccess]
+    return mock.patch.object(owner, name, method)
 
 
 def _smallest_product() -> Any:

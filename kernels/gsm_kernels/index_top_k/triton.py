@@ -5,7 +5,7 @@
     3. the scores of the k * GROUP slots of these groups are computed once more, and the k highest of them written.
 
 The k best slots lie in the k best groups: ahead of a slot of any other group stand k groups, each with a higher maximum
-or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Step 2 goes
+or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Of many rows, 2 goes
 the same way once more, in one kernel: first the k best spans of neighbouring groups, then the groups of these. Steps 2
 and 3 hold what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is
 approximate.
