@@ -31,6 +31,7 @@ class Span:
             one document that is all which the stores hold.
         filled: the same of a static memory, whose stores may also have places that are not filled yet: how many tokens
             there are, these included (None: not known).
+        pieces: into how many pieces, of equal lengths, the sequences of this call were cut, of which these are some.
         known: what has been computed from the positions (``once``); layers with the same positions share it.
     """
 
@@ -38,6 +39,7 @@ class Span:
     rows: int
     single_document: bool = False
     filled: int | None = None
+    pieces: int = 1
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -53,7 +55,7 @@ class Span:
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one. Fewer of them end no whole document, and share
         nothing that was computed from all."""
-        return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows)
+        return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows, pieces=self.pieces)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions,

@@ -202,7 +202,7 @@ class Memory:
     @property
     def keeps_padding(self) -> bool:
         """Whether padding takes up room, as it does where there is a slot for every token."""
-        return _holds(self, DenseCache)
+        return holds(self, DenseCache)
 
     def mark(self) -> Memory:
         """What ``rewind`` needs to come back to this point: a copy of everything but bank slots, to which later calls
@@ -286,6 +286,11 @@ def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]
     return node
 
 
+def holds(node: Any, kind: type) -> bool:
+    """Whether there is a node of this kind in a tree."""
+    return isinstance(node, kind) or any(holds(part, kind) for part in _parts(node))
+
+
 def _stores(node: Any) -> Iterator[tuple]:
     """Windows, columns and states below ``node``, in order."""
     if isinstance(node, Window):
@@ -351,6 +356,3 @@ def _without_slots(memory: Memory) -> Memory:
     return map_nodes(memory, (StaticColumn, Ledger), lambda node: None if isinstance(node, StaticColumn) else node)
 
 
-def _holds(node: Any, kind: type) -> bool:
-    """Whether there is a node of this kind."""
-    return isinstance(node, kind) or any(_holds(part, kind) for part in _parts(node))

@@ -5,8 +5,9 @@ training from generation, or one kind of memory from the other:
     training     nothing is kept                  ``Forget``             ``Forget``          ``Forget``
     growing      immutable values                 ``Window``             ``Column``          ``State``
     static       buffers that keep their place    ``StaticWindow``       ``StaticColumn``    ``State``
+    in pieces    on several ranks                 ``Halo``               ``Shared``          ``Relay``
 
-Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
+(Those of sequences in pieces: ``gsm.cache.pieces``.) Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
 forkable; a static memory takes the next stores over into its buffers when the whole call is done.
 """
 
@@ -46,8 +47,9 @@ class StateStore(Protocol):
         """The state to go on from: ``empty_BHRC`` where nothing is kept."""
         ...
 
-    def keep(self, after_BHRC: Tensor) -> StateStore:
-        """The store after a call that left the state ``after_BHRC``."""
+    def keep(self, after_BHRC: Tensor, out_BTHC: Tensor) -> tuple[StateStore, Tensor]:
+        """The store after a call that left the state ``after_BHRC``, and what that call has read, ``out_BTHC``: where
+        states travel, its gradient waits for theirs."""
         ...
 
 
@@ -66,9 +68,9 @@ class Forget:
         """The empty state: every call begins anew."""
         return empty_BHRC
 
-    def keep(self, after_BHRC: Tensor) -> Forget:
+    def keep(self, after_BHRC: Tensor, out_BTHC: Tensor) -> tuple[Forget, Tensor]:
         """Nothing."""
-        return self
+        return self, out_BTHC
 
 
 FORGET = Forget()
@@ -214,6 +216,6 @@ class State:
         """The state that is kept."""
         return self.value_BHRC
 
-    def keep(self, after_BHRC: Tensor) -> State:
+    def keep(self, after_BHRC: Tensor, out_BTHC: Tensor) -> tuple[State, Tensor]:
         """The next state, without its gradient."""
-        return replace(self, value_BHRC=after_BHRC.detach())
+        return replace(self, value_BHRC=after_BHRC.detach()), out_BTHC

@@ -115,15 +115,12 @@ class MixtureOfExperts(nn.Module):
         return (self.nudges_E.numel() - self.chosen) * each
 
     def _balance(self, score_BRE: Tensor, chosen_BRK: Tensor, counts_BR: Tensor) -> Balance:
-        """Loss and loads of the rows that count."""
+        """What was sent where, of the rows that count."""
         counts_BR1 = counts_BR[..., None].to(score_BRE.dtype)
         sent_BRE = torch.zeros_like(score_BRE).scatter(-1, chosen_BRK, counts_BR1.expand(-1, -1, self.chosen))
         share_BRE = counts_BR1 * score_BRE / (score_BRE.sum(-1, keepdim=True) + TINY)
         rows_B = counts_BR1.sum((1, 2))
-        fraction_BE = sent_BRE.sum(1) * (score_BRE.shape[-1] / self.chosen)
-        uneven_B = (fraction_BE * share_BRE.sum(1)).sum(-1) / rows_B.clamp(min=1) ** 2
-        loss = self.balance_weight * uneven_B.sum() / (rows_B > 0).sum().clamp(min=1)
-        return Balance(loss, sent_BRE.detach().sum((0, 1)).long())
+        return Balance(sent_BRE.sum(1), share_BRE.sum(1), rows_B, self.chosen, self.balance_weight)
 
 
 class Router(Linear):

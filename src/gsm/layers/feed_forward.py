@@ -14,15 +14,33 @@ from gsm_kernels import swiglu
 
 
 class Balance(NamedTuple):
-    """How evenly rows were sent to experts, in training.
+    """How evenly the rows of each sequence were sent to experts, in training.
 
     Attributes:
-        loss: what makes it more even, weighted already.
-        load_E: int64, rows sent to each expert.
+        sent_BE: rows that were sent to each expert, in at least float32.
+        share_BE: the sum of their scores for it, those of a row divided by their sum; differentiable.
+        rows_B: how many rows there are.
+        chosen: experts that a row is sent to (K).
+        weight: of the loss.
     """
 
-    loss: Tensor
-    load_E: Tensor
+    sent_BE: Tensor
+    share_BE: Tensor
+    rows_B: Tensor
+    chosen: int
+    weight: float
+
+    @property
+    def loss(self) -> Tensor:
+        """What makes it more even: the mean over sequences of ``sum_e (E / K) sent_e share_e / rows^2``, weighted."""
+        fraction_BE = self.sent_BE * (self.sent_BE.shape[-1] / self.chosen)
+        uneven_B = (fraction_BE * self.share_BE).sum(-1) / self.rows_B.clamp(min=1) ** 2
+        return self.weight * uneven_B.sum() / (self.rows_B > 0).sum().clamp(min=1)
+
+    @property
+    def load_E(self) -> Tensor:
+        """int64, rows of all sequences that were sent to each expert."""
+        return self.sent_BE.detach().sum(0).long()
 
 
 class Fed(NamedTuple):

@@ -55,6 +55,7 @@ class IndexerTraining:
         window: int,
         sink_H: Tensor,
         angles: Angles,
+        pieces: int = 1,
     ) -> IndexerLoss | None:
         """The loss of the indexer that has searched, given what the attention of its rows looks at; None: it has none.
 
@@ -62,6 +63,7 @@ class IndexerTraining:
             found: the search; its index, key and selection are there.
             query_BRHC, position_BR, window, sink_H, angles: that attention, as in ``gsm_kernels.attend``.
             attended: its window, its bank and the pool that was searched.
+            pieces: into how many pieces of this length the sequences were cut (``gsm.cache.pieces``).
         """
         return None
 
@@ -123,6 +125,7 @@ class KL(IndexerTraining):
         window: int,
         sink_H: Tensor,
         angles: Angles,
+        pieces: int = 1,
     ) -> IndexerLoss | None:
         """The divergence, and how much of the teacher's mass over all visible slots the selection recalls."""
         if attended.bank is None or found.index is None:
@@ -144,29 +147,31 @@ class KL(IndexerTraining):
             "index_key_BFI": found.key_BFI,
             "pool_BRN": attended.pool_BRN,
         }
-        if position_BR.shape[1] <= self.dense_limit:
+        if position_BR.shape[1] * pieces <= self.dense_limit:
             return indexer_kl(**call)
         if self.beyond == "sampled":
-            return indexer_kl(**sample(call, self.sampled_rows))
+            return indexer_kl(**sample(call, self.sampled_rows, pieces))
         with torch.no_grad():
-            recall = indexer_kl(**sample(call, self.sampled_rows)).recall
+            recall = indexer_kl(**sample(call, self.sampled_rows, pieces)).recall
         return indexer_kl(**call, dense=False)._replace(recall=recall)
 
 
-def sample(call: dict[str, Any], count: int) -> dict[str, Any]:
-    """The arguments of ``indexer_kl`` for about so many of the rows of a call: ``RUNS`` runs of neighbours.
+def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
+    """The arguments of ``indexer_kl`` for about so many of the rows of a sequence: ``RUNS`` runs of neighbours, of which
+    each of its pieces has its share, and at least one.
 
     In front of a run stand the entries of its first window, in rows that are padding and see no slot.
     """
     position_BR, width = call["position_BR"], call["width"]
     batch, rows = position_BR.shape
-    if rows <= max(count, RUNS):
+    count, runs = -(-count // pieces), max(1, RUNS // pieces)
+    if rows <= max(count, runs):
         return call
-    start_BN, length = sampled_runs(call["index_BRK"], count)
+    start_BN, length = sampled_runs(call["index_BRK"], count, runs)
     # Kernels leave out a tile that is padding, but not a part of it.
     before = -(-(width - 1) // TILE) * TILE if length >= TILE else width - 1
     row_L = torch.arange(-before, length, device=position_BR.device)
-    row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1).clamp(min=0), (row_L >= 0).repeat(RUNS)
+    row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1).clamp(min=0), (row_L >= 0).repeat(runs)
     batch_B1 = torch.arange(batch, device=position_BR.device)[:, None]
     picked = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
     stored = call["window_BEC"].shape[1]
@@ -179,16 +184,16 @@ def sample(call: dict[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def sampled_runs(chosen_BRK: Tensor, count: int) -> tuple[Tensor, int]:
-    """Where the runs of about ``count`` rows begin, int64 [B, RUNS], and how long each of them is: one anywhere in each
-    equal share of the rows.
+def sampled_runs(chosen_BRK: Tensor, count: int, runs: int = RUNS) -> tuple[Tensor, int]:
+    """Where the ``runs`` of about ``count`` rows in all begin, int64 [B, runs], and how long each of them is: one
+    anywhere in each equal share of the rows.
 
     The draw is a hash of what the rows have selected, so that sequences, steps and indexers differ, and a step that is
     repeated draws alike. Rows at fixed places would miss what always stands between them, such as the questions at the
     end of a synthetic task.
     """
-    share, run_N = chosen_BRK.shape[1] // RUNS, torch.arange(RUNS, device=chosen_BRK.device)
-    length = min(-(-count // RUNS), share)
+    share, run_N = chosen_BRK.shape[1] // runs, torch.arange(runs, device=chosen_BRK.device)
+    length = min(-(-count // runs), share)
     hash_BN = mixed(mixed(chosen_BRK.sum((1, 2)) & 0xFFFFFFFF)[:, None] ^ mixed(run_N))
     return run_N * share + hash_BN % (share - length + 1), length
 

@@ -19,6 +19,7 @@ from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection
 from gsm.observe import Name, tap
 from gsm.shapes import promoted
+from gsm.span import Span
 from gsm_kernels import IndexerLoss, attend, attend_band, rotate
 from gsm_kernels.device import full_precision
 
@@ -92,13 +93,14 @@ class LatentAttention(nn.Module):
         return attended.choose(found.chosen_BRK, found.bias_BRK)
 
     def learn(
-        self, query_BRHC: Tensor, found: Selection, attended: Attended, position_BR: Tensor, angles: Angles
+        self, query_BRHC: Tensor, found: Selection, attended: Attended, span: Span, angles: Angles
     ) -> IndexerLoss | None:
-        """The loss of the indexer that has searched for this attention; None when there is nothing to learn from."""
+        """The loss of the indexer that has searched for the rows of this attention; None when there is nothing to learn
+        from."""
         if not self._teaches(found):
             return None
-        looked_at = (query_BRHC, attended, position_BR, self.window_size, self.sink, angles)
-        return self.indexer_training.loss(found, *looked_at)
+        looked_at = (query_BRHC, attended, span.row_position_BR, self.window_size, self.sink, angles)
+        return self.indexer_training.loss(found, *looked_at, pieces=span.pieces)
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
         """What all its parameters cost for each row, but those of ``others``, which are counted otherwise; besides what

@@ -98,10 +98,10 @@ class Recurrence(nn.Module, ABC):
             span.position_BT,
             cache.state.resume(empty_BHRC),
         )
-        state_BHRC = tap((self, "state"), state_BHRC)
+        state, out_BTHC = cache.state.keep(tap((self, "state"), state_BHRC), out_BTHC)
         out_BRHC = self.gated(self.norm(last(out_BTHC, span.rows)), last(x_BTD, span.rows))
         update_BRD = self.output(out_BRHC.flatten(-2))
-        return update_BRD, LayerOutput(RecurrentCache(window, cache.state.keep(state_BHRC)))
+        return update_BRD, LayerOutput(RecurrentCache(window, state))
 
     def recur(
         self,

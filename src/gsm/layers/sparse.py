@@ -106,7 +106,7 @@ class SparseAttention(LatentAttention):
         attended = self.look(window_BEC, bank, below, span.rows)
         found = self.search(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, found)
-        indexer_loss = self.learn(query_BRHC, found, attended, position_BR, angles)
+        indexer_loss = self.learn(query_BRHC, found, attended, span, angles)
         update_BRD = self.read(query_BRHC, attended, position_BR, angles)
         return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, found), indexer_loss)
 

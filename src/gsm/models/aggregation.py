@@ -85,7 +85,7 @@ class Stage(LatentAttention):
         found = found.tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, found)
         query_BRHC, _ = self.query(x_BRU)
-        indexer_loss = self.learn(query_BRHC, found, attended, span.position_BT, angles)
+        indexer_loss = self.learn(query_BRHC, found, attended, span, angles)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         return tap((self, "increment"), increment_BRD), cache, indexer_loss
 

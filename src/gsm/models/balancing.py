@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gsm.cache.pieces import Pieces
+from gsm.exchange import summed
 from gsm.layers.experts import MixtureOfExperts
 from gsm.layers.feed_forward import Balance
 
@@ -30,15 +32,28 @@ class BalanceReport(NamedTuple):
     load_LE: Tensor | None
 
 
-def report_balance(balances: Sequence[Balance]) -> BalanceReport:
-    """Sums up what the layers with experts say, in their order."""
+def report_balance(balances: Sequence[Balance], pieces: Pieces | None = None) -> BalanceReport:
+    """Sums up what the layers with experts say, in their order; of sequences in pieces, what all of their ranks say."""
     if not balances:
         return BalanceReport({}, {}, None)
     load_LE = torch.stack([balance.load_E for balance in balances])
     busiest_L = load_LE.amax(-1) * load_LE.shape[-1] / load_LE.sum(-1).clamp(min=1)
     each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
-    loss = torch.stack([balance.loss for balance in balances]).sum()
+    whole = balances if pieces is None else of_whole_sequences(balances, pieces)
+    loss = torch.stack([balance.loss for balance in whole]).sum()
     return BalanceReport({"balance": loss}, {**each, "expert_load": busiest_L.mean()}, load_LE)
+
+
+def of_whole_sequences(balances: Sequence[Balance], pieces: Pieces) -> list[Balance]:
+    """Where the rows of whole sequences were sent. The scores stay those of the rows here, times the ranks: so the mean
+    of the ranks' losses is that of whole sequences, and each rank has the gradient of its own rows."""
+    counted_LYU = torch.stack([torch.cat([one.sent_BE, one.rows_B[:, None]], dim=-1) for one in balances])
+    counted_LBU = summed(counted_LYU.unflatten(1, (pieces.each, -1)).sum(1), pieces.context.group)
+    found = []
+    for one, counted_BU in zip(balances, counted_LBU, strict=True):
+        share_BE = one.share_BE.unflatten(0, (pieces.each, -1)).sum(0) * pieces.context.size
+        found.append(one._replace(sent_BE=counted_BU[:, :-1], share_BE=share_BE, rows_B=counted_BU[:, -1]))
+    return found
 
 
 def layers_with_experts(model: nn.Module) -> list[MixtureOfExperts]:

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.ledger import Ledger
-from gsm.cache.memory import Memory, forgetful, no_last_token
+from gsm.cache.memory import Memory, forgetful, holds, no_last_token
+from gsm.cache.pieces import Context, Pieces
+from gsm.cache.store import State
 from gsm.costs.primitives import Layer, unknown_cost
 from gsm.layers.block import Block
 from gsm.layers.convolution import ShortConvolution
@@ -119,6 +121,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         self.head.weight = self.embedding.weight
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
         self._forgetful: dict[str, Any] | None = None
+        self._empty: dict[str, Any] = {}
 
     @property
     def reach(self) -> int | None:
@@ -193,6 +196,9 @@ class LanguageModel(nn.Module, ABC, Calls):
         span = Span(position_BT, length if rows is None else rows)
         if single_document:
             span = replace(span, single_document=True) if memory is None else memory.continued(span)
+        pieces = before.ledger.pieces
+        if pieces is not None:
+            span = replace(span, pieces=pieces.count)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
@@ -200,7 +206,9 @@ class LanguageModel(nn.Module, ABC, Calls):
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
-        experts = report_balance(trace.balances)
+        if pieces is not None:
+            losses = {name: pieces.weighed(loss) for name, loss in losses.items()}
+        experts = report_balance(trace.balances, pieces)
         out = Output(
             hidden_BRD,
             self.head,
@@ -235,6 +243,31 @@ class LanguageModel(nn.Module, ABC, Calls):
         last_token = no_last_token(batch, self.embedding.weight.device)
         memory = Memory(**last_token, **self.empty_memory(batch), ledger=Ledger(self._layout()))
         return memory if capacity is None else memory.static(capacity)
+
+    def divided(
+        self, context: Context, tokens: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> dict[str, Any]:
+        """What ``forward`` takes on one of the ranks that share these sequences, for its pieces of them.
+
+        The mean over the ranks of what it then returns, weighted by their targets, is what one rank would return; and
+        so are the gradients, if each rank weights its loss so and adds ``losses`` as they are.
+
+        Args:
+            context: the ranks, all of which are given the same sequences, and call ``forward`` together.
+            tokens, documents, targets: as of ``forward``, of whole sequences.
+        """
+        check_call(self.vocabulary, tokens, documents, targets, None)
+        self._nothing_kept()
+        each = 1 if self._passes_states else 2
+        documents = None if documents is None else documents.long()
+        pieces = Pieces(context, documents, (tokens.shape[0], tokens.shape[1]), each, tokens.device)
+        ledger = Ledger(self._layout(), single_document=False, pieces=pieces)
+        return {
+            "tokens": pieces.cut(tokens, 0),
+            "documents": None if pieces.documents_BT is None else pieces.cut(pieces.documents_BT, -1),
+            "targets": None if targets is None else pieces.cut(targets, IGNORED),
+            "memory": pieces.memory(self._empty, ledger),
+        }
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, memory: Memory, chunk: int = CHUNK, documents: Tensor | None = None) -> Output:
@@ -400,8 +433,14 @@ class LanguageModel(nn.Module, ABC, Calls):
     def _nothing_kept(self) -> dict[str, Any]:
         """The fields of ``Memory`` for training: what is written there is forgotten. Made once."""
         if self._forgetful is None:
-            self._forgetful = {name: forgetful(node) for name, node in self.empty_memory(0).items()}
+            self._empty = self.empty_memory(0)
+            self._forgetful = {name: forgetful(node) for name, node in self._empty.items()}
         return self._forgetful
+
+    @property
+    def _passes_states(self) -> bool:
+        """Whether a layer keeps the state of a recurrence."""
+        return any(holds(node, State) for node in self._empty.values())
 
     def _layout(self) -> tuple[tuple, ...]:
         """The layout of this model's memory: made once, for it does not change unless the dtype does."""
