@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from small import GEOMETRY, SHALLOW, assert_same, build, training_cases
+from small import GEOMETRY, SHALLOW, assert_same, build
 from torch import Tensor
 
 from gsm.cache.pieces import Context
@@ -62,8 +61,9 @@ def compare(case: str, batch: dict[str, Any], **options: Any) -> None:
     arguments = model.divided(Context(group), **batch)
     pieces = arguments["memory"].ledger.pieces
     got = model(**arguments)
-    assert_same(got.hidden_BRD, pieces.cut(out.hidden_BRD.flatten(2), 0.0).view_as(got.hidden_BRD), case, TOLERANCE) \
-        if batch["documents"] is None and pieces.tokens == pieces.count * pieces.length else None
+    assert_same(
+        got.hidden_BRD, pieces.cut(out.hidden_BRD.flatten(2), 0.0).view_as(got.hidden_BRD), case, TOLERANCE
+    ) if batch["documents"] is None and pieces.tokens == pieces.count * pieces.length else None
     count = (arguments["targets"] != IGNORED).sum()
     everywhere = count.clone()
     dist.all_reduce(everywhere)
@@ -81,7 +81,9 @@ def compare(case: str, batch: dict[str, Any], **options: Any) -> None:
         assert_same(mean, gradient, f"{case}: {name}", TOLERANCE)
 
 
-def compare_all(cases: Sequence[str], lengths: Sequence[int], documents: Sequence[str], folder: str = "", **options: Any) -> None:
+def compare_all(
+    cases: Sequence[str], lengths: Sequence[int], documents: Sequence[str], folder: str = "", **options: Any
+) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for case in cases:
         for length in lengths:
@@ -95,4 +97,7 @@ def compare_all(cases: Sequence[str], lengths: Sequence[int], documents: Sequenc
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks(processes, world):
-    assert ranks.together(processes, world, compare_all, ["gsm", "baseline"], [24, 41], ["one", "packed", "padded"]) == [0] * world
+    assert (
+        ranks.together(processes, world, compare_all, ["gsm", "baseline"], [24, 41], ["one", "packed", "padded"])
+        == [0] * world
+    )

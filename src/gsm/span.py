@@ -55,7 +55,9 @@ class Span:
     def cut(self) -> Span:
         """The rows of this layer are the new positions of the next one. Fewer of them end no whole document, and share
         nothing that was computed from all."""
-        return self if self.rows == self.position_BT.shape[1] else Span(self.row_position_BR, self.rows, pieces=self.pieces)
+        if self.rows == self.position_BT.shape[1]:
+            return self
+        return Span(self.row_position_BR, self.rows, pieces=self.pieces)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions,

@@ -354,5 +354,3 @@ def _compact(x: Tensor) -> Tensor:
 def _without_slots(memory: Memory) -> Memory:
     """The same memory with nothing where the slots of its banks are."""
     return map_nodes(memory, (StaticColumn, Ledger), lambda node: None if isinstance(node, StaticColumn) else node)
-
-

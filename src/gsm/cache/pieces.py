@@ -165,8 +165,8 @@ class Pieces:
 
     def _before(self, x_BT: Tensor) -> Tensor:
         """The value at the position before each piece here, [Y]; -1 before the first."""
-        columns = [x_BT[:, piece * self.length - 1] if piece else torch.full_like(x_BT[:, 0], -1) for piece in self.mine]
-        return torch.cat(columns)
+        x_BT = torch.nn.functional.pad(x_BT, (1, 0), value=-1)
+        return torch.cat([x_BT[:, piece * self.length] for piece in self.mine])
 
     def _store(self, node: Any) -> Any:
         """What stands in for a cache, or for a store in none."""

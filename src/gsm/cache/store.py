@@ -7,8 +7,9 @@ training from generation, or one kind of memory from the other:
     static       buffers that keep their place    ``StaticWindow``       ``StaticColumn``    ``State``
     in pieces    on several ranks                 ``Halo``               ``Shared``          ``Relay``
 
-(Those of sequences in pieces: ``gsm.cache.pieces``.) Extending a store returns the next one. Purity is what makes recomputation of activations harmless and a prefix
-forkable; a static memory takes the next stores over into its buffers when the whole call is done.
+Those of sequences in pieces are in ``gsm.cache.pieces``. Extending a store returns the next one. Purity is what makes
+recomputation of activations harmless and a prefix forkable; a static memory takes the next stores over into its buffers
+when the whole call is done.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from typing import Any
 
 from gsm.errors import ConfigError
 
+# Keys beside what a part's constructor takes: others read them.
+CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
+BESIDE = {"trainer": {"context": CONTEXT}}
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 NAMED_PARTS = {"callbacks", "logger"}  # groups whose mapping holds parts under names that anyone may add to
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -47,6 +50,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "data.task.power": (0, None),
     "model.indexer_weight": (0, None),
     "model.query_rank": (1, None),
+    "trainer.context": (1, None),
     "model.scale": (0, 1e6),
     "model.indexer_training.dense_limit": (0, None),
     "model.indexer_training.sampled_rows": (1, None),
@@ -278,6 +282,7 @@ def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, directori
 def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection[Path]) -> None:
     """Checks the keys and values of one mapping against the signature of its ``_target_``."""
     taken = parameters(node["_target_"])
+    taken = taken if taken is None else {**taken, **BESIDE.get(path, {})}
     place = f"{path} ({node['_target_']})"
     for key, value in node.items():
         if key.startswith("_"):

@@ -15,7 +15,7 @@ BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # How a run ends: free in one that goes on from a checkpoint, as its length is.
 ENDING = {"optimizer.decay_fraction"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
-DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes")
+DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes", "trainer.context")
 
 
 def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:

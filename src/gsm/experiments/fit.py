@@ -303,7 +303,7 @@ def _overlap(run: Run) -> dict[str, Any] | None:
 def _ngrams(run: Run) -> dict[str, float | None]:
     """Bits per byte of n-gram models counted on exactly the tokens that this run has consumed."""
     data, steps = run.data, run.trainer.global_step
-    sequences = steps * (sequences_a_step(run.config, run.trainer.world_size) or 0)
+    sequences = steps * (sequences_a_step(run.config, ranks.sharing(run.trainer)[0]) or 0)
     few = run.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
     consumed = data.consumed(sequences) if few else None
     if consumed is None or data.tokenizer is None or data.bytes_per_token is None:

@@ -16,6 +16,7 @@ from gsm.config.command_line import command, shown, typed
 from gsm.evaluation import overlap, questions, tracking
 from gsm.paths import in_clone
 from gsm.training.callbacks.progress import clock
+from gsm.training.distributed.ranks import sharing
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -47,7 +48,7 @@ def header(
     """What is about to be trained, on what, how long it takes, and where to; ``facts`` are those of its summary."""
     sizes = ""
     if data.batch_size and data.context:
-        step = data.batch_size * data.context * trainer.accumulate_grad_batches * trainer.world_size
+        step = data.batch_size * data.context * trainer.accumulate_grad_batches * sharing(trainer)[0]
         sizes = f" of {step:,} tokens ({data.context} a sequence)"
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",

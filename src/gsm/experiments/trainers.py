@@ -21,6 +21,7 @@ from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
 from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
+from gsm.training.distributed.ranks import sharing
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import ResumeState
@@ -53,7 +54,7 @@ def build(
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     objects = {"callbacks": parts, "logger": loggers, "plugins": plugins}
     trainer = construct(make, "trainer", **objects, default_root_dir=config["folder"])
-    trainer.accumulate_grad_batches = batches = batches_a_step(config, trainer.world_size)
+    trainer.accumulate_grad_batches = batches = batches_a_step(config, shares(trainer))
     if type(trainer.val_check_interval) is int:
         trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
     refuse_divided(trainer, task)
@@ -78,13 +79,26 @@ def quiet() -> None:
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """How many ranks train together: ``devices``, also ``auto``, times nodes, as Lightning itself counts them.
+    """Among how many ranks sequences are shared out: ``devices``, also ``auto``, times nodes, as Lightning itself
+    counts them, over the ranks that divide the same sequences (``trainer.context``).
 
     Raises ConfigError where the machine has not what the configuration asks for.
     """
     quiet()
     asked = {name: node for name, node in settings(config).items() if name in PLACES}
-    return instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer").world_size
+    return shares(instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer"))
+
+
+def shares(trainer: lightning.Trainer) -> int:
+    """The same of a trainer. Raises ConfigError where the ranks that divide sequences do not divide all ranks."""
+    context: int = getattr(trainer.strategy, "context", 1)
+    if trainer.world_size % context:
+        fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
+        raise ConfigError(
+            f"trainer.context is {context}, but has to divide the {trainer.world_size} devices that train together: "
+            f"say one of {', '.join(map(str, fitting))}, or change trainer.devices"
+        )
+    return sharing(trainer)[0]
 
 
 def refuse_remainder(config: Mapping[str, Any]) -> None:
@@ -172,6 +186,7 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the Trainer is made with. Raises ConfigError for an end of the run that is not a number of steps."""
     chosen = dict(config["trainer"])
+    chosen.pop("context", None)  # it stands in the strategy, too
     for name in OTHER_ENDS:
         if chosen.get(name) is not None:
             raise ConfigError(

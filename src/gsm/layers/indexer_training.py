@@ -157,8 +157,8 @@ class KL(IndexerTraining):
 
 
 def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
-    """The arguments of ``indexer_kl`` for about so many of the rows of a sequence: ``RUNS`` runs of neighbours, of which
-    each of its pieces has its share, and at least one.
+    """The arguments of ``indexer_kl`` for about so many of the rows of a sequence: ``RUNS`` runs of neighbours, of
+    which each of its pieces has its share, and at least one.
 
     In front of a run stand the entries of its first window, in rows that are padding and see no slot.
     """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gsm.files import save_whole
+from gsm.training.distributed.ranks import sharing
 
 NONE = -1
 
@@ -124,7 +125,8 @@ def _written(broken: Broken, trainer: lightning.Trainer) -> str:
     numbers if the data have an ``order``; of several ranks, this rank's share of each batch."""
     size = len(next(iter(broken.batch.values()))) // (broken.last - broken.first + 1)
     batches = range(broken.first, broken.last + 1)
-    firsts = [(number * trainer.world_size + trainer.global_rank) * size for number in batches]
+    world, rank = sharing(trainer)
+    firsts = [(number * world + rank) * size for number in batches]
     order = getattr(trainer.datamodule, "order", None)  # pyright: ignore[reportAttributeAccessIssue]
     numbers = [int(i) for first in firsts for i in order.indices(first, first + size)] if order is not None else []
     places = [firsts[0], firsts[-1] + size - 1]

@@ -97,7 +97,7 @@ class LanguageModeling(lightning.LightningModule):
                     group["lr"] = peak * factor(schedule.last_epoch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
-        """The model's output on a batch, and its targets.
+        """The model's output on a batch, and its targets; where several ranks divide its sequences, of the pieces here.
 
         Args:
             batch: int64 [B, T] each: ``tokens``; optionally ``targets`` (-100 is ignored; without, the next token of
@@ -106,7 +106,11 @@ class LanguageModeling(lightning.LightningModule):
         tokens_BT, document_BT, target_BT = batch["tokens"], batch.get("documents"), batch.get("targets")
         if target_BT is None:
             target_BT = next_tokens(tokens_BT, document_BT)
-        return self.model(tokens_BT, documents=document_BT, targets=target_BT), target_BT
+        given: dict[str, Any] = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        if isinstance(strategy, Sharded) and strategy.sequences is not None:
+            given = self.model.divided(strategy.sequences, **given)
+        return self.model(**given), given["targets"]
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
         """Cross-entropy plus the losses that the model adds to it, weighted by the batch's share of the step's targets.

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from gsm.training.distributed.ranks import sharing
+
 FORMAT = 2  # of checkpoints; changes with what is in them
 STATE = "training_state"  # the key of a checkpoint that holds what is kept here
 ENTRIES = "optimizer_entries"  # for each optimiser, by parameter, the names of what is kept for it
@@ -49,10 +51,10 @@ class ResumeState(lightning.Callback):
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the format, the RNG states, the number of ranks, and the names of the optimiser's entries, so that one
-        that is missing later can be named."""
+        """Adds the format, the RNG states, the number of ranks that share out sequences, and the names of the
+        optimiser's entries, so that one that is missing later can be named."""
         checkpoint["format"] = FORMAT
-        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": trainer.world_size}
+        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0]}
         states = (state["state"] for state in checkpoint["optimizer_states"])
         checkpoint[ENTRIES] = [{number: sorted(entry) for number, entry in state.items()} for state in states]
 

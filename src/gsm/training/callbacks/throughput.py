@@ -11,6 +11,7 @@ import lightning
 import torch
 from torch import Tensor
 
+from gsm.training.distributed.ranks import sharing
 from gsm.training.resume import ends_interval
 
 
@@ -49,7 +50,7 @@ class Throughput(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch; at the end of an interval, logs."""
-        self.tokens += batch["tokens"].numel() * trainer.world_size
+        self.tokens += batch["tokens"].numel() * sharing(trainer)[0]
         if ends_interval(trainer):
             self._read_clock()
             tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]

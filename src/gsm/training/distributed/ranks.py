@@ -10,9 +10,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    import lightning
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
 BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
@@ -27,6 +30,13 @@ Decision = TypeVar("Decision")
 def rank() -> int:
     """This process among those that were started together, as whoever has started them says; 0 if there is only one."""
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+
+
+def sharing(trainer: lightning.Trainer) -> tuple[int, int]:
+    """Among how many ranks the sequences of a step are shared out, and which of them this is: those that divide the
+    same sequences among themselves (``trainer=context``) count as one."""
+    context: int = getattr(trainer.strategy, "context", 1)
+    return trainer.world_size // context, trainer.global_rank // context
 
 
 def agreed(decide: Callable[[], Decision], group: torch.distributed.ProcessGroup | None = None) -> Decision:

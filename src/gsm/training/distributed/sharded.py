@@ -17,10 +17,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from gsm.cache.pieces import Context
 from gsm.files import save_whole
 from gsm.layers.block import Block
 from gsm.models.aggregation import Stage
@@ -37,6 +39,10 @@ class Sharded(ModelParallelStrategy):
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
     all of them, on its own rows. Expert parallelism, where a rank keeps its experts and rows travel, is not here.
 
+    With ``context`` N, that many neighbouring ranks divide every sequence among themselves, too: each has its pieces of
+    it, and layers exchange what they need of the others' (``gsm.cache.pieces``). The model is divided among all ranks
+    as before.
+
     Every rank builds the whole model in its host's memory first (the weights follow from the seed alone).
 
     Args:
@@ -47,6 +53,7 @@ class Sharded(ModelParallelStrategy):
         reshard_after_forward: give a block's weights back between its forward and its backward. Without, they are
             gathered once instead of twice, and all stay in memory during the step.
         process_group_backend: None: what Lightning chooses for the device.
+        context: ranks that divide the same sequences.
     """
 
     def __init__(
@@ -55,7 +62,10 @@ class Sharded(ModelParallelStrategy):
         reduced: Literal["float32", "bfloat16"] | None = None,
         reshard_after_forward: bool = True,
         process_group_backend: str | None = None,
+        context: int = 1,
     ) -> None:
+        if context < 1:
+            raise ValueError(f"trainer.context is {context}, but at least 1 rank has to have a sequence")
         for name, value in (("gathered", gathered), ("reduced", reduced)):
             if value not in (None, *DTYPES):
                 raise ValueError(f"trainer.strategy.{name} is {value!r}, but has to be null, float32 or bfloat16")
@@ -63,17 +73,28 @@ class Sharded(ModelParallelStrategy):
         self.policy = MixedPrecisionPolicy(
             param_dtype=gathered and DTYPES[gathered], reduce_dtype=reduced and DTYPES[reduced]
         )
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.context = reshard_after_forward, context
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
+        self._context: Context | None = None
         self._group: Any = None  # of its own: collectives of two threads must not meet in one
         self._upload: tuple[tuple[int, Path], str, Future[Any]] | None = None  # the last parts: of what, name, future
         self._names: list[str] = []  # of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
-        """All ranks share the data, and all of them the model."""
-        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        """All ranks share the model, and groups of neighbours sequences: to Lightning these are tensor-parallel ones,
+        which have the same data."""
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size // self.context, self.context
         super().setup_environment()
+
+    @property
+    def sequences(self) -> Context | None:
+        """The ranks that have the pieces of this rank's sequences (None: it has whole ones)."""
+        if self.context == 1:
+            return None
+        if self._context is None:
+            self._context = Context(self.device_mesh["tensor_parallel"].get_group())
+        return self._context
 
     def shard(self, model: LanguageModel) -> None:
         """Divides the parameters of every block and stage, and together what is in none; a second time does nothing."""
@@ -81,7 +102,8 @@ class Sharded(ModelParallelStrategy):
             return
         # What a block returns may be a view: that is harmless as long as nothing is changed in place, and nothing is.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"], "mp_policy": self.policy}
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("ranks",))
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": self.policy}
         for part in model.modules():
             if isinstance(part, Block | Stage):
                 fully_shard(part, reshard_after_forward=self.reshard_after_forward, **options)
