@@ -120,9 +120,10 @@ def trained(
 ) -> None:
     """Trains a small model and leaves its weights, first gradients and last loss in ``<folder>/<strategy>.pt``."""
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    context = (given or {}).get("context", 1)
     task, gradients = task_of(case, dtype, **options), Gradients()
     trainer = trainer_of(strategy, steps, gradients, **(given or {}))
-    trainer.fit(task, DataLoader(batches(world, rank, steps), batch_size=None))
+    trainer.fit(task, DataLoader(batches(world // context, rank // context, steps), batch_size=None))
     if save:
         with patch.object(sharded, "save_whole", slowly):
             trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)

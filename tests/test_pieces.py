@@ -1,37 +1,40 @@
-"""Sequences that are divided among ranks: what all ranks compute together is what one computes."""
+"""Sequences that are divided among ranks: what all of them compute together is what one computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from small import GEOMETRY, SHALLOW, assert_same, build
+from small import GEOMETRY, MEMORIES, SHALLOW, assert_same, build, training_cases
 from torch import Tensor
 
-from gsm.cache.pieces import Context
+from gsm.cache.pieces import Context, Pieces
+from gsm.layers.raven import Raven
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.training.module import next_tokens
 
-TOLERANCE = 1e-9
+Batch = dict[str, Tensor | None]
+DOCUMENTS = ("one", "packed", "padded")
+MOE = "gsm-feed_forward=moe"
 
 
-def batch_of(length: int, documents: str, seed: int = 0) -> dict[str, Tensor | None]:
-    """Two sequences, whose documents end at any place or are one."""
-    generator = torch.Generator().manual_seed(seed)
+def batch_of(length: int, documents: str) -> Batch:
+    """Two sequences, each of them one document, or several that end anywhere, or such with padding at either end."""
+    generator = torch.Generator().manual_seed(length)
     tokens_BT = torch.randint(GEOMETRY.vocabulary, (2, length), generator=generator)
     document_BT = None
     if documents != "one":
-        starts_BT = torch.rand(2, length, generator=generator) < (0.15 if documents == "packed" else 0.05)
-        document_BT = starts_BT.cumsum(1)
-        if documents == "padded":
-            document_BT[0, length - length // 3 :] = -1
-            document_BT[1, : length // 5] = -1
+        document_BT = (torch.rand(2, length, generator=generator) < 0.1).cumsum(1)
+    if document_BT is not None and documents == "padded":
+        document_BT[0, length - length // 3 :] = -1
+        document_BT[1, : length // 5] = -1
     targets_BT = next_tokens(tokens_BT, document_BT)
     if document_BT is not None:
         targets_BT = targets_BT.where(document_BT >= 0, IGNORED)
@@ -39,65 +42,153 @@ def batch_of(length: int, documents: str, seed: int = 0) -> dict[str, Tensor | N
     return {"tokens": tokens_BT, "documents": document_BT, "targets": targets_BT}
 
 
-def total(model: LanguageModel, out: Any, share: Tensor | float = 1.0) -> Tensor:
-    """What a trainer makes of an output, on one of several ranks."""
-    return out.loss * share + sum(out.losses.values())
+def compare(case: str, batch: Batch, group: dist.ProcessGroup, **options: Any) -> None:
+    """On a rank: outputs, losses, expert loads and gradients of all ranks together are those of one."""
+    model = build(case, geometry=SHALLOW, **options).train()
+    for part in model.modules():
+        if isinstance(part, Raven):
+            part.noise = False  # of which every rank would draw its own
+    want = model(**batch)
+    (want.loss + sum(want.losses.values())).backward()
+    expected = gradients(model)
+    given = model.divided(Context(group), **batch)
+    pieces, counts = given["memory"].ledger.pieces, (given["targets"] != IGNORED).sum()
+    got = model(**given)
+    outputs = pieces.cut(want.hidden_BRD, 0.0)  # where something counts: padding has none
+    counted = pieces.cut(torch.ones_like(batch["tokens"]), 0) > 0
+    if given["documents"] is not None:
+        counted &= given["documents"] >= 0
+    assert_same(got.hidden_BRD[counted], outputs[counted], "outputs", 1e-9)
+    share = counts.double() * group.size() / over_ranks(counts, group)
+    (got.loss * share + sum(got.losses.values())).backward()
+    found = gradients(model)
+    assert got.losses.keys() == want.losses.keys() and found.keys() == expected.keys()
+    assert_same(over_ranks(got.loss * share, group) / group.size(), want.loss, "loss", 1e-9)
+    for name, loss in want.losses.items():
+        assert_same(over_ranks(got.losses[name], group) / group.size(), loss, name, 1e-9)
+    if want.load_LE is not None:
+        assert torch.equal(over_ranks(got.load_LE, group), want.load_LE)
+    for name, gradient in expected.items():
+        assert_same(over_ranks(found[name], group) / group.size(), gradient, name, 1e-9)
 
 
 def gradients(model: LanguageModel) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """Those that there are; none are left behind."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
-def compare(case: str, batch: dict[str, Any], **options: Any) -> None:
-    """On a rank: loss, losses, gradients and outputs of all ranks together are those of one."""
-    model = build(case, geometry=SHALLOW, **options).train()
-    out = model(**batch)
-    total(model, out).backward()
-    want, want_loss = gradients(model), {"loss": out.loss, **out.losses}
-    group = dist.group.WORLD
-    assert group is not None
-    arguments = model.divided(Context(group), **batch)
-    pieces = arguments["memory"].ledger.pieces
-    got = model(**arguments)
-    assert_same(
-        got.hidden_BRD, pieces.cut(out.hidden_BRD.flatten(2), 0.0).view_as(got.hidden_BRD), case, TOLERANCE
-    ) if batch["documents"] is None and pieces.tokens == pieces.count * pieces.length else None
-    count = (arguments["targets"] != IGNORED).sum()
-    everywhere = count.clone()
-    dist.all_reduce(everywhere)
-    share = count.double() * group.size() / everywhere
-    total(model, got, share).backward()
-    found = gradients(model)
-    assert found.keys() == want.keys(), case
-    for name, loss in want_loss.items():
-        mean = (got.loss * share if name == "loss" else got.losses[name]).detach() / group.size()
-        dist.all_reduce(mean)
-        assert_same(mean, loss, f"{case}: {name}", TOLERANCE)
-    for name, gradient in want.items():
-        mean = found[name] / group.size()
-        dist.all_reduce(mean)
-        assert_same(mean, gradient, f"{case}: {name}", TOLERANCE)
+def over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum."""
+    x = x.detach().clone()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def compare_all(
-    cases: Sequence[str], lengths: Sequence[int], documents: Sequence[str], folder: str = "", **options: Any
+    cases: Sequence[str], lengths: Sequence[int], documents: Sequence[str] = DOCUMENTS, options: Any = None
 ) -> None:
+    """On a rank: all of these."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
     for case in cases:
         for length in lengths:
             for kind in documents:
                 try:
-                    compare(case, batch_of(length, kind), **options)
+                    compare(case, batch_of(length, kind), dist.group.WORLD, **(options or {}))
                 except Exception as error:
                     raise AssertionError(f"{case}, {length} tokens, documents {kind}: {error}") from error
     dist.destroy_process_group()
 
 
+# 40 tokens are pieces of 10 for two ranks; 41 are pieces of 11 and 6, with padding; of 13 among four some are padding.
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks(processes, world):
-    assert (
-        ranks.together(processes, world, compare_all, ["gsm", "baseline"], [24, 41], ["one", "packed", "padded"])
-        == [0] * world
-    )
+def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
+    cases = ["gsm", "baseline-pool", MOE, "gated_delta_net"]
+    assert ranks.together(processes, world, compare_all, cases, [41], ["packed", "padded"]) == [0] * world
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_so_they_do_with_every_variant_of_every_part(processes: Any, world: int):
+    assert ranks.together(processes, world, compare_all, training_cases(), [13, 40, 41]) == [0] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_blocks_may_be_computed_again(processes: Any, recompute: bool | str):
+    cases, options = ["gsm", "baseline", MOE, "hybrid", "kda"], {"recompute": recompute}
+    assert ranks.together(processes, 3, compare_all, cases, [41], DOCUMENTS, options) == [0] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gsm", MOE, "baseline-feed_forward=moe", "gated_delta_net"])
+@pytest.mark.parametrize("world", [2, 4])  # 4: two groups of two, each with sequences of its own
+def test_they_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int):
+    assert ranks.together(processes, 1, ranks.trained, case, "auto", tmp_path, 5) == [0]
+    given = {"context": 2}
+    arguments = (case, "fsdp", tmp_path, 5, torch.float64, False, given)
+    assert ranks.together(processes, world, ranks.trained, *arguments) == [0] * world
+    alone, together = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("auto", "fsdp"))
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    for name, weight in alone["weights"].items():
+        assert_same(together["weights"][name], weight, name, 1e-9)
+
+
+def read_together(case: str, length: int, documents: str, capacity: int | None, before: int) -> None:
+    """On a rank: a prompt that several ranks read leaves the memory and the answer that one leaves, and what follows."""
+    assert dist.group.WORLD is not None
+    model, given = build(case, geometry=GEOMETRY), batch_of(length, documents)
+    tokens, document_BT = given["tokens"], given["documents"]
+    assert tokens is not None
+    memories = [model.start(2, capacity) for _ in range(2)]
+    outs = []
+    for memory, context in zip(memories, (None, Context(dist.group.WORLD)), strict=True):
+        with torch.no_grad():
+            if before:
+                memory = model(
+                    tokens[:, :before],
+                    documents=None if document_BT is None else document_BT[:, :before],
+                    memory=memory,
+                    rows=1,
+                ).memory
+        rest = None if document_BT is None else document_BT[:, before:]
+        out = model.prefill(tokens[:, before:], memory, chunk=5, documents=rest, context=context)
+        with torch.no_grad():
+            outs.append((out, model(tokens[:, :3], memory=out.memory)))
+    (alone, then), (together, thereafter) = outs
+    assert_same(together.hidden_BRD, alone.hidden_BRD, "output", 1e-9)
+    assert_same(thereafter.hidden_BRD, then.hidden_BRD, "what follows", 1e-9)
+    assert together.memory.breakdown() == alone.memory.breakdown()
+    assert together.memory.used == alone.memory.used
+
+
+def read_all(cases: Sequence[str], lengths: Sequence[int]) -> None:
+    """On a rank: all of these."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for case in cases:
+        for length in lengths:
+            for kind in ("one", "packed"):
+                for capacity in (None, 100):
+                    for before in (0, 7):
+                        try:
+                            read_together(case, length, kind, capacity, before)
+                        except Exception as error:
+                            what = f"{case}, {length} tokens, documents {kind}, capacity {capacity}, {before} before"
+                            raise AssertionError(f"{what}: {error}") from error
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
+    cases = ["gsm", "baseline-pool", "gated_delta_net"]
+    assert ranks.together(processes, world, read_all, cases, [90]) == [0] * world
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 3])
+def test_so_it_may_with_every_memory(processes: Any, world: int):
+    assert ranks.together(processes, world, read_all, MEMORIES, [41, 90]) == [0] * world

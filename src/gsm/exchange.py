@@ -52,6 +52,13 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+def told(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """What one rank of the group has, on all of them; without a gradient."""
+    x = x.detach().clone()
+    dist.broadcast(x, group=group, group_src=source)
+    return x
+
+
 def received(like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     """A tensor as ``like`` from a rank of the group, to which its gradient goes back."""
     anchor = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=torch.is_grad_enabled())

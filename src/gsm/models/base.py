@@ -13,9 +13,11 @@ The three ways differ in their arguments alone:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -222,7 +224,9 @@ class LanguageModel(nn.Module, ABC, Calls):
         # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
         # token, the caller's own tensor would do for the memory, and may be written again.
         last_token = {"document_B": document_B.clone(), "position_B": position_BT[:, -1]}
-        after = memory.advance(replace(trace.memory, **last_token), length, single_document, span.rows)
+        after = replace(trace.memory, **last_token)
+        if pieces is None:
+            after = memory.advance(after, length, single_document, span.rows)
         return replace(out, memory=after)
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
@@ -260,7 +264,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         self._nothing_kept()
         each = 1 if self._passes_states else 2
         documents = None if documents is None else documents.long()
-        pieces = Pieces(context, documents, (tokens.shape[0], tokens.shape[1]), each, tokens.device)
+        pieces = Pieces(context, (tokens.shape[0], tokens.shape[1]), documents, each=each, device=tokens.device)
         ledger = Ledger(self._layout(), single_document=False, pieces=pieces)
         return {
             "tokens": pieces.cut(tokens, 0),
@@ -270,7 +274,14 @@ class LanguageModel(nn.Module, ABC, Calls):
         }
 
     @torch.no_grad()
-    def prefill(self, prompt: Prompt, memory: Memory, chunk: int = CHUNK, documents: Tensor | None = None) -> Output:
+    def prefill(
+        self,
+        prompt: Prompt,
+        memory: Memory,
+        chunk: int = CHUNK,
+        documents: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Output:
         """Reads a prompt in chunks, computing of each only what the last row needs; returns the last row's output.
 
         Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
@@ -281,6 +292,8 @@ class LanguageModel(nn.Module, ABC, Calls):
             memory: what ``start`` or an earlier call returned; for prompts of different lengths a fresh one.
             chunk: tokens read at a time.
             documents: as in ``forward``; only for a tensor [B, T].
+            context: ranks that divide the prompt, each of which is given all of it and reads ``chunk`` tokens at a
+                time; the same memory and output are on all of them in the end.
 
         Raises:
             ValueError: as ``forward``; before anything is read if the memory has no room for the whole prompt.
@@ -301,7 +314,9 @@ class LanguageModel(nn.Module, ABC, Calls):
         memory.ledger.require(tokens.shape[1])
         before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
         try:
-            return self._read(tokens, documents, memory, chunk)
+            if context is None:
+                return self._read(tokens, documents, memory, chunk)
+            return self._read_together(tokens, documents, memory, chunk, context)
         except BaseException:  # an interruption too: what was half read has not been read
             if before is not None:
                 memory.rewind(before)
@@ -318,6 +333,42 @@ class LanguageModel(nn.Module, ABC, Calls):
             memory = out.memory if memory.capacity is None else memory  # what is narrow has no room for the next chunk
         assert out is not None
         return replace(out, memory=memory)
+
+    def _read_together(
+        self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int, context: Context
+    ) -> Output:
+        """The chunks of a prompt, as many at a time as there are ranks; its end, of which more than banks and states is
+        needed, is read by each of them."""
+        start, length = 0, tokens.shape[1]
+        while piece := min(chunk, max(0, length - start - self._end) // context.size):
+            here = slice(start, start + piece * context.size)
+            start = here.stop
+            part = None if documents is None else documents[:, here].long()
+            tokens_BT, narrow = tokens[:, here], memory.narrow(memory.used + piece * context.size)
+            pieces = Pieces(
+                context, (len(tokens), tokens_BT.shape[1]), part, each=1, device=tokens.device, memory=narrow
+            )
+            ledger = Ledger(memory.ledger.layout, single_document=False, pieces=pieces)
+            divided = pieces.memory({name: getattr(narrow, name) for name in self.empty_memory(0)}, ledger)
+            local = None if part is None else pieces.cut(part, -1)
+            later = length - start + (context.size - 1 - context.rank) * piece
+            after = self(pieces.cut(tokens_BT, 0), documents=local, memory=divided, rows=1 - later).memory
+            given = tokens_BT.shape[1], documents is None, 1 - (length - start)
+            after = narrow.advance(pieces.concluded(after), *given)
+            memory = after if memory.capacity is None else memory
+        return self._read(tokens[:, start:], None if documents is None else documents[:, start:], memory, chunk)
+
+    @cached_property
+    def _end(self) -> int:
+        """How many tokens of a prompt are its end: of those before it, a layer needs all positions or none."""
+        many = 1 << 40
+
+        def all_or_none(later: int) -> bool:
+            rows = self.schedule(many, 1 - later)
+            found = {*rows.encoder, *rows.decoder, rows.writer, rows.state, rows.decoder_input}
+            return found <= {0, many}
+
+        return bisect_left(range(1, many), True, key=all_or_none) + 1
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
         """New token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``. The length
