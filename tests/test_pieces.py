@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from small import GEOMETRY, MEMORIES, SHALLOW, assert_same, build, training_cases
 from torch import Tensor
 
-from gsm.cache.pieces import Context, Pieces
+from gsm.cache.pieces import Context
+from gsm.costs import traffic
+from gsm.exchange import tallied
 from gsm.layers.raven import Raven
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
@@ -138,7 +141,7 @@ def test_they_train_as_one_does(processes: Any, tmp_path: Path, case: str, world
 
 
 def read_together(case: str, length: int, documents: str, capacity: int | None, before: int) -> None:
-    """On a rank: a prompt that several ranks read leaves the memory and the answer that one leaves, and what follows."""
+    """On a rank: a prompt that several ranks read leaves memory and answer that one leaves, and what follows."""
     assert dist.group.WORLD is not None
     model, given = build(case, geometry=GEOMETRY), batch_of(length, documents)
     tokens, document_BT = given["tokens"], given["documents"]
@@ -192,3 +195,33 @@ def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
 @pytest.mark.parametrize("world", [2, 3])
 def test_so_it_may_with_every_memory(processes: Any, world: int):
     assert ranks.together(processes, world, read_all, MEMORIES, [41, 90]) == [0] * world
+
+
+def counted(cases: Sequence[str], length: int) -> None:
+    """On a rank: what ranks have sent in forward and backward is what the cost says, to the byte."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.group.WORLD
+    assert group is not None
+    for case in cases:
+        model, batch = build(case, geometry=SHALLOW).train(), batch_of(length, "one")
+        with tallied() as there:
+            out = model(**model.divided(Context(group), **batch))
+            loss = out.loss + sum(out.losses.values())
+        with tallied() as back:
+            loss.backward()
+        expected = Counter()
+        for one in traffic.sent(model, batch=2, tokens=length, ranks=group.size(), number_bytes=8):
+            expected[one.how] += one.bytes
+        names = ("routed", "gathered", "passed_on")
+        forward = over_ranks(torch.tensor([there[name] for name in names]), group)
+        backward = over_ranks(torch.tensor([back[name] for name in ("routed", "scattered", "received")]), group)
+        assert forward.tolist() == [expected[name] for name in names], case
+        # Nobody waits for the gradient of what nothing was computed from: a bank that no later layer reads.
+        assert all(backward <= forward) and backward.sum() > 0.7 * forward.sum(), (case, forward, backward)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ranks_send_is_what_the_cost_says(processes: Any, world: int):
+    cases = ["gsm", "gsm-retriever=separate_indexer", "baseline", "transformer", "gated_delta_net", "nsa"]
+    assert ranks.together(processes, world, counted, cases, 41) == [0] * world

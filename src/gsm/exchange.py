@@ -7,7 +7,9 @@ on from rank to rank (``received``, ``passed_on``), its gradient comes from the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,27 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# Bytes that this rank has sent to others since somebody has begun to count, by what sent them.
+_tallies: list[Counter[str]] = []
+
+
+@contextmanager
+def tallied() -> Iterator[Counter[str]]:
+    """Counts the bytes that this rank sends to others inside the block, forward and backward, by the name of what sends
+    them: ``gathered``, ``scattered``, ``routed``, ``passed_on``, ``received`` (gradients), ``summed``, ``told``."""
+    tally: Counter[str] = Counter()
+    _tallies.append(tally)
+    try:
+        yield tally
+    finally:
+        _tallies.remove(tally)
+
+
+def _count(name: str, bytes_sent: int) -> None:
+    for tally in _tallies:
+        tally[name] += bytes_sent
+
+
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks, one after the other: [A, ...] of each of N ranks as [N A, ...]."""
     return _Gathered.apply(x, group)
@@ -27,6 +50,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The opposite: of [N A, ...] the sum over ranks of this rank's [A, ...]; without a gradient."""
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    _count("scattered", out.nbytes * (group.size() - 1))
     _reduce_scatter(out, x.contiguous(), group=group)
     return out
 
@@ -48,6 +72,7 @@ def routed(x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.Proce
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over all ranks; without a gradient."""
     x = x.detach().clone()
+    _count("summed", 2 * x.nbytes * (group.size() - 1) // group.size())  # as a ring does it
     dist.all_reduce(x, group=group)
     return x
 
@@ -55,6 +80,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def told(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     """What one rank of the group has, on all of them; without a gradient."""
     x = x.detach().clone()
+    _count("told", x.nbytes if group.rank() == source else 0)
     dist.broadcast(x, group=group, group_src=source)
     return x
 
@@ -78,6 +104,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(group.size() * len(x), *x.shape[1:])
+        _count("gathered", x.nbytes * (group.size() - 1))
         _all_gather(out, x.contiguous(), group=group)
         return out
 
@@ -100,6 +127,7 @@ class _Routed(torch.autograd.Function):
 
 def _route(x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(got), *x.shape[1:])
+    _count("routed", (sum(sent) - sent[group.rank()]) * x[:1].nbytes if len(x) else 0)
     dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
     return out
 
@@ -114,6 +142,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _count("received", grads[0].nbytes)
         dist.send(grads[0].contiguous(), group=ctx.group, group_dst=ctx.source)
         return grads[0].new_zeros(()), None, None, None
 
@@ -122,6 +151,7 @@ class _PassedOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, beside: Tensor, target: int, group: dist.ProcessGroup) -> Tensor:
         ctx.like, ctx.target, ctx.group = (x.shape, x.dtype, x.device), target, group
+        _count("passed_on", x.nbytes)
         dist.send(x.contiguous(), group=group, group_dst=target)
         return beside.view_as(beside)
 

@@ -140,9 +140,7 @@ class Pieces:
 
     def owner(self, piece: int) -> tuple[int, int]:
         """The rank that has a piece, and which of its pieces that is."""
-        if self.each == 1 or piece < self.context.size:
-            return piece, 0
-        return self.count - 1 - piece, 1
+        return owner(piece, self.context.size, self.each)
 
     def filled(self, x_BT: Tensor, value: float) -> Tensor:
         """Whole sequences, lengthened so that all pieces are of one length."""
@@ -271,6 +269,11 @@ class Pieces:
             place_YE[piece, place] = torch.arange(number, number + len(place))
             number += len(place)
         return Halos(torch.cat(rows).to(device), sent, got, place_YE.to(device))
+
+
+def owner(piece: int, ranks: int, each: int) -> tuple[int, int]:
+    """Which of so many ranks has a piece, and which of its ``each`` pieces that is."""
+    return (piece, 0) if each == 1 or piece < ranks else (2 * ranks - 1 - piece, 1)
 
 
 @dataclass(frozen=True)

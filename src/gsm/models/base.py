@@ -262,9 +262,10 @@ class LanguageModel(nn.Module, ABC, Calls):
         """
         check_call(self.vocabulary, tokens, documents, targets, None)
         self._nothing_kept()
-        each = 1 if self._passes_states else 2
         documents = None if documents is None else documents.long()
-        pieces = Pieces(context, (tokens.shape[0], tokens.shape[1]), documents, each=each, device=tokens.device)
+        pieces = Pieces(
+            context, (tokens.shape[0], tokens.shape[1]), documents, each=self.pieces_each, device=tokens.device
+        )
         ledger = Ledger(self._layout(), single_document=False, pieces=pieces)
         return {
             "tokens": pieces.cut(tokens, 0),
@@ -488,10 +489,11 @@ class LanguageModel(nn.Module, ABC, Calls):
             self._forgetful = {name: forgetful(node) for name, node in self._empty.items()}
         return self._forgetful
 
-    @property
-    def _passes_states(self) -> bool:
-        """Whether a layer keeps the state of a recurrence."""
-        return any(holds(node, State) for node in self._empty.values())
+    @cached_property
+    def pieces_each(self) -> int:
+        """How many pieces of a sequence a rank has that divides it with others: two, so that searches are even, but one
+        where a layer keeps the state of a recurrence, which goes from piece to piece."""
+        return 1 if any(holds(node, State) for node in self.empty_memory(0).values()) else 2
 
     def _layout(self) -> tuple[tuple, ...]:
         """The layout of this model's memory: made once, for it does not change unless the dtype does."""
