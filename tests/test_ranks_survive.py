@@ -42,6 +42,7 @@ WAYS = {  # the same steps, of 8 sequences
     "fsdp": (2, "trainer=fsdp data.batch_size=2 global_batch=8"),
     "context": (2, "trainer=context data.batch_size=4 global_batch=8"),
     "mesh": (4, "trainer=context data.batch_size=2 global_batch=8"),
+    "experts": (2, "trainer=fsdp trainer.strategy.experts=2 data.batch_size=2 global_batch=8"),
 }
 
 
@@ -107,6 +108,18 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, 
     codes, said = run(processes, home, name, after)
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said
     assert_ends_alike(home / f"logs/{name}/gsm/seed0", whole, not {before, after} & {"context", "mesh"})
+
+
+@pytest.mark.parametrize(("before", "after"), [("experts", "alone"), ("alone", "experts"), ("fsdp", "experts")])
+def test_a_run_goes_on_with_experts_divided_or_not(home: Path, processes: Any, before: str, after: str):
+    name, experts = f"moe-{before}-{after}", "model/feed_forward=moe"
+    assert run(processes, home, f"moe-{after}", after, no_death, experts)[0] == [0] * WAYS[after][0]
+    stop = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 13)
+    assert run(processes, home, name, before, stop, experts)[0] == [143] * WAYS[before][0]
+    codes, said = run(processes, home, name, after, no_death, experts)
+    assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said
+    folders = [next((home / "logs" / one).glob("*/seed0")) for one in (name, f"moe-{after}")]
+    assert_ends_alike(*folders)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "context"])

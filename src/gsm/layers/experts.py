@@ -183,11 +183,17 @@ class Experts(nn.Module):
 
     def compute(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
         """weight_m expert_m(x_m), for rows that are sorted by expert."""
-        gate, up, down = (local(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (self.here(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
         index = torch.arange(len(gate), device=expert_M.device)
         end_E = torch.searchsorted(expert_M, index, right=True, out_int32=True)
         hidden_MF = swiglu(grouped_linear(x_MD, gate, end_E), grouped_linear(x_MD, up, end_E), self.limit)
         return grouped_linear((hidden_MF * weight_M1).to(hidden_MF.dtype), down, end_E)
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The experts that this rank has. Rows of all ranks of the group come to them, whose losses are averaged, so
+        that their gradient is divided by the number of ranks; that of other weights is averaged by whoever trains."""
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        return weight if self.group is None else _Divided.apply(weight, self.group.size())
 
     def send(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The same where each rank of a group has its share of the experts: rows travel to their experts and back. How
@@ -205,11 +211,6 @@ class Experts(nn.Module):
             _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), here_M
         )
         return routed(_Permuted.apply(y_MD, place_M, order_M), got, sent, group)
-
-
-def local(weight: Tensor) -> Tensor:
-    """The experts that this rank has, of a weight that is divided among ranks."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _spread(x_ND: Tensor, order_M: Tensor) -> Tensor:
@@ -235,6 +236,19 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
         return _gather(grads[0], place_M, ctx.rows), None, None
+
+
+class _Divided(torch.autograd.Function):
+    """The same numbers, and of their gradient a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.parts, None
 
 
 class _Permuted(torch.autograd.Function):
