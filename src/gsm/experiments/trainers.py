@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
 from gsm.config.load import construct, instantiate
+from gsm.layers.experts import Experts
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
@@ -179,8 +180,27 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
             f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
             "trainer=ddp, or optimizer=adamw"
         )
+    refuse_shared_experts(trainer, task, trainer.strategy.experts)
     if not find(trainer, Latest):
         raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
+
+
+def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ranks: int) -> None:
+    """Raises ConfigError for experts that so many ranks cannot divide, or for a number that does not divide the
+    ranks."""
+    if ranks == 1:
+        return
+    counts = {part.experts for part in task.model.modules() if isinstance(part, Experts)}
+    if not counts:
+        raise ConfigError(
+            f"trainer.strategy.experts is {ranks}, but the model has no experts: say 1, or model/feed_forward=moe"
+        )
+    for count, what in [(trainer.world_size, "devices that train together"), *((one, "experts") for one in counts)]:
+        if count % ranks:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConfigError(
+                f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: say one of {fitting}"
+            )
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:

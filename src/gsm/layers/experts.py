@@ -12,10 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gsm.costs.primitives import ProductCost, products
+from gsm.exchange import routed
 from gsm.layers.feed_forward import Balance, Fed, SwiGLU
 from gsm.layers.linear import INTO_RESIDUAL, Linear, draw
 from gsm.shapes import lowered, promoted
@@ -153,7 +156,8 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, width: int, experts: int, limit: float):
         super().__init__()
-        self.limit = limit
+        self.limit, self.experts = limit, experts
+        self.group: dist.ProcessGroup | None = None  # ranks that have a share of the experts each; None: all are here
         self.gate = nn.Parameter(torch.empty(experts, width, dim))
         self.up = nn.Parameter(torch.empty(experts, width, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, width))
@@ -169,14 +173,44 @@ class Experts(nn.Module):
         x_ND = lowered(x_ND)
         expert_M, order_M = chosen_NK.flatten().sort(stable=True)
         place_M = torch.zeros_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=order_M.device))
-        index = torch.arange(self.gate.shape[0], device=order_M.device)
-        end_E = torch.searchsorted(expert_M, index, right=True, out_int32=True)
-        gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
         x_MD = _Spread.apply(x_ND, order_M, place_M)
-        hidden_MF = swiglu(grouped_linear(x_MD, gate, end_E), grouped_linear(x_MD, up, end_E), self.limit)
         weight_M1 = _Spread.apply(weight_NK.reshape(-1, 1), order_M, place_M)
-        weighted_MF = (hidden_MF * weight_M1).to(hidden_MF.dtype)
-        return _Gather.apply(grouped_linear(weighted_MF, down, end_E), order_M, place_M, x_ND.shape[0])
+        if self.group is None:
+            y_MD = self.compute(x_MD, weight_M1, expert_M)
+        else:
+            y_MD = self.send(x_MD, weight_M1, expert_M, self.group)
+        return _Gather.apply(y_MD, order_M, place_M, x_ND.shape[0])
+
+    def compute(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
+        """weight_m expert_m(x_m), for rows that are sorted by expert."""
+        gate, up, down = (self.here(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
+        index = torch.arange(len(gate), device=expert_M.device)
+        end_E = torch.searchsorted(expert_M, index, right=True, out_int32=True)
+        hidden_MF = swiglu(grouped_linear(x_MD, gate, end_E), grouped_linear(x_MD, up, end_E), self.limit)
+        return grouped_linear((hidden_MF * weight_M1).to(hidden_MF.dtype), down, end_E)
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The experts that this rank has. Rows of all ranks of the group come to them, whose losses are averaged, so
+        that their gradient is divided by the number of ranks; that of other weights is averaged by whoever trains."""
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        return weight if self.group is None else _Divided.apply(weight, self.group.size())
+
+    def send(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The same where each rank of a group has its share of the experts: rows travel to their experts and back. How
+        many go where, the host has to know: it waits for the device."""
+        index_E = torch.arange(self.experts, device=expert_M.device)
+        count_E = torch.searchsorted(expert_M, index_E, right=True).diff(prepend=index_E.new_zeros(1))
+        ranks, own = group.size(), self.experts // group.size()
+        came_NE = routed(count_E, [own] * ranks, [own] * ranks, group).view(ranks, own)  # from each rank, to each here
+        sent, got = torch.stack([count_E.view(ranks, own).sum(1), came_NE.sum(1)]).tolist()
+        here_M = torch.arange(own, device=expert_M.device).repeat(ranks).repeat_interleave(came_NE.flatten())
+        here_M, order_M = here_M.sort(stable=True)
+        place_M = torch.zeros_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        x_MD, weight_M1 = (routed(x, sent, got, group) for x in (x_MD, weight_M1))
+        y_MD = self.compute(
+            _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), here_M
+        )
+        return routed(_Permuted.apply(y_MD, place_M, order_M), got, sent, group)
 
 
 def _spread(x_ND: Tensor, order_M: Tensor) -> Tensor:
@@ -202,6 +236,33 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
         return _gather(grads[0], place_M, ctx.rows), None, None
+
+
+class _Divided(torch.autograd.Function):
+    """The same numbers, and of their gradient a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.parts, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, and the gradient in the old one; ``place_M`` is the inverse of ``order_M``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+        ctx.save_for_backward(place_M)
+        return x_MD[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (place_M,) = ctx.saved_tensors
+        return grads[0][place_M], None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -30,6 +30,7 @@ from gsm.cache.store import State
 from gsm.costs.primitives import Layer, unknown_cost
 from gsm.layers.block import Block
 from gsm.layers.convolution import ShortConvolution
+from gsm.layers.experts import Experts
 from gsm.layers.feed_forward import Balance
 from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
 from gsm.layers.linear import Linear, draw
@@ -437,17 +438,20 @@ class LanguageModel(nn.Module, ABC, Calls):
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``
-        (what is multiplied with), ``no_decay`` (norms, scales, biases, sinks), and the last two for indexers.
+        (what is multiplied with), ``no_decay`` (norms, scales, biases, sinks), the last two for indexers, and
+        ``expert_decay``, which ranks may divide otherwise than the rest.
 
         By shape, so that whatever is not a matrix is not decayed; but tables by type, and indexers by name.
         """
         groups: dict[str, list[nn.Parameter]] = {
-            k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay")
+            k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay", "expert_decay")
         }
         kinds = nn.Embedding | ShortConvolution
         tables = {id(table) for part in self.modules() if isinstance(part, kinds) for table in part.parameters()}
+        experts = {id(weight) for part in self.modules() if isinstance(part, Experts) for weight in part.parameters()}
         for name, parameter in self.named_parameters():
             kind = "no_decay" if parameter.ndim < 2 else "table_decay" if id(parameter) in tables else "decay"
+            kind = "expert_decay" if id(parameter) in experts else kind
             groups[f"indexer_{kind}" if ".indexer." in name else kind].append(parameter)
         return groups
 

@@ -6,7 +6,7 @@ B sequences, T positions, V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -154,7 +154,7 @@ class LanguageModeling(lightning.LightningModule):
             groups = [group for group in optimizer.param_groups if group["name"].startswith("indexer") == is_indexer]
             parameters = [p for group in groups for p in group["params"] if p.grad is not None]
             if parameters:
-                norms.append(undivided(nn.utils.clip_grad_norm_(parameters, limit or math.inf).detach()))
+                norms.append(clip_norm(parameters, limit or math.inf))
                 self.train_means.update(f"train/{name}", norms[-1])
         rate = torch.full((), optimizer.param_groups[0]["lr"], device=self.device)
         self.train_means.update("train/learning_rate", rate)
@@ -217,6 +217,19 @@ class LanguageModeling(lightning.LightningModule):
             value = value.clone()
             torch.distributed.all_reduce(value)
         return value
+
+
+def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Scales gradients down to a norm of ``limit`` in all; returns the norm they had. Ranks may divide them in several
+    ways."""
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    parts = [undivided(nn.utils.get_total_norm([p.grad for p in some])).detach() for some in alike.values()]
+    norm = torch.stack(parts).norm() if len(parts) > 1 else parts[0]
+    for some in alike.values():
+        nn.utils.clip_grads_with_norm_(some, limit, norm)
+    return norm
 
 
 def next_tokens(tokens_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:

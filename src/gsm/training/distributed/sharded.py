@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from gsm.cache.pieces import Context
 from gsm.files import save_whole
 from gsm.layers.block import Block
+from gsm.layers.experts import Experts
 from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import ranks, shards
@@ -37,7 +38,8 @@ class Sharded(ModelParallelStrategy):
 
     A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
-    all of them, on its own rows. Expert parallelism, where a rank keeps its experts and rows travel, is not here.
+    all of them, on its own rows. With ``experts`` N, each of N neighbouring ranks has an N-th of the experts, and rows
+    travel to them; the other ranks that have the same ones divide their weights.
 
     With ``context`` N, that many neighbouring ranks divide every sequence among themselves, too: each has its pieces of
     it, and layers exchange what they need of the others' (``gsm.cache.pieces``). The model is divided among all ranks
@@ -54,6 +56,7 @@ class Sharded(ModelParallelStrategy):
             gathered once instead of twice, and all stay in memory during the step.
         process_group_backend: None: what Lightning chooses for the device.
         context: ranks that divide the same sequences.
+        experts: ranks that divide the experts of a layer.
     """
 
     def __init__(
@@ -63,7 +66,10 @@ class Sharded(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         process_group_backend: str | None = None,
         context: int = 1,
+        experts: int = 1,
     ) -> None:
+        if experts < 1:
+            raise ValueError(f"trainer.strategy.experts is {experts}, but at least 1 rank has to have the experts")
         if context < 1:
             raise ValueError(f"trainer.context is {context}, but at least 1 rank has to have a sequence")
         for name, value in (("gathered", gathered), ("reduced", reduced)):
@@ -74,6 +80,7 @@ class Sharded(ModelParallelStrategy):
             param_dtype=gathered and DTYPES[gathered], reduce_dtype=reduced and DTYPES[reduced]
         )
         self.reshard_after_forward, self.context = reshard_after_forward, context
+        self.experts = experts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
         self._context: Context | None = None
@@ -104,10 +111,32 @@ class Sharded(ModelParallelStrategy):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("ranks",))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self.policy}
+        if self.experts > 1:
+            self._share_experts(model)
         for part in model.modules():
             if isinstance(part, Block | Stage):
                 fully_shard(part, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(model, **options)
+
+    def _share_experts(self, model: LanguageModel) -> None:
+        """Gives each rank its share of the experts of every layer, and divides these among those that have the same.
+        Their gradients already are means over the ranks that share them."""
+        copies = self.world_size // self.experts
+        mesh = init_device_mesh(self.root_device.type, (copies, self.experts), mesh_dim_names=("copies", "experts"))
+        parts = [part for part in model.modules() if isinstance(part, Experts)]
+        for part in parts:
+            for name, weight in list(part.named_parameters()):
+                share = distribute_tensor(weight.detach(), mesh["experts"], [Shard(0)], src_data_rank=None)
+                setattr(part, name, nn.Parameter(share))
+            part.group = mesh["experts"].get_group()
+            # Their second dimension, for an expert may be all that a rank has of the first.
+            fully_shard(
+                part,
+                mesh=mesh["copies"],
+                mp_policy=self.policy,
+                reshard_after_forward=self.reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(1),
+            )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Notes what the optimiser's parameters are called, while those are in place that it has got."""
