@@ -190,17 +190,24 @@ def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ra
     ranks."""
     if ranks == 1:
         return
-    counts = {part.experts for part in task.model.modules() if isinstance(part, Experts)}
-    if not counts:
+    parts = [part for part in task.model.modules() if isinstance(part, Experts)]
+    if not parts:
         raise ConfigError(
             f"trainer.strategy.experts is {ranks}, but the model has no experts: say 1, or model/feed_forward=moe"
         )
-    for count, what in [(trainer.world_size, "devices that train together"), *((one, "experts") for one in counts)]:
+    counts = [(trainer.world_size, "devices that train together"), *((part.experts, "experts") for part in parts)]
+    for count, what in counts:
         if count % ranks:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
                 f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: say one of {fitting}"
             )
+    copies, widths = trainer.world_size // ranks, {weight.shape[1] for part in parts for weight in part.parameters()}
+    if any(width % copies for width in widths):
+        raise ConfigError(
+            f"trainer.strategy.experts is {ranks}, so that {copies} ranks have the same experts, which cannot divide "
+            f"their widths of {' and '.join(map(str, sorted(widths)))}: say {trainer.world_size}, or take other devices"
+        )
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
