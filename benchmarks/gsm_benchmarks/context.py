@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from gsm.cache.pieces import Context, owner
 from gsm.costs import traffic
 from gsm.models.base import CHUNK
+from gsm.models.geometry import Geometry
 
 from . import entries, machine, results
 from .entries import Entry, Model
@@ -92,7 +93,7 @@ def _sent(model: Model, size: str, tokens: int, ranks: int) -> dict[str, Any]:
     found = dict.fromkeys(WAYS.values(), 0)
     for one in traffic.sent(built, **how):
         found[WAYS[one.how]] += one.bytes
-    ring = traffic.ring(built, **how)
+    ring = traffic.ring(cast(Geometry, built.geometry), **how)
     return {"model": model.name, "size": size, "tokens": tokens, "ranks": ranks, **found, "ring": ring}
 
 

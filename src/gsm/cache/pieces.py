@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -192,9 +192,9 @@ class Pieces:
         if isinstance(node, DenseCache):
             return DenseCache(Shared(self, None, self._inner(node.entry)), self.places(None, node.count_B).before_Y)
         if isinstance(node, BankCache):
-            before_Y = self.places(node.entry.ratio, node.count_B).before_Y
-            stores = [None if one is None else self._store(one) for one in (node.pending, node.entry, node.key)]
-            return BankCache(*stores, before_Y)
+            key = None if node.key is None else self._store(node.key)
+            before_Y = self.places(_ratio(node), node.count_B).before_Y
+            return BankCache(self._store(node.pending), self._store(node.entry), key, before_Y)
         if isinstance(node, Column | StaticColumn):
             return Shared(self, node.ratio, self._inner(node))
         return Halo(self, node.size, self._inner(node)) if isinstance(node, Window) else Relay(self, self._inner(node))
@@ -205,10 +205,10 @@ class Pieces:
     def _kept(self, node: Any) -> Any:
         """What is left of one."""
         if isinstance(node, DenseCache):
-            return DenseCache(node.entry, self._filled(None))
+            return DenseCache(self._kept(node.entry), self._filled(None))
         if isinstance(node, BankCache):
-            stores = (self._kept(one) for one in (node.pending, node.entry, node.key))
-            return BankCache(*stores, self._filled(node.entry.ratio))
+            key = None if node.key is None else self._kept(node.key)
+            return BankCache(self._kept(node.pending), self._kept(node.entry), key, self._filled(_ratio(node)))
         return node.inner if isinstance(node, Halo | Shared | Relay) else node
 
     def _filled(self, ratio: int | None) -> Tensor:
@@ -271,6 +271,11 @@ class Pieces:
         return Halos(torch.cat(rows).to(device), sent, got, place_YE.to(device))
 
 
+def _ratio(bank: BankCache) -> int:
+    """Tokens of a slot."""
+    return cast(Column | StaticColumn, bank.entry).ratio
+
+
 def owner(piece: int, ranks: int, each: int) -> tuple[int, int]:
     """Which of so many ranks has a piece, and which of its ``each`` pieces that is."""
     return (piece, 0) if each == 1 or piece < ranks else (2 * ranks - 1 - piece, 1)
@@ -293,7 +298,7 @@ class Halo:
         halos = pieces.halos(self.size, new_BTC.shape[1])
         mine_NBC = new_BTC.unflatten(0, (pieces.each, -1)).transpose(1, 2).flatten(0, 1)
         came_NBC = routed(mine_NBC.index_select(0, halos.row_S), halos.sent, halos.got, pieces.context.group)
-        all_NBC = torch.cat([came_NBC, self._kept(new_BTC)])
+        all_NBC = torch.cat([came_NBC, self.kept(new_BTC)])
         all_YEBC = all_NBC.index_select(0, halos.place_YE.flatten()).unflatten(0, halos.place_YE.shape)
         before_YEC = all_YEBC[: pieces.each].transpose(1, 2).flatten(0, 1)
         seen_BEC = torch.cat([before_YEC, new_BTC], dim=1)
@@ -304,7 +309,7 @@ class Halo:
         after_BEC = in_dtype(last(all_YEBC[-1].transpose(0, 1), keep), kept_BEC.dtype)
         return seen_BEC, replace(self.inner, entry_BEC=after_BEC)
 
-    def _kept(self, new_BTC: Tensor) -> Tensor:
+    def kept(self, new_BTC: Tensor) -> Tensor:
         """What was kept before, [E, B, C], with zeros in front of it."""
         zeros_EBC = new_BTC.new_zeros(self.size, self.pieces.batch, new_BTC.shape[2])
         if self.inner is None:

@@ -20,6 +20,7 @@ from gsm.cache.memory import Memory, map_nodes
 from gsm.cache.pieces import owner
 from gsm.cache.store import Column, State, Window
 from gsm.models.base import LanguageModel
+from gsm.models.geometry import Geometry
 
 
 class Sent(NamedTuple):
@@ -64,11 +65,10 @@ def sent(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_by
     return [Sent(*key, *numbers) for key, numbers in found.items() if numbers[1]]
 
 
-def ring(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_bytes: int) -> int:
-    """The same of ring attention in a dense Transformer with this model's depth, heads and widths, each head with keys
-    and values of its own: they pass through all ranks but the last. Backward sends them once more, and their gradients
-    beside them: twice as much as forward."""
-    geometry = model.geometry  # pyright: ignore[reportAttributeAccessIssue]
+def ring(geometry: Geometry, *, batch: int, tokens: int, ranks: int, number_bytes: int) -> int:
+    """The same of ring attention in a dense Transformer of such depth, heads and widths, each head with keys and values
+    of its own: they pass through all ranks but the last. Backward sends them once more, and their gradients beside
+    them: twice as much as forward."""
     length = -(-tokens // ranks)
     numbers = 2 * geometry.heads * geometry.entry_dim * length * ranks * (ranks - 1)
     return geometry.depth * numbers * batch * number_bytes

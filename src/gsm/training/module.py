@@ -225,7 +225,10 @@ def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     alike: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    parts = [undivided(nn.utils.get_total_norm([p.grad for p in some])).detach() for some in alike.values()]
+    parts = [
+        undivided(nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])).detach()
+        for some in alike.values()
+    ]
     norm = torch.stack(parts).norm() if len(parts) > 1 else parts[0]
     for some in alike.values():
         nn.utils.clip_grads_with_norm_(some, limit, norm)
