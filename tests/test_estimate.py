@@ -11,7 +11,7 @@ from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.command_line import errors_as_sentences
 from gsm.config.compose import compose
-from gsm.experiments import estimate
+from gsm.experiments import estimate, trainers
 from gsm.experiments.estimate import refuse_endless
 from gsm.experiments.fit import train
 
@@ -62,6 +62,25 @@ def test_a_run_of_months_says_so_and_one_of_centuries_is_refused():
     assert "take at least" in refuse_endless(long) and "days" in refuse_endless(long)
     with pytest.raises(ConfigError, match=r"^trainer\.max_steps 1000000000000000000 of 1 batches .* years"):
         refuse_endless(endless)
+
+
+def test_devices_that_divide_sequences_take_less_memory_each(monkeypatch: pytest.MonkeyPatch):
+    """A sequence too long for one device was refused where four were to divide it."""
+    asked: list[float] = []
+
+    def room(_: bool) -> float:
+        return asked[-1]
+
+    monkeypatch.setattr(estimate, "_there", room)
+    words = ["size=tiny", "data.context=65536", "data.batch_size=1", "trainer.accelerator=cpu"]
+    alone, four = (compose([*words, *more]) for more in ([], ["trainer=context", "trainer.context=4"]))
+    model = estimate.instantiate_model(alone)
+    activations = estimate._activations(alone, trainers.settings(alone), model, gpu=False)
+    weights = 12 * sum(parameter.numel() for parameter in model.parameters())
+    asked.append((weights + activations) / 3)
+    with pytest.raises(ConfigError, match="takes at least"):
+        estimate.refuse_endless(alone, 1)
+    assert estimate.refuse_endless(four, 1) == ""
 
 
 def test_nothing_trained_is_not_a_run():

@@ -17,7 +17,7 @@ from gsm.paths import ROOT
 FLOORS = {
     "gsm_kernels": 0,
     **dict.fromkeys(["__version__", "paths", "files", "errors", "hashing", "shapes", "signals", "span", "observe"], 1),
-    **dict.fromkeys(["cache", "graphs", "tape", "costs.primitives"], 1),
+    **dict.fromkeys(["cache", "exchange", "graphs", "tape", "costs.primitives"], 1),
     "layers": 2,
     "slots": 3,
     "models": 4,

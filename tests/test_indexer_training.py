@@ -166,9 +166,9 @@ def watching(monkeypatch) -> list[dict]:
     result."""
     calls, kl, sample, whole = [], indexer_training.indexer_kl, indexer_training.sample, []
 
-    def sampled(call, count):
+    def sampled(call, count, pieces):
         whole.append(call)
-        return sample(call, count)
+        return sample(call, count, pieces)
 
     def watched(**given):
         result = kl(**given)

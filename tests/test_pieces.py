@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ranks
@@ -18,10 +19,13 @@ from torch import Tensor
 from gsm.cache.pieces import Context
 from gsm.costs import traffic
 from gsm.exchange import tallied
+from gsm.layers import indexer_training
+from gsm.layers.indexer_training import RUNS
 from gsm.layers.raven import Raven
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.training.module import next_tokens
+from gsm_kernels import indexer_kl
 
 Batch = dict[str, Tensor | None]
 DOCUMENTS = ("one", "packed", "padded")
@@ -225,3 +229,78 @@ def counted(cases: Sequence[str], length: int) -> None:
 def test_what_ranks_send_is_what_the_cost_says(processes: Any, world: int):
     cases = ["gsm", "gsm-retriever=separate_indexer", "baseline", "transformer", "gated_delta_net", "nsa"]
     assert ranks.together(processes, world, counted, cases, 41) == [0] * world
+
+
+def sampled(case: str) -> None:
+    """On a rank: rows of a sample see what stands before their piece, as all rows do."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.group.WORLD
+    assert group is not None
+    model, batch = build(case, geometry=GEOMETRY).train(), batch_of(64, "one")
+    calls: list[dict[str, Any]] = []
+    model.indexer_training.dense_limit, model.indexer_training.sampled_rows = 8, 8
+
+    def first_rows(chosen_BRK: Tensor, count: int, runs: int) -> tuple[Tensor, int]:
+        return torch.zeros(len(chosen_BRK), runs, dtype=torch.int64), count
+
+    def watched(call: dict[str, Any], count: int, pieces: int) -> dict[str, Any]:
+        made = sample(call, count, pieces)
+        rows = made["position_BR"].shape[1] // max(1, RUNS // pieces)
+        whole = {**call, "position_BR": call["position_BR"].clone()}
+        whole["position_BR"][:, 2:] = -1
+        calls.append({"sampled": indexer_kl(**made), "masked": indexer_kl(**whole), "rows": rows})
+        return made
+
+    sample = indexer_training.sample
+    with patch.multiple(indexer_training, sample=watched, sampled_runs=first_rows, RUNS=1):
+        model(**model.divided(Context(group), **batch))
+    assert calls
+    for call in calls:  # two rows of each piece, from its first on
+        assert_same(call["sampled"].loss, call["masked"].loss, "loss", 1e-9)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", ["gsm", "baseline"])
+def test_a_sample_of_rows_sees_what_stands_before_its_piece(processes: Any, case: str):
+    assert ranks.together(processes, 2, sampled, case) == [0, 0]
+
+
+def measured_first(case: str) -> None:
+    """On a rank: a length that is met in a validation first, which Lightning has in inference mode on GPUs."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
+    model, batch, context = build(case, geometry=SHALLOW), batch_of(41, "one"), Context(dist.group.WORLD)
+    with torch.inference_mode():
+        model.eval()(**model.divided(context, **batch))
+    out = model.train()(**model.divided(context, **batch))
+    out.loss.backward()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", ["gsm", "gated_delta_net"])
+def test_what_a_validation_has_made_serves_training(processes: Any, case: str):
+    assert ranks.together(processes, 2, measured_first, case) == [0, 0]
+
+
+def refused() -> None:
+    """On a rank: a prompt that is wrong on one is refused by all; one that fails leaves the memory as it was."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
+    model, context = build("gsm", geometry=GEOMETRY), Context(dist.group.WORLD)
+    tokens = batch_of(90, "one")["tokens"]
+    assert tokens is not None
+    wrong, memory = tokens.clone(), model.start(2, 100)
+    wrong[0, 70] = 99
+    with pytest.raises(ValueError, match="token id 99 is out of range"):
+        model.prefill(wrong, memory, context=context)
+    with patch.object(model, "_read", side_effect=MemoryError), pytest.raises(MemoryError):
+        model.prefill(tokens, memory, context=context)
+    assert memory.used == 0 and memory.ledger.first_row == 0
+    assert_same(
+        model.prefill(tokens, memory, context=context).hidden_BRD, model(tokens, rows=1).hidden_BRD, "again", 1e-9
+    )
+    dist.destroy_process_group()
+
+
+def test_a_prompt_that_cannot_be_read_is_refused_by_all_and_leaves_nothing(processes: Any):
+    assert ranks.together(processes, 2, refused) == [0, 0]

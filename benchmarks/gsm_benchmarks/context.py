@@ -109,9 +109,11 @@ def _read_by(world: int, model: Model, size: str, prompt: int, chunk: int) -> di
     started = [start.Process(target=_read, args=one) for one in arguments]
     for process in started:
         process.start()
-    for process in started:
-        process.join()
+    while any(process.is_alive() for process in started) and not any(process.exitcode for process in started):
+        time.sleep(0.1)
     if any(process.exitcode for process in started):
+        for process in started:  # they would wait for the one that is gone
+            process.kill()
         raise RuntimeError(f"{world} processes could not read {prompt} tokens: see above")
     found = sorted(told.get() for _ in started)
     row = {"model": model.name, "size": size, "tokens": prompt, "chunk": chunk, "processes": world, "threads": threads}

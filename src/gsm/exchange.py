@@ -1,8 +1,9 @@
 """Tensors that ranks exchange, and their gradients, which go back the way they came.
 
-The gradient of what a rank has received belongs to whoever has sent it: where all are given everything (``gathered``),
-gradients are summed for each owner; where rows are sent around (``routed``), they travel back; where a state is passed
-on from rank to rank (``received``, ``passed_on``), its gradient comes from the one it went to.
+The gradient of what a rank has received belongs to whoever has sent it: where rows are sent around (``routed``), it
+travels back; where a state is passed on from rank to rank (``received``, ``passed_on``), it comes from the rank that
+the state went to; where all are given everything (``gathered``), gradients are summed for each owner (``scattered``) by
+whoever knows what is whose.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ def _count(name: str, bytes_sent: int) -> None:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, one after the other: [A, ...] of each of N ranks as [N A, ...]."""
-    return _Gathered.apply(x, group)
+    """The tensors of all ranks, one after the other: [A, ...] of each of N ranks as [N A, ...]; without a gradient,
+    which would be ``scattered``."""
+    out = x.new_empty(group.size() * len(x), *x.shape[1:])
+    _count("gathered", x.nbytes * (group.size() - 1))
+    _all_gather(out, x.contiguous(), group=group)
+    return out
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -97,20 +102,6 @@ def passed_on(x: Tensor, beside: Tensor, target: int, group: dist.ProcessGroup) 
     ``beside`` is what this rank itself makes of the same computation, so that the wait comes when its turn has come.
     """
     return _PassedOn.apply(x, beside, target, group)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty(group.size() * len(x), *x.shape[1:])
-        _count("gathered", x.nbytes * (group.size() - 1))
-        _all_gather(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scattered(grads[0], ctx.group), None
 
 
 class _Routed(torch.autograd.Function):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gsm.cache.pieces import Pieces
+from typing import Any
 
 
 @dataclass
@@ -20,7 +17,8 @@ class Ledger:
         single_document: no call has named documents, so that all which was read is one, without padding.
         first_row: of all tokens read so far and later, the first for which rows may be asked: what those before it
             would need has perhaps not been computed (``rows`` below 1 of ``LanguageModel.forward``).
-        pieces: of which sequences this memory stands for pieces, the others being on other ranks (None: of none).
+        pieces: the ``gsm.cache.pieces.Pieces`` that this memory stands for, others being on other ranks (None: it
+            stands for whole sequences).
     """
 
     layout: tuple[tuple, ...] = ()
@@ -28,7 +26,7 @@ class Ledger:
     used: int = 0
     single_document: bool = True
     first_row: int = 0
-    pieces: Pieces | None = None
+    pieces: Any = None
 
     def require(self, tokens: int) -> None:
         """Raises ValueError if a static memory has no room for so many tokens more."""

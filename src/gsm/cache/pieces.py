@@ -18,7 +18,7 @@ P pieces of L positions, Y = sequences times pieces that a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -42,11 +42,11 @@ class Context:
 
     Attributes:
         group: these ranks, in the order of the pieces.
-        halos: which rows go where, by what that depends on: made once.
+        known: what training asks for again and again: which rows go where, and who has which piece.
     """
 
     group: dist.ProcessGroup
-    halos: dict[tuple, Halos] = field(default_factory=dict, repr=False)
+    known: dict[tuple, Any] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -133,6 +133,7 @@ class Pieces:
         self.document_Y = self._before(document_BT, document_B)
         self.position_Y = self._before(position_BT, position_B)
         self._places: dict[int | None, Places] = {}
+        self._known: dict[tuple, Any] = {}
 
     def of(self, rank: int) -> list[int]:
         """The pieces of a rank, in the order in which its batch has them."""
@@ -151,7 +152,7 @@ class Pieces:
     def cut(self, x_BT: Tensor, value: float) -> Tensor:
         """The pieces here, [Y, L], of whole sequences, whose end is filled up with ``value``."""
         x_BPL = self.filled(x_BT, value).unflatten(1, (self.count, self.length))
-        return x_BPL[:, self.mine].transpose(0, 1).flatten(0, 1).contiguous()
+        return torch.cat([x_BPL[:, piece] for piece in self.mine])
 
     def memory(self, caches: Mapping[str, Any], ledger: Ledger) -> Memory:
         """What a model is given in place of these caches: in training empty ones, else those of the memory."""
@@ -177,10 +178,16 @@ class Pieces:
 
     def halos(self, size: int, length: int) -> Halos:
         """Which entries travel where every piece has ``length`` of them, and wants ``size`` that stand before it."""
-        key = size, length, self.each, self.keeps, self.position_BT.device
-        if key not in self.context.halos:
-            self.context.halos[key] = self._route(size, length)
-        return self.context.halos[key]
+        return self._once((size, length), lambda: self._route(size, length))
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What a call makes for all layers, and training for all calls: its lengths are few, those of prompts are not.
+        It may be made in a validation, and then serves training."""
+        known, key = self._known if self.keeps else self.context.known, (*key, self.each, self.position_BT.device)
+        if key not in known:
+            with torch.inference_mode(False):
+                known[key] = make()
+        return known[key]
 
     def _before(self, x_BT: Tensor, x_B: Tensor) -> Tensor:
         """The value at the position before each piece here, [Y]; before the first, that of the memory."""
@@ -233,14 +240,14 @@ class Pieces:
         flat_BT = slot_BT + torch.arange(self.batch, device=device)[:, None] * added
         slot_N = slot_BT.new_full((rows + 1,), -1)
         slot_N = slot_N.scatter(0, torch.where(ends_BT, row_BT, rows).flatten(), flat_BT.flatten())[:rows]
-        before_BY = before_BP[:, self.mine] + slots.before_B[:, None]
-        return Places(before_BY.T.flatten(), source_BG, slot_N, slots)
+        before_Y = torch.cat([before_BP[:, piece] + slots.before_B for piece in self.mine])
+        return Places(before_Y, source_BG, slot_N, slots)
 
     def _numbers(self, device: torch.device) -> Tensor:
         """Where each piece of each sequence stands among those of all ranks, [B, P]."""
-        owners = torch.tensor([self.owner(piece) for piece in range(self.count)], device=device)
-        first_P = (owners[:, 0] * self.each + owners[:, 1]) * self.batch
-        return first_P + torch.arange(self.batch, device=device)[:, None]
+        places = [rank * self.each + its for rank, its in map(self.owner, range(self.count))]
+        place_P = self._once(("owners",), lambda: torch.tensor(places, device=device))
+        return place_P * self.batch + torch.arange(self.batch, device=device)[:, None]
 
     def _route(self, size: int, length: int) -> Halos:
         """Ranks in order, each with its pieces in order, each with the places before it in order: so both sides count
@@ -364,8 +371,8 @@ KINDS = (DenseCache, BankCache, Window, Column, StaticColumn, State)
 
 
 class _Slots(torch.autograd.Function):
-    """Gathers the new slots of all ranks and puts each in its place; backward takes each gradient to its owner. Both
-    are gathers, since every slot has one source: nothing is added in any order."""
+    """Gathers the new slots of all ranks and puts each in its place; backward sums the gradients of all ranks, in their
+    own dtype, for its owner. Since every slot has one source, both ways are gathers on each rank."""
 
     @staticmethod
     def forward(ctx: Any, new_YGC: Tensor, places: Places, pieces: Pieces) -> Tensor:

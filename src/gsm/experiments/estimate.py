@@ -38,7 +38,7 @@ def refuse_endless(config: Mapping[str, Any], world: int = 1) -> str:
 
     Args:
         config: a composed configuration.
-        world: processes that train together.
+        world: processes among which sequences are shared out.
 
     Raises ConfigError for a run that takes more memory than there is, or more than a hundred years.
     """
@@ -62,18 +62,20 @@ def refuse_endless(config: Mapping[str, Any], world: int = 1) -> str:
             return ""
         said = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
         raise ConfigError(f"size or model asks for what no machine has: {said}") from error
-    divided = world if isinstance(chosen.get("strategy"), Mapping) else 1
-    _refuse_memory(config, chosen, model, gpu, divided)
-    return _time(config, trainers.batches_a_step(config, world), chosen["max_steps"], model, gpu)
+    strategy = chosen.get("strategy")
+    context = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
+    divided = world * context if isinstance(strategy, Mapping) else 1
+    _refuse_memory(config, chosen, model, gpu, divided, context)
+    return _time(config, trainers.batches_a_step(config, world), chosen["max_steps"], model, gpu, context)
 
 
 def _refuse_memory(
-    config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool, divided: int
+    config: Mapping[str, Any], chosen: Mapping[str, Any], model: LanguageModel, gpu: bool, divided: int, pieces: int
 ) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     half = str(chosen.get("precision")) in ("bf16-true", "16-true")
     whole = 3 * (2 if half else 4) * parameters  # weights, gradients and one moment; where ranks divide them, a share
-    own, there = _activations(config, chosen, model, gpu), _there(gpu)
+    own, there = _activations(config, chosen, model, gpu) / pieces, _there(gpu)
     need = whole / divided + own
     if need > there:
         batch, context = config["data"]["batch_size"], config["data"]["context"]
@@ -117,14 +119,14 @@ def _there(gpu: bool) -> float:
     return min(free, limit - taken)
 
 
-def _time(config: Mapping[str, Any], batches: int, steps: int, model: LanguageModel, gpu: bool) -> str:
+def _time(config: Mapping[str, Any], batches: int, steps: int, model: LanguageModel, gpu: bool, pieces: int) -> str:
     batch, context = config["data"]["batch_size"], config["data"]["context"]
     try:
         flops = cost(model).training_flops(context).total()
     except ValueError:  # a part whose cost is not known
         flops = 0
     speed = FLOPS["cuda"] if gpu else FLOPS["cpu"] * cores()
-    seconds = steps * batches * max(PAUSE, batch * flops / speed)
+    seconds = steps * batches * max(PAUSE, batch * flops / speed / pieces)
     said = (
         f"trainer.max_steps {steps} of {batches} batches (global_batch) of data.batch_size {batch} and data.context "
         f"{context}"

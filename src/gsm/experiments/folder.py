@@ -199,7 +199,7 @@ def _trained_otherwise(
     """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
     theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
     there, here = sequences_a_step(theirs, before), sequences_a_step(config, world)
-    ranks = "" if before == world else f", on {before} and {world} ranks"
+    ranks = "" if before == world else f", shared out among {before} and {world}"
     steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
     return steps + differences(theirs, config, by_path, divided=there == here)
 

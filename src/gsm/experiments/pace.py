@@ -36,7 +36,7 @@ def seconds(config: Mapping[str, Any], begin: int = 0, world: int = 1, gpu: bool
     Args:
         config: a composed configuration of a single run.
         begin: steps that are done already.
-        world: ranks that train together; each is taken to be as fast as this process alone.
+        world: ranks among which sequences are shared out; each is taken to be as fast as this process alone.
         gpu: whether a GPU may be asked; a process that waits for others leaves it to them.
 
     Returns:

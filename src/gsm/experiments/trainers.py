@@ -180,6 +180,8 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
             f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
             "trainer=ddp, or optimizer=adamw"
         )
+    if trainer.strategy.context > 1 and task.compiles:
+        raise ConfigError("compile is true, but a compiler cannot follow what devices send: say compile=false")
     refuse_shared_experts(trainer, task, trainer.strategy.experts)
     if not find(trainer, Latest):
         raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
@@ -213,7 +215,13 @@ def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ra
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the Trainer is made with. Raises ConfigError for an end of the run that is not a number of steps."""
     chosen = dict(config["trainer"])
-    chosen.pop("context", None)  # it stands in the strategy, too
+    context, strategy = chosen.pop("context", None), chosen.get("strategy")
+    divides = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
+    if context is not None and context != divides:  # the strategy has it from there, in trainer=context
+        raise ConfigError(
+            f"trainer.context is {context}, but the trainer divides sequences among {divides}: say trainer=context, "
+            "and the number in trainer.context alone"
+        )
     for name in OTHER_ENDS:
         if chosen.get(name) is not None:
             raise ConfigError(

@@ -25,7 +25,7 @@ class LayerOutput(NamedTuple):
         indexer_loss: loss and recall of its indexer, in training.
         layer_input_BTD: what its attention read from the streams, before the norm.
         layer_output_BRD: what its streams are read as in the end, before any norm.
-        balance: loss and loads of the feed-forward's experts, in training. The block adds it and the two above.
+        balance: what was sent to the feed-forward's experts, in training. The block adds it and the two above.
     """
 
     cache: Any

@@ -171,14 +171,15 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
     # Kernels leave out a tile that is padding, but not a part of it.
     before = -(-(width - 1) // TILE) * TILE if length >= TILE else width - 1
     row_L = torch.arange(-before, length, device=position_BR.device)
-    row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1).clamp(min=0), (row_L >= 0).repeat(runs)
+    row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1), (row_L >= 0).repeat(runs)
+    stored = call["window_BEC"].shape[1]  # also of what stands before the first row
+    place_BS, row_BS = (stored - rows + row_BS).clamp(min=0), row_BS.clamp(min=0)
     batch_B1 = torch.arange(batch, device=position_BR.device)[:, None]
     picked = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
-    stored = call["window_BEC"].shape[1]
     return {
         **call,
         **picked,
-        "window_BEC": call["window_BEC"][batch_B1, stored - rows + row_BS],
+        "window_BEC": call["window_BEC"][batch_B1, place_BS],
         "position_BR": picked["position_BR"].where(counts_S, -1),
         "last_BR": picked["last_BR"].where(counts_S, picked["first_BR"]),
     }

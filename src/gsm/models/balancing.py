@@ -24,7 +24,7 @@ class BalanceReport(NamedTuple):
         losses: ``balance``, the sum over layers.
         metrics: ``expert_load``, the rows of the busiest expert over the mean: 1 when all is even, E / K when all rows
             go to the same K; the mean over layers, and each layer's own, counted from 1 over the depth.
-        load_LE: int64, rows sent to each expert (None: there are no experts, or this is not training).
+        load_LE: int64, rows of this rank sent to each expert (None: there are no experts, or this is not training).
     """
 
     losses: dict[str, Tensor]
@@ -36,11 +36,12 @@ def report_balance(balances: Sequence[Balance], pieces: Pieces | None = None) ->
     """Sums up what the layers with experts say, in their order; of sequences in pieces, what all of their ranks say."""
     if not balances:
         return BalanceReport({}, {}, None)
-    load_LE = torch.stack([balance.load_E for balance in balances])
-    busiest_L = load_LE.amax(-1) * load_LE.shape[-1] / load_LE.sum(-1).clamp(min=1)
-    each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
     whole = balances if pieces is None else of_whole_sequences(balances, pieces)
+    sent_LE = torch.stack([balance.load_E for balance in whole])
+    busiest_L = sent_LE.amax(-1) * sent_LE.shape[-1] / sent_LE.sum(-1).clamp(min=1)
+    each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
     loss = torch.stack([balance.loss for balance in whole]).sum()
+    load_LE = torch.stack([balance.load_E for balance in balances])
     return BalanceReport({"balance": loss}, {**each, "expert_load": busiest_L.mean()}, load_LE)
 
 

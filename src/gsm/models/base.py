@@ -87,7 +87,7 @@ class Trace:
         memory: the stores after the call; of the last token it still says what it said before.
         indexer_losses: in training: loss and recall of each indexer, with its layer's or stage's name (``encoder3``).
         metrics: named scalars to look at.
-        balances: in training: of every layer with experts their loss and loads, in order.
+        balances: in training: of every layer with experts what was sent to them, in order.
     """
 
     hidden_BRD: Tensor
@@ -271,7 +271,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         return {
             "tokens": pieces.cut(tokens, 0),
             "documents": None if pieces.documents_BT is None else pieces.cut(pieces.documents_BT, -1),
-            "targets": None if targets is None else pieces.cut(targets, IGNORED),
+            "targets": None if targets is None else pieces.cut(targets.long(), IGNORED),
             "memory": pieces.memory(self._empty, ledger),
         }
 
@@ -295,7 +295,8 @@ class LanguageModel(nn.Module, ABC, Calls):
             chunk: tokens read at a time.
             documents: as in ``forward``; only for a tensor [B, T].
             context: ranks that divide the prompt, each of which is given all of it and reads ``chunk`` tokens at a
-                time; the same memory and output are on all of them in the end.
+                time, and the end, of which upper layers need more than banks, like all others; the same memory and
+                output are on all of them then.
 
         Raises:
             ValueError: as ``forward``; before anything is read if the memory has no room for the whole prompt.
@@ -314,7 +315,8 @@ class LanguageModel(nn.Module, ABC, Calls):
                 f"documents must have the shape of tokens, {list(tokens.shape)}, got {list(documents.shape)}"
             )
         memory.ledger.require(tokens.shape[1])
-        before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
+        in_parts = tokens.shape[1] > chunk or context is not None
+        before = memory.mark() if memory.capacity is not None and in_parts else None
         try:
             if context is None:
                 return self._read(tokens, documents, memory, chunk)
@@ -341,6 +343,8 @@ class LanguageModel(nn.Module, ABC, Calls):
     ) -> Output:
         """The chunks of a prompt, as many at a time as there are ranks; its end, of which more than banks and states is
         needed, is read by each of them."""
+        check_call(self.vocabulary, tokens, documents, None, None)  # as a whole: all ranks refuse it, or none
+        check_memory(memory, self._layout(), tokens, 1)
         start, length = 0, tokens.shape[1]
         while piece := min(chunk, max(0, length - start - self._end) // context.size):
             here = slice(start, start + piece * context.size)

@@ -140,5 +140,5 @@ def losses_of_indexers(outputs: Sequence[LayerOutput], name: str, first: int = 1
 
 
 def balances_of(*outputs: LayerOutput) -> list[Balance]:
-    """In training: of every layer with experts their loss and loads."""
+    """In training: of every layer with experts what was sent to them."""
     return [out.balance for out in outputs if out.balance is not None]

@@ -13,6 +13,8 @@ import lightning
 import torch
 from torch import Tensor, nn
 
+from gsm.cache.pieces import Context
+from gsm.exchange import summed
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
@@ -66,6 +68,7 @@ class LanguageModeling(lightning.LightningModule):
         self.guard = NonFiniteGuard()
         self._over_targets = OverTargets()
         self._load_LE: Tensor | None = None  # of the batches of the step so far
+        self.compiles = compile
         if compile:
             self.model.compile_blocks()
 
@@ -107,9 +110,8 @@ class LanguageModeling(lightning.LightningModule):
         if target_BT is None:
             target_BT = next_tokens(tokens_BT, document_BT)
         given: dict[str, Any] = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
-        strategy = self.trainer.strategy if self._trainer is not None else None
-        if isinstance(strategy, Sharded) and strategy.sequences is not None:
-            given = self.model.divided(strategy.sequences, **given)
+        if self._sequences is not None:
+            given = self.model.divided(self._sequences, **given)
         return self.model(**given), given["targets"]
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
@@ -126,8 +128,10 @@ class LanguageModeling(lightning.LightningModule):
         if self.trainer.accumulate_grad_batches > 1:
             loss = self._over_targets.weigh(loss, total)
         self.guard.see_loss(self, loss, batch)
-        for name, value in {"loss": out.loss, **out.losses, **out.metrics}.items():
-            self.train_means.update(f"train/{name}", value, count)
+        self.train_means.update("train/loss", out.loss, count)
+        shared = self._sum_over_pieces(count)
+        for name, value in {**out.losses, **out.metrics}.items():
+            self.train_means.update(f"train/{name}", value, shared)
         if out.load_LE is not None:
             self._load_LE = out.load_LE if self._load_LE is None else self._load_LE + out.load_LE
         return {"loss": loss, "cross_entropy": out.loss.detach()}
@@ -210,6 +214,17 @@ class LanguageModeling(lightning.LightningModule):
     def _log_step(self, metrics: Mapping[str, Tensor]) -> None:
         """Logs metrics of the step that has just ended, at its number: Lightning counts from 0 where it is not told."""
         self.log_dict({**metrics, "step": torch.tensor(float(self.global_step), dtype=torch.float64)})
+
+    @property
+    def _sequences(self) -> Context | None:
+        """The ranks that divide this rank's sequences (None: it has whole ones)."""
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        return strategy.sequences if isinstance(strategy, Sharded) else None
+
+    def _sum_over_pieces(self, count: Tensor) -> Tensor:
+        """The sum over ranks that divide the same sequences: what else is measured of these is a mean of theirs, which
+        counts alike on each, however many of the targets it has."""
+        return count if self._sequences is None else summed(count, self._sequences.group)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all ranks; unlike Lightning's ``reduce``, this makes no host wait for its GPU."""
