@@ -426,7 +426,7 @@ def show(path: Path) -> Path:
         f"The paper's MFU, of its 1.5B ({shares}), is its tokens/s times these FLOPs, over the peak:",
         table(TIME, map(_time_cells, _best(runs))),
         "One sequence on a GPU, with FSDP2 and recomputation; where it does not fit, over how many GPUs its "
-        "activations would have to be divided (context parallelism, which this plan does not include):",
+        "activations would have to be divided (`benchmark=scale` says what that takes):",
         table(LENGTHS, map(_length_cells, lengths)),
         *([composition, table(RECIPES, map(_recipe_cells, made))] if made else []),
     )
