@@ -23,7 +23,18 @@ from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
 from gsm.training.callbacks.summary import VALIDATION
 
-OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}  # the parent's; a job gets its own
+OWN = {
+    "name",
+    "arm",
+    "arms",
+    "seed",
+    "seeds",
+    "tune",
+    "jobs",
+    "starter",
+    "force",
+    "table",
+}  # the parent's; a job gets its own
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no overrides

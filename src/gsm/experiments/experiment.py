@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def run(config: Mapping[str, Any]) -> None:
     elif job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     else:
-        train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
+        train_all(Experiment(config, list(job.overrides.task), _script(config["starter"])), launcher.chosen())
 
 
 def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
@@ -371,8 +372,9 @@ def _parts(trials: Sequence[Trial], waiting: Sequence[Job]) -> dict[tuple[str, .
     return parts
 
 
-def _script() -> list[str]:
-    """What trains one run: this script, with the flag that says where yaml files are, and Hydra's own overrides."""
+def _script(starter: str | None) -> list[str]:
+    """What trains one run: this script and what starts it, with the flag that says where yaml files are, and Hydra's
+    own overrides."""
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
     for flag, value in (("--config-name", parsed.config_name), ("--config-path", parsed.config_path)):
         if value:
@@ -386,14 +388,25 @@ def _script() -> list[str]:
         raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")
     own_yamls = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
     ours = ("hydra.run.", "hydra.mode=", f"{launcher.GROUP}=", "hydra.launcher.")
-    return [sys.executable, sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
+    return [*started_by(starter), sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
+
+
+def started_by(starter: str | None) -> list[str]:
+    """The words that start a run: this Python, or what the configuration's ``starter`` names. Raises ConfigError."""
+    try:
+        words = shlex.split(starter) if starter else [sys.executable]
+    except ValueError as error:
+        raise ConfigError(f"starter is {starter!r:.60}, which is no command: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"starter is {starter!r:.60}, but there is no such command here: give its path")
+    return words
 
 
 def _refuse_ranks() -> None:
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "WORLD_SIZE is set, so this is one of several ranks, but an experiment is one process that starts others: "
-            "leave out torchrun and set trainer.devices, or train one arm with arms=null seeds=null runs=null tune=null"
+            "leave out torchrun and set trainer.devices, or say starter='torchrun ...', which starts each of its runs"
         )
 
 

@@ -73,7 +73,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
+                env={**os.environ, **(environment or {}), **_known(job.command[0])},
                 process_group=0,  # so that Ctrl-C reaches it once, through the parent
             )
 
@@ -108,6 +108,14 @@ class Child:
     def tail(self) -> list[str]:
         """The last lines that it has written."""
         return tail(self.log, self._begin)
+
+
+def _known(program: str) -> dict[str, str]:
+    """What a process is told by its environment: its parent, so that it leaves with it. One that starts others, whose
+    parent it is then, passes all signals on to them instead, also that of a cluster's warning."""
+    if program == sys.executable:
+        return {PARENT: str(os.getpid())}
+    return {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)}
 
 
 def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:

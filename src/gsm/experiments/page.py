@@ -30,7 +30,22 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-OWN = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "force", "resume", "table", "folder", "logs", "name"}
+OWN = {
+    "arm",
+    "arms",
+    "seed",
+    "seeds",
+    "runs",
+    "tune",
+    "jobs",
+    "starter",
+    "force",
+    "resume",
+    "table",
+    "folder",
+    "logs",
+    "name",
+}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: what is larger is not of this project
 
 
