@@ -31,6 +31,7 @@ from gsm_kernels import indexer_kl
 Batch = dict[str, Tensor | None]
 DOCUMENTS = ("one", "packed", "padded")
 MOE = "gsm-feed_forward=moe"
+TWO_OR_THREE = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def batch_of(length: int, documents: str) -> Batch:
@@ -111,7 +112,7 @@ def compare_all(
 
 
 # 40 tokens are pieces of 10 for two ranks; 41 are pieces of 11 and 6, with padding; of 13 among four some are padding.
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", MOE, "gated_delta_net"]
     assert ranks.together(processes, world, compare_all, cases, [41], ["packed", "padded"]) == [0] * world
@@ -185,7 +186,7 @@ def read_all(cases: Sequence[str], *settings: tuple[int, str, int | None, int]) 
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", "gated_delta_net"]
     settings = itertools.product([90], ["one", "packed"], [None, 100], [0, 7])
@@ -226,7 +227,7 @@ def counted(cases: Sequence[str], length: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_what_ranks_send_is_what_the_cost_says(processes: Any, world: int):
     cases = ["gsm", "gsm-retriever=separate_indexer", "baseline", "transformer", "gated_delta_net", "nsa"]
     assert ranks.together(processes, world, counted, cases, 41) == [0] * world
@@ -261,7 +262,7 @@ def sampled(case: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["gsm", "baseline"])
+@pytest.mark.parametrize("case", ["gsm", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_a_sample_of_rows_sees_what_stands_before_its_piece(processes: Any, case: str):
     assert ranks.together(processes, 2, sampled, case) == [0, 0]
 
@@ -278,7 +279,7 @@ def measured_first(case: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["gsm", "gated_delta_net"])
+@pytest.mark.parametrize("case", ["gsm", pytest.param("gated_delta_net", marks=pytest.mark.slow)])
 def test_what_a_validation_has_made_serves_training(processes: Any, case: str):
     assert ranks.together(processes, 2, measured_first, case) == [0, 0]
 
