@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from gsm_kernels import indexer_kl
 Batch = dict[str, Tensor | None]
 DOCUMENTS = ("one", "packed", "padded")
 MOE = "gsm-feed_forward=moe"
+TWO_OR_THREE = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def batch_of(length: int, documents: str) -> Batch:
@@ -110,7 +112,7 @@ def compare_all(
 
 
 # 40 tokens are pieces of 10 for two ranks; 41 are pieces of 11 and 6, with padding; of 13 among four some are padding.
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", MOE, "gated_delta_net"]
     assert ranks.together(processes, world, compare_all, cases, [41], ["packed", "padded"]) == [0] * world
@@ -118,9 +120,10 @@ def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_so_they_do_with_every_variant_of_every_part(processes: Any, world: int):
-    assert ranks.together(processes, world, compare_all, training_cases(), [13, 40, 41]) == [0] * world
+@pytest.mark.parametrize(("world", "length", "documents"), [(2, 41, "padded"), (3, 40, "packed"), (4, 13, "one")])
+def test_so_they_do_with_every_variant_of_every_part(processes: Any, world: int, length: int, documents: str):
+    arguments = (training_cases(), [length], [documents])
+    assert ranks.together(processes, world, compare_all, *arguments) == [0] * world
 
 
 @pytest.mark.slow
@@ -172,33 +175,32 @@ def read_together(case: str, length: int, documents: str, capacity: int | None, 
     assert together.memory.used == alone.memory.used
 
 
-def read_all(cases: Sequence[str], lengths: Sequence[int]) -> None:
-    """On a rank: all of these."""
+def read_all(cases: Sequence[str], *settings: tuple[int, str, int | None, int]) -> None:
+    """On a rank: all of these, with tokens, documents, capacity and tokens before of each setting."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for case in cases:
-        for length in lengths:
-            for kind in ("one", "packed"):
-                for capacity in (None, 100):
-                    for before in (0, 7):
-                        try:
-                            read_together(case, length, kind, capacity, before)
-                        except Exception as error:
-                            what = f"{case}, {length} tokens, documents {kind}, capacity {capacity}, {before} before"
-                            raise AssertionError(f"{what}: {error}") from error
+    for case, setting in itertools.product(cases, settings):
+        try:
+            read_together(case, *setting)
+        except Exception as error:
+            raise AssertionError(f"{case}, {setting}: {error}") from error
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", "gated_delta_net"]
-    assert ranks.together(processes, world, read_all, cases, [90]) == [0] * world
+    settings = itertools.product([90], ["one", "packed"], [None, 100], [0, 7])
+    assert ranks.together(processes, world, read_all, cases, *settings) == [0] * world
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("world", [2, 3])
-def test_so_it_may_with_every_memory(processes: Any, world: int):
-    assert ranks.together(processes, world, read_all, MEMORIES, [41, 90]) == [0] * world
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, [(90, "packed", 100, 7), (41, "one", None, 0)]), (3, [(90, "one", 100, 0), (41, "packed", None, 7)])],
+)
+def test_so_it_may_with_every_memory(processes: Any, world: int, settings: list[tuple[int, str, int | None, int]]):
+    assert ranks.together(processes, world, read_all, MEMORIES, *settings) == [0] * world
 
 
 def counted(cases: Sequence[str], length: int) -> None:
@@ -225,7 +227,7 @@ def counted(cases: Sequence[str], length: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", TWO_OR_THREE)
 def test_what_ranks_send_is_what_the_cost_says(processes: Any, world: int):
     cases = ["gsm", "gsm-retriever=separate_indexer", "baseline", "transformer", "gated_delta_net", "nsa"]
     assert ranks.together(processes, world, counted, cases, 41) == [0] * world
@@ -260,7 +262,7 @@ def sampled(case: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["gsm", "baseline"])
+@pytest.mark.parametrize("case", ["gsm", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_a_sample_of_rows_sees_what_stands_before_its_piece(processes: Any, case: str):
     assert ranks.together(processes, 2, sampled, case) == [0, 0]
 
@@ -277,7 +279,7 @@ def measured_first(case: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["gsm", "gated_delta_net"])
+@pytest.mark.parametrize("case", ["gsm", pytest.param("gated_delta_net", marks=pytest.mark.slow)])
 def test_what_a_validation_has_made_serves_training(processes: Any, case: str):
     assert ranks.together(processes, 2, measured_first, case) == [0, 0]
 

@@ -249,7 +249,7 @@ def test_steps_of_other_sequences_are_refused(tmp_path: Path):
     alone = {"global_batch": None}  # one batch of every rank
     saved = {"config": config(tmp_path / "run", **alone)}
     leave(tmp_path / "run", **{STATE: {"world": 4}}, hyper_parameters=saved)
-    with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, on 4 and 2 ranks\)"):
+    with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, shared out among 4 and 2\)"):
         prepare(config(tmp_path / "run", **alone), world=2)
     assert prepare(config(tmp_path / "run", **alone), world=4).checkpoint
     assert prepare(config(tmp_path / "run", global_batch=16), world=2).checkpoint

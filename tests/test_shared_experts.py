@@ -50,7 +50,7 @@ def compare(case: str, documents: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_with_a_share_of_the_experts_compute_what_they_would_with_all(processes: Any, world: int):
     assert ranks.together(processes, world, compare, "gsm-feed_forward=moe", "padded") == [0] * world
 
