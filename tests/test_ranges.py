@@ -108,6 +108,7 @@ def test_no_number_of_any_yaml_may_be_below_what_it_means(configs):
         ("jobs=0", "jobs is 0, but has to be 1 or more"),
         ("global_batch=0", "global_batch is 0, but has to be 1 or more"),
         ("trainer.val_check_interval=0", "trainer.val_check_interval is 0, but has to be 1 or more"),
+        ("trainer.context=0", "trainer.context is 0, but has to be 1 or more"),
         ("trainer.devices=0", "trainer.devices is 0, but has to be from 1 to 1024"),
         ("size.rope_base=0", "size.rope_base is 0, but has to be 1 or more"),
     ],
@@ -125,4 +126,5 @@ def test_what_is_monitored_is_what_validations_find(tmp_path):
 def test_every_range_is_of_a_key_that_exists(configs):
     found = {key for config in configs.values() for key in flat(config)}  # also what has no number by default
     keys = {key.rpartition(".")[2] if key.startswith(SIZES) else key for key in found}
-    assert RANGES.keys() - {"trainer.num_nodes"} <= keys, "num_nodes is trainer=ddp's"
+    keys |= {key for key in flat(compose(["size=pico", "trainer=context"])) if key.startswith("trainer.")}
+    assert RANGES.keys() <= keys

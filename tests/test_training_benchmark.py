@@ -122,10 +122,10 @@ def test_one_device_takes_the_step_that_the_trainer_takes(monkeypatch):
     """Indexers clipped on their own, documents given, experts rebalanced."""
     model = build_model("gsm", "pico", ["model/feed_forward=moe"], seed=0)
     job = training.Job(Model("gsm"), "pico", False, 1, 24, 0, 1, "cpu", 1)
-    given, clipped, forward, clip = [], [], model.forward, torch.nn.utils.clip_grad_norm_
+    given, clipped, forward, clip = [], [], model.forward, torch.nn.utils.clip_grads_with_norm_
     monkeypatch.setattr(model, "forward", lambda *args, **named: given.append(named) or forward(*args, **named))
     monkeypatch.setattr(
-        torch.nn.utils, "clip_grad_norm_", lambda some, limit: clipped.append(len(some)) or clip(some, limit)
+        torch.nn.utils, "clip_grads_with_norm_", lambda some, *to: clipped.append(len(some)) or clip(some, *to)
     )
     loads = []
     monkeypatch.setattr(model, "rebalance", loads.append)
