@@ -1,25 +1,32 @@
 #!/bin/bash
-# One run on Slurm, two nodes of eight GPUs: `sbatch docs/slurm.sh model=gsm size=1p5b`, from the root of the repository.
-# The folder of the run has to be on a disk that all nodes share. Given again, the same command goes on.
+# Runs of two nodes of eight GPUs on Slurm, from the root of the repository: `sbatch docs/slurm.sh model=gsm size=1p5b`, or an
+# experiment, whose runs and phases follow one another: `sbatch docs/slurm.sh experiment=paper_phases`. Their folder has to be
+# on a disk that all nodes share. Given again, the same command goes on.
 #SBATCH --job-name=gsm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=USR1@300
+#SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# A warning goes to every rank five minutes before the time is up, and before a preemption, where the cluster's
-# PreemptParameters have send_user_signal. The run goes on to the end of its logging interval (trainer.log_every_n_steps),
-# saves and ends with 128 + SIGUSR1; then the job goes back to the queue. SIGTERM, as scancel sends it, saves too where the
-# interval ends before the cluster kills, but queues nothing.
+# A warning comes five minutes before the time is up, and before a preemption, where the cluster's PreemptParameters have
+# send_user_signal. Every rank of the run learns it, goes on to the end of its logging interval
+# (trainer.log_every_n_steps), saves and ends; then the job goes back to the queue. SIGTERM, as scancel sends it, saves too
+# where the interval ends before the cluster kills, but queues nothing.
 WARNED=138
 
-srun --kill-on-bad-exit=1 .venv/bin/python train.py trainer=fsdp \
-    trainer.devices="$SLURM_NTASKS_PER_NODE" trainer.num_nodes="$SLURM_NNODES" "$@"
+.venv/bin/python train.py starter="'srun --kill-on-bad-exit=1 .venv/bin/python'" trainer=fsdp \
+    trainer.devices="$SLURM_NTASKS_PER_NODE" trainer.num_nodes="$SLURM_NNODES" "$@" &
+trap 'kill -USR1 $!' USR1
+wait $!
 code=$?
+while kill -0 $! 2> /dev/null; do  # a signal ends a wait, not what is waited for
+    wait $!
+    code=$?
+done
 if [ "$code" -eq "$WARNED" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

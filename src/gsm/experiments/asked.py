@@ -23,18 +23,8 @@ from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
 from gsm.training.callbacks.summary import VALIDATION
 
-OWN = {
-    "name",
-    "arm",
-    "arms",
-    "seed",
-    "seeds",
-    "tune",
-    "jobs",
-    "starter",
-    "force",
-    "table",
-}  # the parent's; a job gets its own
+# The parent's; a job gets its own.
+OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "starter", "force", "table"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # of a run's keys, those that are no overrides

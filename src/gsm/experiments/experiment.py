@@ -53,7 +53,7 @@ from gsm.experiments.tune import EDGE
 from gsm.files import read_json, write_json
 from gsm.training.callbacks.progress import clock
 
-SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
+SEVERAL = ("arms", "seeds", "runs", "tune", "starter")  # one of them makes an experiment of a configuration
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -403,11 +403,12 @@ def started_by(starter: str | None) -> list[str]:
 
 
 def _refuse_ranks() -> None:
-    if "WORLD_SIZE" in os.environ:
-        raise ConfigError(
-            "WORLD_SIZE is set, so this is one of several ranks, but an experiment is one process that starts others: "
-            "leave out torchrun and set trainer.devices, or say starter='torchrun ...', which starts each of its runs"
-        )
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # torchrun's, srun's
+        if os.environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {os.environ[name]}, so this is one of several ranks, but an experiment is one process that "
+                "starts others: say starter='torchrun ...' or starter='srun ...' instead, which starts each of its runs"
+            )
 
 
 def _set_aside(trials: Sequence[Trial], held: Path) -> None:

@@ -62,6 +62,7 @@ class Child:
     def __init__(self, job: Job, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.follow, self.since = job.log, follow, time.monotonic()
+        self._starts_others = job.command[0] != sys.executable
         self._signals = 0
         self._ending = False
         with job.log.open("ab") as file:
@@ -73,7 +74,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), **_known(job.command[0])},
+                env={**os.environ, **(environment or {}), **self._known()},
                 process_group=0,  # so that Ctrl-C reaches it once, through the parent
             )
 
@@ -92,6 +93,8 @@ class Child:
     def forward(self, signals: Sequence[int]) -> None:
         """Sends those of the parent's signals that it has not got yet."""
         for number in signals[self._signals :]:
+            if self._starts_others and number == signal.SIGINT:
+                number = signal.SIGTERM  # srun answers the first Ctrl-C by telling how its tasks are
             self._process.send_signal(number)
         self._signals = len(signals)
 
@@ -109,13 +112,12 @@ class Child:
         """The last lines that it has written."""
         return tail(self.log, self._begin)
 
-
-def _known(program: str) -> dict[str, str]:
-    """What a process is told by its environment: its parent, so that it leaves with it. One that starts others, whose
-    parent it is then, passes all signals on to them instead, also that of a cluster's warning."""
-    if program == sys.executable:
+    def _known(self) -> dict[str, str]:
+        """What it is told by its environment: its parent, so that it leaves with it. One that starts others, whose
+        parent it is then, passes all signals on to them instead: torchrun only those that it is told."""
+        if self._starts_others:
+            return {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)}
         return {PARENT: str(os.getpid())}
-    return {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)}
 
 
 def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:

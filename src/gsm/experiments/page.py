@@ -21,6 +21,7 @@ from markupsafe import Markup
 from gsm import paths
 from gsm.config.check import flat
 from gsm.config.options import opening
+from gsm.experiments import asked
 from gsm.experiments.report import kernels
 from gsm.experiments.table import FOOTNOTE, Grid, RunSummary, Table
 from gsm.files import read_json
@@ -30,22 +31,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-OWN = {
-    "arm",
-    "arms",
-    "seed",
-    "seeds",
-    "runs",
-    "tune",
-    "jobs",
-    "starter",
-    "force",
-    "resume",
-    "table",
-    "folder",
-    "logs",
-    "name",
-}
+OWN = {*asked.OWN, "runs", "resume", "folder", "logs"}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: what is larger is not of this project
 
 

@@ -75,7 +75,10 @@ def quiet() -> None:
         logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
     reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
     buffers = ".*broadcast_buffers. is deprecated"  # its successor is newer than the oldest PyTorch that will do
-    for message in ("Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced, buffers):
+    messages = ["Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced, buffers]
+    if "SLURM_JOB_ID" not in os.environ:
+        messages.append("The `srun` command is available")  # a hint for jobs; this may be a cluster's login node
+    for message in messages:
         warnings.filterwarnings("ignore", message=message)
 
 
