@@ -323,9 +323,10 @@ def test_one_parent_at_a_time_works_on_an_experiment(tmp_path: Path, fake: list[
         train_all(experiment)
 
 
-def test_ranks_are_refused(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is set.*leave out torchrun"):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_ranks_are_refused(name: str, tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=f"{name} is 2, so this is one of several ranks.*say starter="):
         train_all(toy(tmp_path, script=fake))
 
 

@@ -191,6 +191,12 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: p
     monkeypatch.setattr(launcher, "PLUGIN", "hydra_plugins_of_nobody.launcher")
     with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs the extra cluster: pip install"):
         launcher.check_available(["experiment=toy", "hydra/launcher=submitit_slurm"])
+
+
+@pytest.mark.parametrize("line", ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=8"])
+def test_a_job_of_several_processes_is_refused(line: str):
+    with pytest.raises(ConfigError, match=rf"^{line.replace('=', ' is ')}, but a job is one process.*docs/slurm.sh"):
+        launcher.check_available(["experiment=toy", line])
     launcher.check_available(["experiment=toy", "hydra/launcher=basic"])
 
 

@@ -8,19 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from gsm.config.check import ConfigError
+from gsm.experiments import trainers
 from gsm.experiments.experiment import started_by
+from gsm.experiments.jobs import Child, Job
 from gsm.paths import ROOT
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 WORDS = [
     "trainer=context", "trainer.accelerator=cpu", "size=pico", "data=needle", "optimizer=adamw", "data.batch_size=2",
-    "trainer.max_steps=200", "trainer.val_check_interval=100", "trainer.log_every_n_steps=4", "callbacks.latest.minutes=1e-9",
-    "callbacks.latest.share=1e9", "callbacks.pictures=null", "ngrams=false", "sample=false",
+    "trainer.max_steps=80", "trainer.val_check_interval=40", "trainer.log_every_n_steps=4",
+    "callbacks.latest.minutes=1e-9", "callbacks.latest.share=1e9", "callbacks.pictures=null", "ngrams=false",
+    "sample=false",
     "++runs={train: null, extend: {after: train, trainer.max_steps: 4}}", "name=phases",
 ]  # fmt: skip
 FOLDER = "phases/*/seed0"
@@ -55,11 +60,11 @@ def test_phases_of_several_processes_follow_one_another_and_go_on_after_a_signal
     said, _ = first.communicate(timeout=100)
     assert first.returncode != 0 and "Traceback" not in said.partition("torch/distributed")[0], said
     summary = json.loads((folder / "train/summary.json").read_text())
-    assert summary["status"] == "interrupted" and 0 < summary["steps"] < 200, said
+    assert summary["status"] == "interrupted" and 0 < summary["steps"] < 80, said
     again = started(tmp_path, f"{TORCHRUN} --nproc-per-node=2")
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "Going on with the unfinished run" in said, said
-    assert steps_of(folder) == {"train": 200, "extend": 4}
+    assert steps_of(folder) == {"train": 80, "extend": 4}
     assert "2 x cpu" in said and f"{TORCHRUN} --nproc-per-node=2" in said
 
 
@@ -73,7 +78,7 @@ def test_a_run_may_be_one_of_several_nodes(tmp_path: Path):
     said, _ = done.communicate(timeout=400)
     assert done.returncode == 0, said
     (folder,) = tmp_path.glob(FOLDER)
-    assert steps_of(folder) == {"train": 200, "extend": 4} and "2 x cpu" in said
+    assert steps_of(folder) == {"train": 80, "extend": 4} and "2 x cpu" in said
 
 
 @pytest.mark.parametrize("starter", ["no_such_command --here", "torchrun 'unclosed"])
@@ -84,3 +89,36 @@ def test_a_starter_that_is_no_command_is_refused(starter: str):
 
 def test_without_one_it_is_this_python():
     assert started_by(None) == [sys.executable]
+
+
+def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_end(tmp_path: Path):
+    """srun answers the first SIGINT by telling how its tasks are, and torchrun passes on two kinds unless told more."""
+    said = (
+        'trap "echo TERM" TERM; trap "echo USR1" USR1; echo $TORCHELASTIC_SIGNALS_TO_HANDLE; sleep 2 & wait; wait; wait'
+    )
+    child = Child(Job("one", ("/bin/bash", "-c", said), tmp_path / "log"))
+    for count, wanted in ((1, "USR1"), (2, "TERM")):
+        while len(child.tail()) <= count:  # the line of the command, and what it has said so far
+            time.sleep(0.05)
+        child.forward([signal.SIGUSR1, signal.SIGINT][:count])
+        end = time.monotonic() + 5
+        while wanted not in child.tail() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert child.tail()[-1] == wanted
+    while child.poll() is None:
+        time.sleep(0.05)
+    assert child.tail()[1] == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+
+
+def test_a_login_node_is_not_told_to_use_srun_but_a_job_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "srun").write_text("#!/bin/sh")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    for job, told in ((None, 0), ("17", 1)):
+        monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainers.quiet()
+            assert not SLURMEnvironment.detect()
+        assert len([one for one in caught if "srun" in str(one.message)]) == told

@@ -372,7 +372,7 @@ def _parts(trials: Sequence[Trial], waiting: Sequence[Job]) -> dict[tuple[str, .
     return parts
 
 
-def _script(starter: str | None) -> list[str]:
+def _script(starter: str | None = None) -> list[str]:
     """What trains one run: this script and what starts it, with the flag that says where yaml files are, and Hydra's
     own overrides."""
     parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])

@@ -190,8 +190,18 @@ def _fit(run: Run, start: Start) -> None:
         if moved and start.step >= trainer.max_steps:  # nothing was left to train, and this run has no curve yet
             trainer.validate(run.task, datamodule=run.data, verbose=False)
     except SystemExit as stop:
-        if trainer.is_global_zero:
-            print(_farewell(run), flush=True)
+
+        def tell() -> None:
+            if trainer.is_global_zero:
+                print(_farewell(run), flush=True)
+
+        if isinstance(
+            stop, Interrupted
+        ):  # all ranks are here; srun ends those that are left once one of them has ended
+            with contextlib.suppress(RuntimeError):  # one that waits for the leading rank may find it gone
+                ranks.agreed(tell)
+        else:
+            tell()
         raise SystemExit(_code(stop)) from stop
     except shards.Broken as error:
         raise CheckpointError(

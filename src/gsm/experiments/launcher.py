@@ -41,10 +41,17 @@ def chosen() -> str | None:
 
 
 def check_available(overrides: Sequence[str]) -> None:
-    """Raises ConfigError where submitit's launcher is asked for, but not installed."""
+    """Raises ConfigError where submitit's launcher is asked for, but not installed, or for several processes a job."""
     asked = [line for line in overrides if line.startswith(f"{GROUP}=submitit_")]
     if asked and not _installed():
         raise ConfigError(f"{asked[-1]} needs the extra cluster: {paths.install('cluster')}")
+    for line in overrides:
+        key, _, number = line.partition("=")
+        if key in ("hydra.launcher.nodes", "hydra.launcher.tasks_per_node") and number != "1":
+            raise ConfigError(
+                f"{key} is {number}, but a job is one process, which starts the runs: leave it at 1; for runs on "
+                "several nodes, see docs/slurm.sh"
+            )
 
 
 def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | None]:
@@ -61,14 +68,8 @@ def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | No
         GaveUp: as a launcher does at the first job that the cluster has killed, whatever the others have done.
     """
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
-    composed = cast(DictConfig, HydraConfig.instance().cfg)
-    for name in ("nodes", "tasks_per_node"):
-        if composed.hydra.launcher.get(name, 1) != 1:
-            raise ConfigError(
-                f"hydra.launcher.{name} is {composed.hydra.launcher[name]}, but a job is one process, which starts the "
-                "runs: leave it at 1; for runs on several nodes, say starter='srun ...' in a job of your own (docs/slurm.sh)"
-            )
     try:
+        composed = cast(DictConfig, HydraConfig.instance().cfg)
         launcher = Plugins.instance().instantiate_launcher(context, Task(parts), composed)
         returned = launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
         return {name: code for result in returned for name, code in result.return_value.items()}

@@ -21,7 +21,6 @@ from markupsafe import Markup
 from gsm import paths
 from gsm.config.check import flat
 from gsm.config.options import opening
-from gsm.experiments import asked
 from gsm.experiments.report import kernels
 from gsm.experiments.table import FOOTNOTE, Grid, RunSummary, Table
 from gsm.files import read_json
@@ -31,7 +30,8 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-OWN = {*asked.OWN, "runs", "resume", "folder", "logs"}
+PARENTS = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "starter", "force", "resume", "table"}
+OWN = {*PARENTS, "folder", "logs", "name"}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: what is larger is not of this project
 
 
