@@ -1,5 +1,5 @@
-"""Sequences that ranks divide among themselves: what they send each other, how even their searches are, both computed;
-and what a prompt takes of each of several processes here, measured.
+"""Sequences that ranks divide among themselves: what they send each other, computed; how even their searches are,
+computed and measured; and what a prompt takes of each of several processes here, measured.
 
 What is sent is checked to the byte against collectives as they are called, in tests/test_pieces.py.
 """
@@ -24,14 +24,16 @@ from gsm.cache.pieces import Context, owner
 from gsm.costs import traffic
 from gsm.models.base import CHUNK
 from gsm.models.geometry import Geometry
+from gsm_kernels import index_top_k
 
-from . import entries, machine, results
+from . import entries, machine, results, workloads
 from .entries import Entry, Model
 from .results import FOLDER, read, table, write
 
 SENT = ("size", "tokens", "ranks", "model", "windows and state, MB", "banks and index keys, MB", "recurrent states, MB",
         "a rank sends, MB", "of ring attention")  # fmt: skip
-EVEN = ("ranks", "one piece each: busiest over mean", "two pieces each")
+EVEN = ("ranks", "pieces of each", "busiest over mean, slots (computed)", "busiest over mean, seconds (measured)",
+        "seconds of each rank")  # fmt: skip
 READ = ("model", "size", "tokens", "chunk", "processes", "peak of each, MiB", "seconds")
 BYTES = 2  # of a number in bfloat16
 MB, MIB = 1e6, 2**20
@@ -45,6 +47,7 @@ def run(
     sizes: Sequence[str] = ("0p5b", "1p5b"),
     contexts: Sequence[int] = (65536, 1048576),
     ranks: Sequence[int] = (2, 8, 64),
+    searched: int = 32768,
     prompt: int = 65536,
     size: str = "nano",
     processes: Sequence[int] = (1, 2),
@@ -59,21 +62,30 @@ def run(
     """
     if results:
         return _show(Path(results))
-    if not models or min([*contexts, *ranks, *processes, *chunks, prompt], default=0) < 1:
+    if not models or min([*contexts, *ranks, *processes, *chunks, searched, prompt], default=0) < 1:
         raise ValueError(
-            f"models {list(models)}, contexts {list(contexts)}, ranks {list(ranks)}, prompt {prompt}, processes "
-            f"{list(processes)}, chunks {list(chunks)}: give one or more of each, of 1 or more"
+            f"models {list(models)}, contexts {list(contexts)}, ranks {list(ranks)}, searched {searched}, prompt "
+            f"{prompt}, processes {list(processes)}, chunks {list(chunks)}: give one or more of each, of 1 or more"
+        )
+    if searched % (2 * max(ranks)):
+        raise ValueError(
+            f"searched is {searched}, but has to be a multiple of {2 * max(ranks)}: each rank has two pieces"
         )
     known = entries.read(models)
     sent = [_sent(model, size, tokens, world) for size, tokens, world, model in product(sizes, contexts, ranks, known)]
-    even = [{"ranks": world, "one": busiest(world, 1), "two": busiest(world, 2)} for world in ranks]
+    even = [
+        {"ranks": world, "each": each, "slots": busiest(world, each), "seconds": searches(world, each, searched)}
+        for world, each in product(ranks, (1, 2))
+    ]
     facts = machine.facts(torch.device("cpu"), models=True)
     path = Path(output) if output else FOLDER / f"context-{machine.in_file_names(size)}.json"
     measured = []
     for model, chunk, world in product(known[:2], chunks, processes):
         measured.append(_read_by(world, model, size, prompt, chunk))
         print(" ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
-    write(path, {**facts, "prompt": prompt, "rows": {"sent": sent, "even": even, "read": measured}})
+    write(
+        path, {**facts, "searched": searched, "prompt": prompt, "rows": {"sent": sent, "even": even, "read": measured}}
+    )
     return _show(path)
 
 
@@ -84,6 +96,27 @@ def busiest(ranks: int, each: int) -> float:
     for piece in range(pieces):
         seen[owner(piece, ranks, each)[0]] += 2 * piece + 1  # times half a piece's square
     return max(seen) * ranks / sum(seen)
+
+
+def searches(ranks: int, each: int, tokens: int) -> list[float]:
+    """The seconds that each of so many ranks searches, one after the other here, on one thread: the least of three."""
+    whole = workloads.index_top_k("", 1, tokens).make(torch.device("cpu"), torch.float32)
+    pieces = torch.arange(tokens).chunk(each * ranks)
+    threads, seconds = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    for rank in range(ranks):
+        mine = torch.cat([rows for piece, rows in enumerate(pieces) if owner(piece, ranks, each)[0] == rank])
+        call = {
+            name: value[:, mine] if name.rpartition("_")[2].startswith("BR") else value for name, value in whole.items()
+        }
+        taken = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            index_top_k(**call)
+            taken.append(time.perf_counter() - begun)
+        seconds.append(min(taken))
+    torch.set_num_threads(threads)
+    return seconds
 
 
 def _sent(model: Model, size: str, tokens: int, ranks: int) -> dict[str, Any]:
@@ -158,7 +191,14 @@ def _show(path: Path) -> Path:
         )
         for one in rows["sent"]
     ]  # fmt: skip
-    even = [(str(one["ranks"]), f"{one['one']:.2f}", f"{one['two']:.2f}") for one in rows["even"]]
+    even = [
+        (
+            str(one["ranks"]), str(one["each"]), f"{one['slots']:.2f}",
+            f"{max(one['seconds']) * one['ranks'] / sum(one['seconds']):.2f}",
+            ", ".join(f"{seconds:.2f}" for seconds in one["seconds"][:8]) + (", ..." if one["ranks"] > 8 else ""),
+        )
+        for one in rows["even"]
+    ]  # fmt: skip
     peaks = [
         (
             one["model"], one["size"], f"{one['tokens']:,}", f"{one['chunk']:,}",
@@ -173,7 +213,9 @@ def _show(path: Path) -> Path:
         "sequence (computed; backward sends as much again, and recomputed layers twice). Ring attention: of a dense "
         f"Transformer of the same depth, heads and widths. Commit {content['commit']}, `{content['command']}`.",
         table(SENT, sent),
-        "How even searches are in a long document (computed): a row at the end sees more slots than one at the front.",
+        "How even searches are in a long document: a row at the end sees more slots than one at the front. Measured: "
+        f"`index_top_k` of {content['searched']:,} tokens, float32, the rows of one rank after those of another, "
+        "on one thread.",
         table(EVEN, even),
         "A prompt that processes of this machine read together (measured): how much the memory of each grows at its "
         f"peak. {results.measured_on(content)}",
