@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -17,7 +19,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from gsm.config.check import ConfigError
 from gsm.experiments import trainers
 from gsm.experiments.experiment import started_by
-from gsm.experiments.jobs import Child, Job
+from gsm.experiments.jobs import Child, Job, tail
 from gsm.paths import ROOT
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -51,7 +53,7 @@ def steps_of(folder: Path) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_phases_of_several_processes_follow_one_another_and_go_on_after_a_signal(tmp_path: Path):
-    first = started(tmp_path, f"{TORCHRUN} --nproc-per-node=2")
+    first = started(tmp_path, f"{TORCHRUN} --standalone --nproc-per-node=2")
     end = time.monotonic() + 200
     while not [*tmp_path.glob(f"{FOLDER}/train/checkpoints/last.ckpt")] and time.monotonic() < end:
         time.sleep(0.2)
@@ -61,11 +63,11 @@ def test_phases_of_several_processes_follow_one_another_and_go_on_after_a_signal
     assert first.returncode != 0 and "Traceback" not in said.partition("torch/distributed")[0], said
     summary = json.loads((folder / "train/summary.json").read_text())
     assert summary["status"] == "interrupted" and 0 < summary["steps"] < 80, said
-    again = started(tmp_path, f"{TORCHRUN} --nproc-per-node=2")
+    again = started(tmp_path, f"{TORCHRUN} --standalone --nproc-per-node=2")
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "Going on with the unfinished run" in said, said
     assert steps_of(folder) == {"train": 80, "extend": 4}
-    assert "2 x cpu" in said and f"{TORCHRUN} --nproc-per-node=2" in said
+    assert "2 x cpu" in said and f"{TORCHRUN} --standalone --nproc-per-node=2" in said
 
 
 @pytest.mark.slow
@@ -108,6 +110,32 @@ def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_
     while child.poll() is None:
         time.sleep(0.05)
     assert child.tail()[1] == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_what_starts_others_leaves_with_a_parent_that_was_killed(tmp_path: Path):
+    log = tmp_path / "log"
+    program = f"""
+import time
+from pathlib import Path
+from gsm.experiments import jobs
+said = "trap 'echo TERM; exit' TERM; echo $$; sleep 100 & wait"
+jobs.Child(jobs.Job("one", ("/bin/bash", "-c", said), Path({str(log)!r})))
+time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        said = until(lambda: log.is_file() and tail(log)[1:])
+        parent.kill()
+    assert said and said[0].isdigit()
+    assert until(lambda: tail(log)[2:]) == ["TERM"]
+
+
+def until(found: Callable[[], Any], seconds: float = 20) -> Any:
+    """What is found in the end, or nothing."""
+    end = time.monotonic() + seconds
+    while not (what := found()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return what
 
 
 def test_a_login_node_is_not_told_to_use_srun_but_a_job_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

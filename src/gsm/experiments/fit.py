@@ -199,7 +199,7 @@ def _fit(run: Run, start: Start) -> None:
             stop, Interrupted
         ):  # all ranks are here; srun ends those that are left once one of them has ended
             with contextlib.suppress(RuntimeError):  # one that waits for the leading rank may find it gone
-                ranks.agreed(tell)
+                ranks.agreed(tell, patience=ranks.ENDING)
         else:
             tell()
         raise SystemExit(_code(stop)) from stop

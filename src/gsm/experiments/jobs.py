@@ -22,6 +22,7 @@ from types import FrameType
 from gsm.signals import SIGNALS
 
 PARENT = "GSM_PARENT"
+THROUGH = (sys.executable, "-m", "gsm.experiments.jobs")  # what becomes a program that knows nothing of its parent
 PDEATHSIG = 1  # of Linux' prctl
 PAUSE = 0.1  # seconds between two looks
 
@@ -70,7 +71,7 @@ class Child:
             file.write(f"$ {shlex.join(job.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
-                job.command,
+                (*THROUGH, *job.command) if self._starts_others else job.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -113,11 +114,12 @@ class Child:
         return tail(self.log, self._begin)
 
     def _known(self) -> dict[str, str]:
-        """What it is told by its environment: its parent, so that it leaves with it. One that starts others, whose
-        parent it is then, passes all signals on to them instead: torchrun only those that it is told."""
+        """What it is told by its environment: its parent, so that it leaves with it; torchrun, which signals it passes
+        on to those that it starts."""
+        known = {PARENT: str(os.getpid())}
         if self._starts_others:
-            return {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)}
-        return {PARENT: str(os.getpid())}
+            known["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+        return known
 
 
 def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
@@ -224,3 +226,8 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    leave_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])  # the signal that it leaves by outlives this

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
 BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
 PATIENCE = 5.0  # seconds that ranks wait for one another to answer
-PREPARING = timedelta(
-    days=7
-)  # for what the leading rank does before it has decided: to go on, it may have to tokenise the text
+# For what the leading rank does before it has decided: to go on, it may have to tokenise the text; and before it ends.
+PREPARING, ENDING = timedelta(days=7), timedelta(minutes=1)
 OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 Decision = TypeVar("Decision")
 
@@ -39,16 +38,20 @@ def sharing(trainer: lightning.Trainer) -> tuple[int, int]:
     return trainer.world_size // context, trainer.global_rank // context
 
 
-def agreed(decide: Callable[[], Decision], group: torch.distributed.ProcessGroup | None = None) -> Decision:
+def agreed(
+    decide: Callable[[], Decision],
+    group: torch.distributed.ProcessGroup | None = None,
+    patience: timedelta = PREPARING,
+) -> Decision:
     """What the leading rank decides, on all ranks that have met; the others do not decide, and so change nothing.
 
     Ranks that have not met yet decide for themselves. Raises on all of them what the decision has raised. They wait in
-    ``group``, or in one that is made for it and is patient.
+    ``group``, or in one that is made for it and has that much ``patience``.
     """
     if not torch.distributed.is_initialized():
         return decide()
     if group is None:
-        made = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+        made = torch.distributed.new_group(backend="gloo", timeout=patience)
         assert not isinstance(made, int)  # which it would be for a rank that is not in it
         group = made
     said: list[Any] = [None]
