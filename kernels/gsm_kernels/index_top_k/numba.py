@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..device import at_least_float32
 from ..inputs import schema
-from ..native import loops, places, run, unfit, watched
+from ..native import loops, noted, places, run, unfit, watched
 from .inputs import Inputs
 from .reference import row_slices
 
@@ -50,7 +50,8 @@ def _blocks(*arguments: Any) -> Tensor:
 
 def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
     """What a loop chooses for every row, k of them; rows in chunks whose products fit the scratch memory, each with the
-    slots up to the last one that it sees: in a long text half of all, in a bank with room ahead what is written."""
+    slots up to the last one that it sees: in a long text half of all, in a bank with room ahead what is written. Not
+    where notes are taken: in a repeat more of them are."""
     batch, rows, heads, width = inputs.query_BRJI.shape
     query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
     weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]
@@ -60,7 +61,7 @@ def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[
     scratch = query_BRJI.new_empty(max((part.stop - part.start for part in parts), default=0) * batch * heads * slots)
     for part in parts:
         length = part.stop - part.start
-        seen = min(slots, max(0, int(last_BR[:, part].max()))) if batch else 0
+        seen = slots if noted() else min(slots, max(0, int(last_BR[:, part].max()))) if batch else 0
         query = query_BRJI[:, part].reshape(batch, length * heads, width)
         fired = scratch[: batch * length * heads * seen].view(batch, length * heads, seen)
         torch.bmm(query, key_BFI[:, :seen].mT, out=fired)
