@@ -4,9 +4,10 @@ import pytest
 import torch
 import triton_check
 from calls import every_call
-from triton_check import assert_agrees, with_reference
+from triton_check import assert_agrees, launches_of, with_reference
 
-from gsm_kernels import rms_norm, testing
+from gsm_kernels import launch, rms_norm, testing
+from gsm_kernels.rms_norm import triton
 from gsm_kernels.testing import APPROXIMATE, TOLERANCE, assert_close
 
 CALL = every_call()["rms_norm"]
@@ -103,3 +104,14 @@ def test_half_precision_is_judged_the_same_everywhere(on_a_gpu):
 def test_only_float32_of_a_gpu_is_approximate():
     assert not testing.approximate(torch.ones(3))
     assert TOLERANCE[torch.float32].forward < APPROXIMATE.forward < TOLERANCE[torch.float16].forward
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="what was built before is not built again")
+def test_a_backward_that_is_built_ahead_counts_as_no_launch(monkeypatch):
+    """Tests that counted it failed on a GPU alone, where it is built."""
+    launched, gone_through, backward = launches_of(triton, monkeypatch), [], triton._backward
+    monkeypatch.setattr(triton, "_backward", lambda *args: (gone_through.append(1), backward(*args))[1])
+    for _ in range(2):
+        assert_agrees(rms_norm, CALL)
+    assert len(gone_through) == 3, "ahead of the first call, and in both"
+    assert [one.kernel for one in launched] == 2 * ["forward", "backward"]

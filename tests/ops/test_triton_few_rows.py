@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import attention, band, cast
-from triton_check import DEVICE, to_device, with_reference, with_triton
+from triton_check import DEVICE, launches_of, to_device, with_reference, with_triton
 
 from gsm_kernels import attend, attend_band
 from gsm_kernels.attend import triton
@@ -25,10 +25,12 @@ each = pytest.mark.parametrize("sizes", CASES.values(), ids=CASES.keys())
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """The names of the kernels that were launched."""
-    names, launch = [], triton.launch
-    monkeypatch.setattr(triton, "launch", lambda k, *a, **o: names.append(k.__name__) or launch(k, *a, **o))
-    return names
+    """The kernels that were launched."""
+    return launches_of(triton, monkeypatch)
+
+
+def names(launched) -> list[str]:
+    return [one.kernel for one in launched]
 
 
 def both(op, call, dtype=torch.float32):
@@ -41,7 +43,7 @@ def both(op, call, dtype=torch.float32):
 def test_a_selection_is_read_in_shares(sizes, launched):
     out, expected, eager = both(attend, attention(**{**SEVERAL_SHARES, **sizes})[0])
     assert_close(out, expected, eager=eager)
-    assert launched == ["split", "join"]
+    assert names(launched) == ["split", "join"]
 
 
 @each
@@ -49,7 +51,7 @@ def test_a_band_is_read_in_shares(sizes, launched):
     call = band(**{"width": 40, **{name: size for name, size in sizes.items() if name != "k"}})
     out, expected, eager = both(attend_band, call)
     assert_close(out, expected, eager=eager)
-    assert launched == (["split", "join"] if call["width"] > 32 else ["forward"])
+    assert names(launched) == (["split", "join"] if call["width"] > 32 else ["forward"])
 
 
 def test_a_bias_is_added_to_the_picks(launched):
@@ -57,7 +59,7 @@ def test_a_bias_is_added_to_the_picks(launched):
     bias = torch.randn(*call["index_BRK"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out, expected, eager = both(attend, {**call, "bias_BRK": bias})
     assert_close(out, expected, eager=eager)
-    assert launched == ["split", "join"]
+    assert names(launched) == ["split", "join"]
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, ["split", "join"]), (70, ["forward"])])
@@ -69,7 +71,7 @@ def test_a_memory_may_be_wider_than_the_rows_that_read_it(rows, kernels, launche
     with torch.no_grad():
         out = with_triton(attend)(**low)
         assert relative_error(out, with_reference(attend)(**expected)) < 2e-3  # entries are rounded to float16
-    assert launched == kernels
+    assert names(launched) == kernels
 
 
 def test_a_row_that_sees_nothing_without_a_sink_gives_zeros():
@@ -89,7 +91,7 @@ def test_many_rows_and_rows_that_learn_take_the_ordinary_kernel(launched):
     with torch.no_grad():
         many = to_device(cast(attention(rows=70, entries=70, batch=2, width=3, k=1)[0], torch.float32))
         with_triton(attend)(**many)
-    assert launched == ["forward", "forward"]
+    assert names(launched) == ["forward", "forward"]
 
 
 @pytest.mark.gpu

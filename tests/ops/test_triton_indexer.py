@@ -10,6 +10,7 @@ from oracles import normal
 from triton_check import (
     assert_agrees,
     assert_as_good_as_eager,
+    build_ahead,
     each_size,
     gradients,
     to_device,
@@ -21,6 +22,7 @@ from gsm_kernels import candidate_pool, index_top_k, inverse, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
 from gsm_kernels.rows import Rows, lines_of, row_chunks
+from gsm_kernels.score_slots import triton as score_slots_triton
 
 slow = pytest.mark.slow  # Triton's interpreter is
 SIZES = {
@@ -206,7 +208,11 @@ def times_sorted(monkeypatch) -> list[int]:
 
 def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
     """Again where its numbers have changed, and nothing is kept of what they were."""
-    times, call = times_sorted(monkeypatch), to_device(cast(scoring(rows=5), torch.float32))
+    build_ahead(score_slots_triton, monkeypatch)
+    call = to_device(cast(scoring(rows=5), torch.float32))
+    gradients(with_triton(score_slots), call)  # what is built ahead of it sorts, too, and nobody reads that
+    inverse.forget()
+    times = times_sorted(monkeypatch)
     for _ in range(3):
         gradients(with_triton(score_slots), call)
     assert len(times) == 1

@@ -7,7 +7,15 @@ import pytest
 import torch
 from calls import gradients
 from oracles import normal
-from triton_check import DEVICE, assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+from triton_check import (
+    DEVICE,
+    assert_agrees,
+    assert_as_good_as_eager,
+    launches_of,
+    to_device,
+    with_reference,
+    with_triton,
+)
 
 from gsm_kernels import linear_cross_entropy, using
 from gsm_kernels.linear_cross_entropy import triton
@@ -55,19 +63,12 @@ def test_one_side_may_be_frozen(frozen):
 
 
 def test_without_gradients_the_logits_are_left_alone(monkeypatch):
-    asked = []
-
-    def spy(kernel, grid, *args, **options):
-        asked.append(options["GRADIENT"])
-        launched(kernel, grid, *args, **options)
-
-    launched = triton.launch
-    monkeypatch.setattr(triton, "launch", spy)
+    launched = launches_of(triton, monkeypatch)
     call = to_device({k: v.float() if k != "target_N" else v for k, v in example().items()})
     with torch.no_grad():
         quiet = with_triton(linear_cross_entropy)(**call)
     (loss,), _ = gradients(with_triton(linear_cross_entropy), call)
-    assert asked == [False, True] and torch.equal(quiet, loss)
+    assert [one.options["GRADIENT"] for one in launched] == [False, True] and torch.equal(quiet, loss)
 
 
 def test_backward_twice_gives_the_same_gradient_twice():

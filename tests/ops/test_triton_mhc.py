@@ -6,7 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import cast, gradients, hyper_connection
-from triton_check import assert_agrees, assert_as_good_as_eager, to_device, with_reference, with_triton
+from triton_check import (
+    assert_agrees,
+    assert_as_good_as_eager,
+    launches_of,
+    to_device,
+    with_reference,
+    with_triton,
+)
 
 from gsm_kernels import mhc_boundary, using
 from gsm_kernels.mhc import triton
@@ -40,17 +47,15 @@ FEW = [  # streams, width, tokens; of four streams, a width of 60 makes four til
 
 @pytest.mark.parametrize(("streams", "width", "tokens"), FEW)
 def test_the_columns_of_few_tokens_are_divided_among_programs(streams, width, tokens, monkeypatch):
-    launched, plain = [], triton.launch
-    monkeypatch.setattr(
-        triton, "launch", lambda kernel, *a, **o: launched.append(kernel.__name__) or plain(kernel, *a, **o)
-    )
+    launched = launches_of(triton, monkeypatch)
     call = call_of(streams=streams, width=width, batch=1, rows=tokens)
+    backward = ["products", "coefficient_gradients", "stream_gradients"]
     assert_agrees(mhc_boundary, call)
-    assert launched[:2] == ["project", "finish"] and "forward" not in launched
+    assert [one.kernel for one in launched] == ["project", "finish", *backward]
     launched.clear()
     monkeypatch.setattr(triton, "FEW", 0)
     assert_agrees(mhc_boundary, call)
-    assert launched[0] == "forward" and "project" not in launched
+    assert [one.kernel for one in launched] == ["forward", *backward]
 
 
 def test_many_tokens_and_narrow_streams_are_one_kernel_s():

@@ -12,6 +12,7 @@ from triton_check import (
     assert_agrees,
     assert_as_good_as_eager,
     assert_same,
+    launches_of,
     ordinary,
     to_device,
     with_reference,
@@ -75,17 +76,12 @@ def halves(op, ratio=2):
 
 
 def test_halves_of_one_projection_are_read_where_they_lie(monkeypatch):
-    read = []
-
-    def spy(kernel, grid, *args, **options):
-        read.append([x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)])
-        launched(kernel, grid, *args, **options)
-
-    launched = triton.launch
-    monkeypatch.setattr(triton, "launch", spy)
+    launched = launches_of(triton, monkeypatch)
     call = to_device({"both_BSX": normal(2, 23, 12).float(), "end_BF": example()["end_BF"]})
     assert_same(halves(with_triton(pool_groups)), halves(with_reference(pool_groups)), call)
-    forward, backward = read
+    forward, backward = (
+        [x.untyped_storage().data_ptr() for x in one.args if isinstance(x, torch.Tensor)] for one in launched
+    )
     assert forward[0] == forward[1] == backward[1] == backward[2], "value and gate are views of one tensor"
 
 

@@ -7,13 +7,15 @@ they may in float32, which is approximate there (`gsm_kernels.testing`); the int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from calls import cast, gradients
 from torch import Tensor
 
-from gsm_kernels import Op, listening, testing, using
+from gsm_kernels import Op, launch, listening, testing, using
 from gsm_kernels.testing import TOLERANCE, assert_close, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,6 +54,44 @@ def with_reference(op: Op) -> Callable:
             return op(**call)
 
     return run
+
+
+class Launch(NamedTuple):
+    """One launch: the name of its kernel, and what the kernel was given."""
+
+    kernel: str
+    args: tuple
+    options: dict[str, Any]
+
+
+def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What a module launches from now on, as it grows. A backward that is only built, ahead of its forward, is left
+    out; see `build_ahead`."""
+    seen, plain = list[Launch](), module.launch
+
+    def spy(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if launch._hook() is None:
+            seen.append(Launch(kernel.__name__, args, options))
+        plain(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(module, "launch", spy)
+    build_ahead(module, monkeypatch)
+    return seen
+
+
+def build_ahead(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, which has nothing to build, a module goes through its backward ahead of its first forward as
+    on a GPU, without launching anything: what a test counts there, it counts here."""
+    built = set()
+
+    def build_once(key: Any, run: Callable[[], Any]) -> None:
+        if key not in built and launch._hook() is None:
+            built.add(key)
+            with launch.launching(lambda *call: None):
+                run()
+
+    if launch.INTERPRETED and hasattr(module, "build_once"):
+        monkeypatch.setattr(module, "build_once", build_once)
 
 
 def assert_agrees(op: Op, call: dict, dtype: torch.dtype = torch.float32) -> None:
