@@ -116,7 +116,7 @@ ENGINE = "tests/test_engine.py and tests/test_compile.py fail"
 NEEDS = (
     Need("torch", tuple(STAGES)),
     Need("triton", tuple(STAGES)),
-    Need("numpy", MODELS),
+    Need("numpy", ("tests", *MODELS)),
     Need("lightning", MODELS),
     Need("torchmetrics", MODELS),
     Need("hydra", MODELS, ("tests",), ENGINE),

@@ -152,24 +152,24 @@ def test_words_go_to_the_stage_and_to_its_environment(gpu, tmp_path):
 
 
 def test_what_is_missing_is_named_with_what_to_do(gpu, monkeypatch):
-    gone = {"pytest", "xdist", "omegaconf", "fla", "liger_kernel"}
+    gone = {"numpy", "pytest", "xdist", "omegaconf", "fla", "liger_kernel"}
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name in gone else name)
     monkeypatch.setattr(gpu.shutil, "which", lambda name, path=None: None)
     fatal, spared = gpu.missing("tests", {})
-    assert fatal[0].startswith("the package pytest (install it, or lay its wheel into wheels/")
-    assert fatal[1].startswith("a C compiler")
+    assert fatal[0] == "the package numpy (install it)"
+    assert fatal[1].startswith("the package pytest (install it, or lay its wheel into wheels/")
+    assert fatal[2].startswith("a C compiler")
     assert [clause.partition(":")[0] for clause in spared] == [
         "the package omegaconf",
         "the package xdist",
         "compute-sanitizer on the PATH or in /usr/local/cuda/bin",
         "git",
     ]
-    assert gpu.missing("kernels", {})[1][:2] == [
-        "the package fla: it is no peer",
-        "the package liger_kernel: it is no peer",
-    ]
+    fatal, spared = gpu.missing("kernels", {})
+    assert fatal[0].startswith("a C compiler")
+    assert spared[:2] == ["the package fla: it is no peer", "the package liger_kernel: it is no peer"]
     fatal, spared = gpu.missing("training", {})
-    assert "the package omegaconf" in fatal[0]
+    assert "the package numpy" in fatal[0] and "the package omegaconf" in fatal[1]
     assert spared[0] == "the package fla: delta_rule and slot_attention run their chunked forms, attend_blocks SDPA"
 
 
