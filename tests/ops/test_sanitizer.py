@@ -20,7 +20,7 @@ from oracles import normal
 from torch import Tensor
 from triton_check import with_reference
 
-from gsm_kernels import OPS, Op, launch, sanitizer, using
+from gsm_kernels import OPS, Op, inverse, launch, sanitizer, using
 from gsm_kernels.index_top_k import triton as search
 from gsm_kernels.testing import TOLERANCE, relative_error
 
@@ -268,20 +268,48 @@ def kernels_of(op: Op) -> str:
 def test_whatever_is_taken_out_of_our_kernels_is_found(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Barriers, stores, their masks and those of loads: the sanitizer finds it, or has made the results useless."""
     monkeypatch.setattr(search, "ALONE", 0)  # as where there are many rows
-    module, calls = kernels_of(op), [CALLS[op.name], *MORE.get(op.name, [])]
+    calls = [CALLS[op.name], *MORE.get(op.name, [])]
     expected = [results(with_reference(op), cast(call, torch.float64)) for call in calls]
-    whole = taken_out(module, None, tmp_path)
+    found = overlooked(kernels_of(op), lambda: any(map(partial(wrong, op), calls, expected)), tmp_path, monkeypatch)
+    assert all(what.endswith(": mask of a load") for what in found), found
+    assert not Counter(what.partition(",")[0] for what in found) - Counter(HARMLESS.get(op.name, [])), found
+
+
+def test_whatever_is_taken_out_of_the_sums_over_slots_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are no operation's own. In parts of 2 places each slot has several, in parts of 16 all but one have one."""
+    index = torch.arange(72).view(2, 12, 3) % 5 - 1
+    index[:, :, 0] = 2
+    values, into = normal(72, 6).float(), normal(8, 6, seed=1).float()
+    slot = torch.where(index < 0, 8, index + torch.tensor([0, 4])[:, None, None]).flatten()
+    expected = torch.cat([into, torch.zeros(1, 6)]).double().index_add_(0, slot, values.double())[:8]
+
+    def strays(most: int) -> bool:
+        monkeypatch.setattr(inverse, "MOST", most)
+        got = into.clone()
+        try:
+            with sanitizer.watching() as report:
+                inverse.add_segments(got, values, inverse.inverse_index(index, 4))
+        except Exception:
+            return True
+        return bool(report.findings) or differ(got, expected)
+
+    module = "gsm_kernels.inverse_kernels"
+    assert not overlooked(module, lambda: strays(2) or strays(16), tmp_path, monkeypatch)
+
+
+def overlooked(module: str, wrong: Callable[[], bool], place: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What can be taken out of a module of kernels without anything going wrong."""
+    whole = taken_out(module, None, place)
     monkeypatch.setitem(sys.modules, module, whole.changed)
-    assert whole.seen and not any(map(partial(wrong, op), calls, expected)), "nothing is wrong with the whole"
-    overlooked = []
+    assert whole.seen and not wrong(), "nothing is wrong with the whole"
+    harmless = []
     for number, what in enumerate(whole.seen):
-        seeded = taken_out(module, number, tmp_path)
+        seeded = taken_out(module, number, place)
         assert seeded.seen == whole.seen, "one thing at a time"
         monkeypatch.setitem(sys.modules, module, seeded.changed)
-        if not any(map(partial(wrong, op), calls, expected)):
-            overlooked.append(what)
-    assert all(what.endswith(": mask of a load") for what in overlooked), overlooked
-    assert not Counter(what.partition(",")[0] for what in overlooked) - Counter(HARMLESS.get(op.name, [])), overlooked
+        if not wrong():
+            harmless.append(what)
+    return harmless
 
 
 def results(run: Callable, call: dict) -> list[Tensor | None]:
