@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gsm_benchmarks.counting import Counts, _Torch, count
 from gsm_benchmarks.counts import ASSUMED, prediction, rates_of, residents, times
 from gsm_benchmarks.results import Results
 from gsm_benchmarks.smoke import Piece, pieces
+from gsm_benchmarks.timing import Ceilings
 from gsm_kernels.launch import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="counting needs Triton's interpreter")
@@ -115,7 +117,21 @@ def test_measured_rates_take_the_place_of_assumed_ones(tmp_path):
     file.add("ceilings", {"seconds": 1, "ceilings": {"flops": 7e14, "bytes": 2.8e12, "dtype": "bfloat16"}})
     rates = rates_of(str(file.path))
     assert (rates.cache, rates.launch, rates.memory, rates.wgmma) == (4e12, 2e-6, 2.8e12, ASSUMED.wgmma)
-    assert "cache, launch, memory as in smoke.json" in rates.source and rates_of("") == ASSUMED
+    assert rates.product == 7e14
+    assert "cache, launch, product, memory as in smoke.json" in rates.source and rates_of("") == ASSUMED
+
+
+def test_the_floor_is_what_the_device_reaches_and_not_what_a_small_tile_does():
+    """As in `benchmark=kernels`: measured, the rate of a tile once also was the roof, and that of the BLAS."""
+    rates = replace(ASSUMED, wgmma=ASSUMED.product / 2, memory=2.5e12)
+    roof = Ceilings(rates.product, rates.memory, "bfloat16")
+    for flops, moved in ((1e12, 1e8), (1e9, 1e9)):
+        row = {"case": "a", "direction": "forward", "flops": flops, "bytes": moved, "torch": {}}
+        row["kernels"] = [kernel(products={"bf16": flops}, memory=moved)]
+        assert counts._summary(row, rates, {})[5] == f"{roof.floor(flops, moved):.3g}"
+    assert times(kernel(products={"bf16": 1e12}), rates)["products"] == 1e12 / rates.wgmma
+    head = {"kernels": [], "torch": {"mm": {"launches": 1, "bytes": 0, "flops": 1e12}}}
+    assert prediction(head, rates) == pytest.approx(roof.floor(1e12, 0) + 1e3 * rates.launch)
 
 
 def test_a_prediction_that_is_far_off_asks_for_its_reason(tmp_path):

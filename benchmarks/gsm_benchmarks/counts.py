@@ -9,7 +9,8 @@ are compiled for sm_90 (`build.py`), which says how many programs share a multip
 of the times t that its products, its bytes through the second-level cache, those of memory, its arithmetic and the
 steps of its reductions take at the device's rates. All but the bytes are slower by as much as the last round of
 programs leaves free: one program alone waits for everything it asks for, several hide each other's waiting. The rates
-are `ASSUMED` until `benchmark=smoke` has measured them on a GPU (`rates=FILE`). With `measured=FILE`, a file of
+are `ASSUMED` until `benchmark=smoke` has measured them on a GPU (`rates=FILE`); its ceilings, a large product of
+matrices and a copy, then also make the floor, as they do in `benchmark=kernels`. With `measured=FILE`, a file of
 `benchmark=kernels` or of `smoke`, each prediction stands beside what was measured.
 """
 
@@ -46,13 +47,14 @@ SUMMARY = ("call", "launches", "FLOPs", "bytes", "predicted ms", "floor ms", "of
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: FLOP/s in 16 bits with wgmma and with mma, in TF32 half of that and without matrix units
-    `fma`; bytes/s of memory and of the second-level cache; results of arithmetic a second; seconds of a launch, and of
-    a step of a reduction. `source` says where they are from."""
+    """What a device does: FLOP/s in 16 bits of our own kernels with wgmma and with mma, in TF32 half of that, without
+    matrix units `fma`, and of a large `product` in the BLAS; bytes/s of memory and of the second-level cache; results
+    of arithmetic a second; seconds of a launch, and of a step of a reduction. `source` says where they are from."""
 
     wgmma: float
     mma: float
     fma: float
+    product: float
     memory: float
     cache: float
     numbers: float
@@ -64,7 +66,7 @@ class Rates:
 # An H100 SXM: four fifths of the data sheet's 989 TFLOP/s and 67 TFLOP/s, nine tenths of its 3.35 TB/s. That mma
 # reaches 62 % of wgmma, 5.5 TB/s of the cache and 1.3 us a launch in a graph are what others have measured; 128 lanes
 # of 132 multiprocessors at 1.7 GHz; a step of a reduction is a shuffle and an addition that waits for it, 24 clocks.
-ASSUMED = Rates(790e12, 490e12, 54e12, 3.0e12, 5.5e12, 2.9e13, 1.3e-6, 14e-9, "assumed")
+ASSUMED = Rates(790e12, 490e12, 54e12, 790e12, 3.0e12, 5.5e12, 2.9e13, 1.3e-6, 14e-9, "assumed")
 
 
 def run(output: str = "", results: str = "", only: str = "", rates: str = "", measured: str = "", **asked: Any) -> Path:
@@ -193,7 +195,7 @@ def predicted_ms(kernel: Row, rates: Rates) -> float:
 def torch_ms(row: Row, rates: Rates) -> float:
     """Of the operations of PyTorch between the kernels."""
     seconds = (
-        max(one["bytes"] / rates.memory, one["flops"] / rates.wgmma) + one["launches"] * rates.launch
+        max(one["bytes"] / rates.memory, one["flops"] / rates.product) + one["launches"] * rates.launch
         for one in row["torch"].values()
     )
     return 1e3 * sum(seconds)
@@ -218,7 +220,7 @@ def rates_of(file: str) -> Rates:
     if "graph, plain" in (gaps := found.get("launch gap", {})):
         own |= {"launch": 1e-6 * gaps["graph, plain"]["us"]}
     if ceilings := rows.get("ceilings", {}).get("ceilings"):
-        own |= {"memory": ceilings["bytes"]}
+        own |= {"product": ceilings["flops"], "memory": ceilings["bytes"]}
     return replace(ASSUMED, **own, source=f"{', '.join(own) or 'none'} as in {Path(file).name}, the others assumed")
 
 
@@ -261,7 +263,7 @@ def _summary(row: Row, rates: Rates, measured: Mapping[str, float]) -> tuple[str
     flops = sum(sum(kernel["products"].values()) for kernel in row["kernels"])
     flops += sum(one["flops"] for one in row["torch"].values())
     moved = sum(kernel["memory"] for kernel in row["kernels"]) + sum(one["bytes"] for one in row["torch"].values())
-    floor = 1e3 * max(row["flops"] / rates.wgmma, row["bytes"] / rates.memory)
+    floor = 1e3 * max(row["flops"] / rates.product, row["bytes"] / rates.memory)
     aims = [goal for goal in kernels_report.GOALS.get(name, ()) if goal.peer == "floor"]
     goal = ", ".join(f"{aim.least:.0%}, {floor / aim.least:.2f} ms" for aim in aims)
     return (
