@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsm.cache.memory import _tensors
-from gsm.engine import Engine
+from gsm.engine import CHUNK, Engine
 from gsm.evaluation import generate
 from gsm.graphs import CudaGraphs
 from gsm.models.prompts import left_pad
@@ -30,7 +30,7 @@ SLOTS = ("encoder_bank", "index_keys")
 recorders = pytest.mark.parametrize("recorder", ["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-ALL_LENGTHS = Tapes(prompts=2048, chunks=4096, room=None)  # what a GPU records, on a CPU
+ALL_LENGTHS = Tapes(prompts=CudaGraphs.prompts, chunks=CudaGraphs.chunks, room=None)  # what a GPU records, on a CPU
 
 
 class Counting:
@@ -176,6 +176,14 @@ def test_recording_leaves_the_memory_as_it_was(used, recorder):
     if used < 20:
         next_BTV = running.model(tokens).logits[:, used : used + 3]
         assert_same(read(running, tokens[:, used : used + 3]), next_BTV, f"what follows {used} tokens", EXACT)
+
+
+def test_a_prompt_of_up_to_a_whole_chunk_is_one_recording():
+    """At 4K, a length that is measured, a GPU once waited for Python: buckets ended at half a chunk."""
+    running = engine(SEPARATE, capacity=2 * CHUNK)
+    lengths = [CHUNK // 2, CHUNK // 2 + 1, CHUNK, CHUNK + 1]
+    sizes = [running._bucket_size(torch.zeros(1, length, dtype=torch.int64)) for length in lengths]
+    assert sizes == [CHUNK // 2, CHUNK, CHUNK, None]
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ class CudaGraphs:
         device: where the calls run.
     """
 
-    prompts = 2048
+    prompts = 4096  # a whole chunk: what is longer has several
     chunks = 4096
     room: int | None = None
 
