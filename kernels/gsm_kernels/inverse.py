@@ -5,8 +5,9 @@ places are sorted by slot once, stably, and added up in their order: by one prog
 slot that more rows have picked by several, whose sums another kernel adds.
 
 Layers that reuse a selection hand on the tensor that lists it. So what a backward has sorted of a tensor is kept as
-long as the tensor is there and unchanged, and the backwards of the other layers find it. Where the same rows are cut
-into other chunks, recomputed, or listed by another tensor, they are sorted again.
+long as the tensor is there and unchanged, and the backwards of the other layers find it: chunk by chunk of its rows,
+the first KEPT chunks that were sorted. Those of a backward that has more chunks than that are sorted again by every
+layer, as are rows that are cut into other chunks, recomputed, or listed by another tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Inverse(NamedTuple):
 
 def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> Inverse:
     """The inverse of a chunk of a selection among `slots` slots a sequence, of all its rows if none is named; -1 points
-    at none. Places are counted from the first of the chunk, and slots from the first of its sequences."""
+    at none. Places are counted from the first of the chunk, and slots from the first of its sequences. Inside `keeping`
+    it is sorted at the first call alone, if it is among the first KEPT chunks of its selection; else at each."""
     part = part or Rows(0, index_BRK.shape[0], 0, index_BRK.shape[1])
     known, key = _known_of(index_BRK), (slots, part)
     if key in known:

@@ -7,8 +7,8 @@ query after the other. Rotation, scale, sink and the rotation back happen on the
 the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
 
 1. `query_gradient` owns a few queries; per pick, it leaves what that adds to its bank slot;
-2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection, once for all layers that
-   read it;
+2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection, chunk by chunk of rows:
+   the first `inverse.KEPT` chunks once for all layers that read it, any others once a layer;
 3. `window_gradient` owns a tile of window entries and visits the rows that see it.
 
 An entry's gradient is accumulated in float32 and rounded once a call; where several layers attend to one stream,
