@@ -377,8 +377,9 @@ class Without(ast.NodeTransformer):
         if call.func.attr == "store":
             if any(keyword.arg == "mask" for keyword in call.keywords) and self._chosen("mask of a store", call):
                 call.keywords = [keyword for keyword in call.keywords if keyword.arg != "mask"]
-            if self._chosen("store", call):
-                return ast.copy_location(ast.Pass(), node)
+            gone = self._chosen("store", call)
+            self.generic_visit(node)  # what it stores may be loaded in the same line
+            return ast.copy_location(ast.Pass(), node) if gone else node
         if call.func.attr == "debug_barrier" and self._chosen("barrier", call):
             return ast.copy_location(ast.Pass(), node)
         return self.generic_visit(node)
