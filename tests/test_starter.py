@@ -39,6 +39,17 @@ done
 wait %1 && wait %2
 """
 
+# Training, as far as signals go.
+WORKER = """
+import signal, sys, time
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
 
 def started(logs: Path, starter: str) -> subprocess.Popen[str]:
     words = [*WORDS, f"logs={logs}", f"starter='{starter}'"]
@@ -94,10 +105,8 @@ def test_without_one_it_is_this_python():
 
 
 def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_end(tmp_path: Path):
-    """srun answers the first SIGINT by telling how its tasks are, and torchrun passes on two kinds unless told more."""
-    said = (
-        'trap "echo TERM" TERM; trap "echo USR1" USR1; echo $TORCHELASTIC_SIGNALS_TO_HANDLE; sleep 2 & wait; wait; wait'
-    )
+    """srun answers the first SIGINT by telling how its tasks are."""
+    said = 'trap "echo TERM" TERM; trap "echo USR1" USR1; echo ready; sleep 2 & wait; wait; wait'
     child = Child(Job("one", ("/bin/bash", "-c", said), tmp_path / "log"))
     for count, wanted in ((1, "USR1"), (2, "TERM")):
         while len(child.tail()) <= count:  # the line of the command, and what it has said so far
@@ -109,7 +118,21 @@ def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_
         assert child.tail()[-1] == wanted
     while child.poll() is None:
         time.sleep(0.05)
-    assert child.tail()[1] == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_passes_on_a_clusters_warning(tmp_path: Path):
+    """Unless told to, it dies of this signal at once, and its workers stay."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    child = Child(Job("one", (TORCHRUN, "--standalone", "--nproc-per-node=1", str(worker)), tmp_path / "log"))
+    try:
+        assert until(lambda: "ready" in child.tail(), 90), child.tail()
+        child.forward([signal.SIGUSR1])
+        assert until(lambda: child.poll() is not None, 60)
+        assert "saved" in (tmp_path / "log").read_text().splitlines(), child.tail()
+    finally:
+        child.end()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")

@@ -115,10 +115,10 @@ class Child:
 
     def _known(self) -> dict[str, str]:
         """What it is told by its environment: its parent, so that it leaves with it; torchrun, which signals it passes
-        on to those that it starts."""
+        on to those that it starts (the default of its --signals-to-handle)."""
         known = {PARENT: str(os.getpid())}
         if self._starts_others:
-            known["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+            known["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
         return known
 
 
