@@ -17,9 +17,11 @@ import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from gsm.config.check import ConfigError
+from gsm.config.compose import compose
 from gsm.experiments import trainers
 from gsm.experiments.experiment import started_by
 from gsm.experiments.jobs import Child, Job, tail
+from gsm.experiments.trials import Experiment
 from gsm.paths import ROOT
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -42,6 +44,8 @@ wait %1 && wait %2
 # Training, as far as signals go.
 WORKER = """
 import signal, sys, time
+from gsm.experiments.jobs import leave_with_parent
+leave_with_parent()
 def save(number, frame):
     print("saved", flush=True)
     sys.exit(128 + number)
@@ -107,7 +111,7 @@ def test_without_one_it_is_this_python():
 def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_end(tmp_path: Path):
     """srun answers the first SIGINT by telling how its tasks are."""
     said = 'trap "echo TERM" TERM; trap "echo USR1" USR1; echo ready; sleep 2 & wait; wait; wait'
-    child = Child(Job("one", ("/bin/bash", "-c", said), tmp_path / "log"))
+    child = Child(Job("one", ("/bin/bash", "-c", said), tmp_path / "log", starter=True))
     for count, wanted in ((1, "USR1"), (2, "TERM")):
         while len(child.tail()) <= count:  # the line of the command, and what it has said so far
             time.sleep(0.05)
@@ -121,11 +125,14 @@ def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_
 
 
 @pytest.mark.timeout(200)
-def test_torchrun_passes_on_a_clusters_warning(tmp_path: Path):
-    """Unless told to, it dies of this signal at once, and its workers stay."""
+@pytest.mark.parametrize("starter", [TORCHRUN, f"{sys.executable} -m torch.distributed.run"])
+def test_torchrun_passes_on_a_clusters_warning_however_it_is_started(tmp_path: Path, starter: str):
+    """Unless told to, it dies of this signal at once, and its workers stay. Workers are not this process's children:
+    told to leave with it, they would at once."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    child = Child(Job("one", (TORCHRUN, "--standalone", "--nproc-per-node=1", str(worker)), tmp_path / "log"))
+    words = (*started_by(starter), "--standalone", "--nproc-per-node=1", str(worker))
+    child = Child(Job("one", words, tmp_path / "log", starter=True))
     try:
         assert until(lambda: "ready" in child.tail(), 90), child.tail()
         child.forward([signal.SIGUSR1])
@@ -143,7 +150,7 @@ import time
 from pathlib import Path
 from gsm.experiments import jobs
 said = "trap 'echo TERM; exit' TERM; echo $$; sleep 100 & wait"
-jobs.Child(jobs.Job("one", ("/bin/bash", "-c", said), Path({str(log)!r})))
+jobs.Child(jobs.Job("one", ("/bin/bash", "-c", said), Path({str(log)!r}), starter=True))
 time.sleep(100)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
@@ -151,6 +158,18 @@ time.sleep(100)
         parent.kill()
     assert said and said[0].isdigit()
     assert until(lambda: tail(log)[2:]) == ["TERM"]
+
+
+@pytest.mark.parametrize("starter", [None, f"{sys.executable} -m torch.distributed.run"])
+@pytest.mark.parametrize("runs", [[], ["++runs={train: null}"]])
+def test_an_experiments_trainings_know_whether_they_have_a_starter(
+    tmp_path: Path, starter: str | None, runs: list[str]
+):
+    given = ["size=pico", "data=needle", "trainer=cpu", f"logs={tmp_path}", *runs]
+    given += [f"starter='{starter}'"] if starter else []
+    (trial,) = Experiment(compose(given), given, started_by(starter)).trials()
+    (job,) = trial.jobs.values()
+    assert job.command[0] == sys.executable and job.starter == bool(starter)
 
 
 def until(found: Callable[[], Any], seconds: float = 20) -> Any:

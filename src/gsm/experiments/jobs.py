@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -36,12 +36,14 @@ class Job:
         command: as words.
         log: the file that its output is added to; made with its folder.
         after: the job whose weights it takes; None: it waits for nothing.
+        starter: whether the command starts others that do the work, as torchrun does, which may itself be a Python.
     """
 
     name: str
     command: tuple[str, ...]
     log: Path
     after: Job | None = None
+    starter: bool = field(default=False, kw_only=True)
 
     def finished(self) -> bool:
         """Whether its results are there already."""
@@ -63,7 +65,7 @@ class Child:
     def __init__(self, job: Job, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.follow, self.since = job.log, follow, time.monotonic()
-        self._starts_others = job.command[0] != sys.executable
+        self._starts_others = job.starter
         self._signals = 0
         self._ending = False
         with job.log.open("ab") as file:

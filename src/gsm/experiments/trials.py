@@ -502,7 +502,7 @@ class Experiment:
         if asked is None:
             name, after = self._name(trial.folder), self._trained_in(config.get("start_from"))
             command, log = (*self.script, *trial.overrides), trial.folder / "train.log"
-            trial.jobs[""] = Training(name, command, log, after, config=config)
+            trial.jobs[""] = Training(name, command, log, after, starter=self._has_starter, config=config)
             return
         if str(config["resume"]) not in ("auto", "never"):
             raise ConfigError("resume=PATH is for a single run: runs.<name>=PATH takes the weights of a checkpoint")
@@ -528,7 +528,8 @@ class Experiment:
         with naming(f"run {run.name}"):
             config = composed(overrides)
         after = after or self._trained_in(config.get("start_from"))
-        job = Training(self._name(own), (*self.script, *overrides), own / "train.log", after, config=config)
+        command, log = (*self.script, *overrides), own / "train.log"
+        job = Training(self._name(own), command, log, after, starter=self._has_starter, config=config)
         if after is None or after.finished():
             for place in [own, *sorted(self.folder.glob(f"*/seed{trial.seed}/{run.name}"))]:
                 there = replace(job, name=self._name(place), config={**config, "folder": str(place)})
@@ -549,6 +550,11 @@ class Experiment:
         """The job, of an arm before, that trains what another one starts from."""
         jobs = (job for trial in self._trials.values() for job in trial.jobs.values() if isinstance(job, Training))
         return next((job for job in jobs if start and checkpoint_file(job.folder) == checkpoint_file(start)), None)
+
+    @property
+    def _has_starter(self) -> bool:
+        """Whether something else than this Python starts the runs, which are not told of it."""
+        return bool(self.config.get("starter"))
 
     def _name(self, place: Path) -> str:
         return os.path.relpath(place, self.folder)
