@@ -323,7 +323,7 @@ class Experiment:
         overrides = self._overrides(arm, seed)
         if (arm, seed) not in self._trials or self._trials[arm, seed].overrides != overrides:
             with naming(f"arm {arm}"):
-                trial = Trial(arm, seed, composed(overrides), overrides)
+                trial = Trial(arm, seed, self._composed(overrides), overrides)
                 self._add_jobs(trial)
             self._trials[arm, seed] = trial
         return self._trials[arm, seed]
@@ -431,7 +431,7 @@ class Experiment:
             for end in (first, last):
                 lines = _lines({key: end(values) for key, values in space.items()})
                 with naming(f"arm {arm} with {', '.join(lines)}"):
-                    config = composed(self._overrides(arm, self._tuning_seeds[0], lines))
+                    config = self._composed(self._overrides(arm, self._tuning_seeds[0], lines))
                     instantiate(config["optimizer"], "optimizer")
         self._studies[arm] = study.Study(space, self._tuning_seeds[0])
 
@@ -475,8 +475,8 @@ class Experiment:
             overrides = (*self._overrides(arm, seed, _lines(values)), *own)
             with naming(f"arm {arm} with {', '.join(_lines(values))}"):
                 if not any(known == arm for known, _, _ in self._attempts):
-                    _require_tunable(composed(self._overrides(arm, seed, _lines(values))))
-                attempt = Attempt(arm, seed, composed(overrides), overrides, values=values)
+                    _require_tunable(self._composed(self._overrides(arm, seed, _lines(values))))
+                attempt = Attempt(arm, seed, self._composed(overrides), overrides, values=values)
                 self._add_jobs(attempt)
             self._attempts[arm, seed, name] = attempt
         return self._attempts[arm, seed, name]
@@ -526,7 +526,7 @@ class Experiment:
         overrides += [f"start_from={quoted(start)}"] if start else []
         overrides += ["data.held_out=tuning"] if isinstance(trial, Attempt) else []  # whatever data the run chooses
         with naming(f"run {run.name}"):
-            config = composed(overrides)
+            config = self._composed(overrides)
         after = after or self._trained_in(config.get("start_from"))
         command, log = (*self.script, *overrides), own / "train.log"
         job = Training(self._name(own), command, log, after, starter=self._has_starter, config=config)
@@ -550,6 +550,17 @@ class Experiment:
         """The job, of an arm before, that trains what another one starts from."""
         jobs = (job for trial in self._trials.values() for job in trial.jobs.values() if isinstance(job, Training))
         return next((job for job in jobs if start and checkpoint_file(job.folder) == checkpoint_file(start)), None)
+
+    def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """A configuration that can be trained, and loaded from what it trains. Raises ConfigError.
+
+        How many devices share a step, a starter decides: then each run checks that for itself.
+        """
+        config = compose(overrides)
+        refuse_unnamed(config)
+        if config.get("runs") is None and not self._has_starter:
+            trainers.refuse_remainder(config)
+        return config
 
     @property
     def _has_starter(self) -> bool:
@@ -583,15 +594,6 @@ def _require_tunable(config: Mapping[str, Any]) -> None:
     start = config.get("start_from")
     if start and not checkpoint_file(start).is_file():
         raise ConfigError(f"it starts from {start}, where there is no checkpoint yet: train that first, with arm=...")
-
-
-def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """A configuration that can be trained here, and loaded from what it trains. Raises ConfigError."""
-    config = compose(overrides)
-    refuse_unnamed(config)
-    if config.get("runs") is None:
-        trainers.refuse_remainder(config)
-    return config
 
 
 @contextlib.contextmanager
