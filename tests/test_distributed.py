@@ -205,6 +205,18 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, cal
         trainers.refuse_divided(trainer, task)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [(Sharded(context=2), "trainer.context"), (Sharded(experts=2), "trainer.strategy.experts")],
+)
+def test_a_compiler_is_refused_where_devices_send_one_another_rows(strategy: Sharded, name: str):
+    trainer: Any = SimpleNamespace(strategy=strategy, callbacks=[])
+    task: Any = SimpleNamespace(optimizer=AdamW(1e-3, 2, 0.1, 0.1), compiles=True)
+    said = f"^compile is true, but .* where {name} is 2: say compile=false, or {name}=1$"
+    with pytest.raises(ConfigError, match=said):
+        trainers.refuse_divided(trainer, task)
+
+
 def test_a_type_that_weights_cannot_travel_in_is_named():
     with pytest.raises(ValueError, match="trainer.strategy.gathered is 'float8', but has to be null, float32 or bf"):
         Sharded(gathered="float8")  # pyright: ignore[reportArgumentType]

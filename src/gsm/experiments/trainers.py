@@ -183,8 +183,13 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
             f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
             "trainer=ddp, or optimizer=adamw"
         )
-    if trainer.strategy.context > 1 and task.compiles:
-        raise ConfigError("compile is true, but a compiler cannot follow what devices send: say compile=false")
+    among = {"trainer.context": trainer.strategy.context, "trainer.strategy.experts": trainer.strategy.experts}
+    for name, count in among.items():
+        if count > 1 and task.compiles:
+            raise ConfigError(
+                f"compile is true, but a compiler cannot follow what devices send where {name} is {count}: say "
+                f"compile=false, or {name}=1"
+            )
     refuse_shared_experts(trainer, task, trainer.strategy.experts)
     if not find(trainer, Latest):
         raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
