@@ -21,7 +21,7 @@ from gsm.cache.pieces import Context
 from gsm.costs import traffic
 from gsm.exchange import tallied
 from gsm.layers import indexer_training
-from gsm.layers.indexer_training import RUNS
+from gsm.layers.indexer_training import KL, RUNS
 from gsm.layers.raven import Raven
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
@@ -265,6 +265,12 @@ def sampled(case: str) -> None:
 @pytest.mark.parametrize("case", ["gsm", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_a_sample_of_rows_sees_what_stands_before_its_piece(processes: Any, case: str):
     assert ranks.together(processes, 2, sampled, case) == [0, 0]
+
+
+def test_the_limit_of_the_dense_loss_is_compared_with_the_tokens_that_there_are(processes: Any):
+    """Of 40 tokens three ranks have six pieces of 7: these 42 rows are beyond a limit of 40, the tokens are not."""
+    options = {"indexer_training": KL(dense_limit=40, sampled_rows=8)}
+    assert ranks.together(processes, 3, compare_all, ["gsm"], [40], ["one", "packed"], options) == [0] * 3
 
 
 def measured_first(case: str) -> None:

@@ -32,6 +32,7 @@ class Span:
         filled: the same of a static memory, whose stores may also have places that are not filled yet: how many tokens
             there are, these included (None: not known).
         pieces: into how many pieces, of equal lengths, the sequences of this call were cut, of which these are some.
+        tokens: of each whole sequence that was cut, without what makes its pieces equally long (None: it was not cut).
         known: what has been computed from the positions (``once``); layers with the same positions share it.
     """
 
@@ -40,6 +41,7 @@ class Span:
     single_document: bool = False
     filled: int | None = None
     pieces: int = 1
+    tokens: int | None = None
     known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -57,7 +59,7 @@ class Span:
         nothing that was computed from all."""
         if self.rows == self.position_BT.shape[1]:
             return self
-        return Span(self.row_position_BR, self.rows, pieces=self.pieces)
+        return Span(self.row_position_BR, self.rows, pieces=self.pieces, tokens=self.tokens)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions,

@@ -56,6 +56,7 @@ class IndexerTraining:
         sink_H: Tensor,
         angles: Angles,
         pieces: int = 1,
+        tokens: int | None = None,
     ) -> IndexerLoss | None:
         """The loss of the indexer that has searched, given what the attention of its rows looks at; None: it has none.
 
@@ -64,6 +65,7 @@ class IndexerTraining:
             query_BRHC, position_BR, window, sink_H, angles: that attention, as in ``gsm_kernels.attend``.
             attended: its window, its bank and the pool that was searched.
             pieces: into how many pieces of this length the sequences were cut (``gsm.cache.pieces``).
+            tokens: of a whole sequence, where they were cut (None: its rows are here).
         """
         return None
 
@@ -126,6 +128,7 @@ class KL(IndexerTraining):
         sink_H: Tensor,
         angles: Angles,
         pieces: int = 1,
+        tokens: int | None = None,
     ) -> IndexerLoss | None:
         """The divergence, and how much of the teacher's mass over all visible slots the selection recalls."""
         if attended.bank is None or found.index is None:
@@ -147,7 +150,8 @@ class KL(IndexerTraining):
             "index_key_BFI": found.key_BFI,
             "pool_BRN": attended.pool_BRN,
         }
-        if position_BR.shape[1] * pieces <= self.dense_limit:
+        # Pieces of equal lengths may come to more than the sequence: ranks have to choose as one rank does.
+        if (position_BR.shape[1] if tokens is None else tokens) <= self.dense_limit:
             return indexer_kl(**call)
         if self.beyond == "sampled":
             return indexer_kl(**sample(call, self.sampled_rows, pieces))

@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
         if not self._teaches(found):
             return None
         looked_at = (query_BRHC, attended, span.row_position_BR, self.window_size, self.sink, angles)
-        return self.indexer_training.loss(found, *looked_at, pieces=span.pieces)
+        return self.indexer_training.loss(found, *looked_at, pieces=span.pieces, tokens=span.tokens)
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
         """What all its parameters cost for each row, but those of ``others``, which are counted otherwise; besides what

@@ -201,7 +201,7 @@ class LanguageModel(nn.Module, ABC, Calls):
             span = replace(span, single_document=True) if memory is None else memory.continued(span)
         pieces = before.ledger.pieces
         if pieces is not None:
-            span = replace(span, pieces=pieces.count)
+            span = replace(span, pieces=pieces.count, tokens=pieces.tokens)
         # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
