@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from gsm.config.check import ConfigError
 from gsm.data.module import TextData
 from gsm.experiments import trainers
+from gsm.experiments.fit import _abandoned
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.distributed import ranks as roll_call
 from gsm.training.distributed.sharded import Sharded
@@ -215,6 +216,20 @@ def test_a_compiler_is_refused_where_devices_send_one_another_rows(strategy: Sha
     said = f"^compile is true, but .* where {name} is 2: say compile=false, or {name}=1$"
     with pytest.raises(ConfigError, match=said):
         trainers.refuse_divided(trainer, task)
+
+
+@pytest.mark.parametrize(
+    ("gone", "who"),
+    [
+        ([], "a rank has ended"),
+        ([3], "rank 3 of 4 has ended"),
+        ([0, 2, 3], "one of ranks 0, 2, 3, of 4 in all, has ended"),
+    ],
+)
+def test_ranks_that_may_only_be_waiting_are_not_called_lost(gone: list[int], who: str):
+    """Four in a chain of which rank 0 is killed: rank 1 hears of it, ranks 2 and 3 wait on and do not answer it."""
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(world_size=4, callbacks=[]))
+    assert _abandoned(run, gone).startswith(f"error: {who} (by a signal")
 
 
 def test_a_type_that_weights_cannot_travel_in_is_named():

@@ -224,7 +224,9 @@ def _code(stop: SystemExit) -> int:
 
 def _abandoned(run: Run, gone: list[int]) -> str:
     """What the others have to say when ranks have ended without a word: what is left, and what to type to go on."""
-    who = f"rank {', '.join(map(str, gone))} of {run.trainer.world_size} has" if gone else "a rank has"
+    who = f"rank {gone[0]} of {run.trainer.world_size} has" if gone else "a rank has"
+    if len(gone) > 1:  # the others may be waiting for it
+        who = f"one of ranks {', '.join(map(str, gone))}, of {run.trainer.world_size} in all, has"
     last = next((one.path for one in find(run.trainer, Latest)), None)
     left = "there is no checkpoint yet; to begin anew:"
     if last and last.is_file():

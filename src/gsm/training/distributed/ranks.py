@@ -78,6 +78,9 @@ def portable(error: Exception) -> Exception:
 def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
     """The ranks that do not answer any more, asked by those whose collective has broken with ``error``.
 
+    At least one of them has ended; others may only be waiting for somebody and notice nothing (of four in a ring, rank
+    1 hears that rank 0 is gone, and ranks 2 and 3 go on waiting).
+
     Empty if the error says nothing of a connection: then it is this rank's own.
     """
     if not BROKEN.search(str(error)) or not torch.distributed.is_initialized():
