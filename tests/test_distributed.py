@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,14 @@ from gsm.config.check import ConfigError
 from gsm.data.module import TextData
 from gsm.experiments import trainers
 from gsm.experiments.fit import _abandoned
+from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.distributed import ranks as roll_call
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.optimizer import AdamW, Muon
 
 MOE = "gsm-feed_forward=moe"
+UNDIVIDED = "devices can only leave experts undivided; say 1"
 
 
 def alone_and_together(processes: Any, folder: Path, case: str, strategy: str, **options: Any) -> list[dict[str, Any]]:
@@ -204,6 +207,56 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, cal
     task: Any = SimpleNamespace(optimizer=optimizer)
     with pytest.raises(ConfigError, match=said):
         trainers.refuse_divided(trainer, task)
+
+
+def refused(ranks: int, devices: int, experts: int = 56) -> str:
+    """What is said of experts of 8b_a1p5b that so many of the devices are to divide; nothing: they can."""
+    with torch.device("meta"):
+        model = torch.nn.ModuleList(Experts(2048, 768, experts, 10.0) for _ in range(2))
+    trainer: Any = SimpleNamespace(world_size=devices)
+    task: Any = SimpleNamespace(model=model)
+    try:
+        trainers.refuse_shared_experts(trainer, task, ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "experts", "remedy"),
+    [
+        (8, 800, 56, f"widths of 768 and 2048: 800 {UNDIVIDED}, or take 512 devices"),
+        (8, 800, 752, f"widths of 768 and 2048: 800 {UNDIVIDED}, or take 512 devices"),
+        (5, 800, 56, f"56 experts: 800 {UNDIVIDED}, or take 512 devices and say 8"),
+        (16, 64, 56, "56 experts: say one of 1, 2, 4, 8"),
+        (7, 8, 56, "8 devices that train together: say one of 1, 2, 4, 8"),
+        (56, 24, 56, f"24 devices that train together: 24 {UNDIVIDED}, or take 56 devices"),
+        (2, 1, 56, f"1 devices that train together: 1 {UNDIVIDED}, or take 2 devices"),
+        (3, 1, 56, f"1 devices that train together: 1 {UNDIVIDED}"),
+    ],
+)
+def test_what_is_said_instead_of_a_number_of_ranks_for_experts_can_be_had(
+    ranks: int, devices: int, experts: int, remedy: str
+):
+    said = refused(ranks, devices, experts)
+    assert said.endswith(remedy), said
+    instead, others = (
+        re.search(r"say (?:one of )?([\d, ]*\d)", said),
+        re.search(r"take (\d+) devices(?: and say (\d+))?", said),
+    )
+    assert instead
+    assert not any(refused(int(number), devices, experts) for number in instead[1].split(", "))
+    assert not others or not refused(int(others[2] or ranks), int(others[1]), experts)
+
+
+def test_every_number_of_ranks_that_is_not_among_the_ways_is_refused():
+    with torch.device("meta"):
+        parts = [Experts(2048, 768, 56, 10.0)]
+    for devices in (1, 8, 12, 64, 100, 512, 800):
+        found = [n for n in range(1, 60) if not refused(n, devices)]
+        assert found == ways_to_divide(parts, devices), devices
+    assert ways_to_divide(parts, 64) == [1, 2, 4, 8] and ways_to_divide(parts, 800) == [1]
+    assert ways_to_divide([], 64) == [1]
 
 
 @pytest.mark.parametrize(

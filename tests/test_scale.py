@@ -10,6 +10,7 @@ import pytest
 from test_plan import ASSUMED, counted
 
 from gsm.costs import traffic
+from gsm.layers.experts import Experts, ways_to_divide
 from gsm_benchmarks import plan, scale
 from gsm_benchmarks.entries import Model
 from gsm_benchmarks.plan import Setting
@@ -58,6 +59,24 @@ def test_seconds_by_hand():
     assert alone["arithmetic"] == pytest.approx(4 * found["arithmetic"])
     everything = sum(p.numel() for p in model.parameters())
     assert alone["weights"] == pytest.approx(ASSUMED.one_pass(8 * everything, 8))
+
+
+@counted
+@pytest.mark.parametrize(
+    ("gpus", "asked", "planned"), [(2, 4, 2), (8, 4, 4), (10, 4, 1), (6, 4, 1), (7, 4, 1), (8, 1, 1)]
+)
+def test_only_what_training_takes_is_planned(gpus: int, asked: int, planned: int):
+    row = scale._row(MOE, "pico", 1024, gpus, asked, ASSUMED)
+    parts = [part for part in LONG.cost.model.modules() if isinstance(part, Experts)]
+    assert row["experts"] == planned and planned in ways_to_divide(parts, gpus)
+
+
+@counted
+def test_a_case_whose_experts_cannot_be_divided_is_not_there_twice(tmp_path: Path):
+    case = {"name": "gsm", "overrides": ["model/feed_forward=moe"], "size": "pico"}
+    path = scale.run(ASSUMED, [case, {**case, "experts": 4}], [7, 8], [1024], output=str(tmp_path / "scale.json"))
+    rows = json.loads(path.read_text())["rows"].values()
+    assert [(row["gpus"], row["experts"]) for row in rows] == [(7, 1), (8, 1), (8, 4)]
 
 
 @counted

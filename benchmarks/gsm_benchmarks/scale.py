@@ -17,7 +17,6 @@ and for each sequence, where b is 2 bytes forward, 2 when recomputed, and 4 for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 from gsm.cache.memory import map_nodes
 from gsm.cache.store import Column
 from gsm.costs import traffic
-from gsm.layers.experts import Experts, MixtureOfExperts
+from gsm.layers.experts import Experts, MixtureOfExperts, ways_to_divide
 from gsm.models.base import LanguageModel
 
 from . import entries, machine, plan, results
@@ -54,7 +53,7 @@ class Split:
 def run(
     assumed: Assumed,
     cases: Sequence[Mapping[str, Any]],
-    gpus: Sequence[int] = (8, 64, 800),
+    gpus: Sequence[int] = (8, 64, 512, 800),
     contexts: Sequence[int] = (65536, 262144, 1048576),
     output: str = "",
     results: str = "",
@@ -63,7 +62,8 @@ def run(
 
     Args:
         assumed: of the hardware.
-        cases: entries (``entries.read``) with a ``size``, and with ``experts``, GPUs that divide these (left out: 1).
+        cases: entries (``entries.read``) with a ``size``, and with ``experts``, GPUs that divide these (left out: 1);
+            where so many cannot, the next smaller number that can.
         gpus: numbers of GPUs.
         contexts: tokens of a sequence.
         output: the file; left out: logs/benchmarks/scale.json.
@@ -81,7 +81,9 @@ def run(
         (model,) = entries.read([{key: value for key, value in case.items() if key not in ("size", "experts")}])
         for tokens in contexts:
             for count in gpus:
-                rows.append(_row(model, str(case["size"]), tokens, count, int(case.get("experts", 1)), assumed))
+                row = _row(model, str(case["size"]), tokens, count, int(case.get("experts", 1)), assumed)
+                if row not in rows:  # a case whose experts cannot be divided may be there as one without
+                    rows.append(row)
     facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
     path = Path(output) if output else FOLDER / "scale.json"
     write(path, {**facts, "assumed": asdict(assumed), "rows": {str(number): row for number, row in enumerate(rows)}})
@@ -140,7 +142,8 @@ def slots(model: LanguageModel, tokens: int) -> int:
 def _row(model: Model, size: str, tokens: int, gpus: int, experts: int, assumed: Assumed) -> dict[str, Any]:
     """The least number of GPUs for a sequence that fits; all of them where none does."""
     setting = Setting(model, size, gpus, "fsdp2", True, 1, tokens, 2, 4)
-    experts = math.gcd(experts, gpus)
+    able = ways_to_divide([part for part in setting.cost.model.modules() if isinstance(part, Experts)], gpus)
+    experts = max(n for n in able if n <= experts)
     ways = [n for n in range(1, gpus + 1) if gpus % n == 0 and n & (n - 1) == 0]
     split = _least(setting, ways, experts, assumed)
     parts, times = memory(setting, split, assumed), seconds(setting, split, assumed)
@@ -204,6 +207,7 @@ def _show(path: Path) -> Path:
         path,
         f"**Computed, nothing measured**. Commit {content['commit']}, `{content['command']}`. Assumed: {given}.",
         "One sequence on the least power of two of GPUs on which it fits, with FSDP2 over all, recomputed, weights "
-        "gathered in bfloat16; seconds of one sequence, each exchange as if nothing hid it:",
+        "gathered in bfloat16; seconds of one sequence, each exchange as if nothing hid it. Experts are on as many "
+        "GPUs as asked for where training takes that number, else on the next smaller that it takes (1: undivided):",
         table(HEAD, cells),
     )

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from gsm.config.check import ConfigError
 from gsm.config.load import construct, instantiate
-from gsm.layers.experts import Experts
+from gsm.layers.experts import Experts, ways_to_divide, width_of_weights
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
@@ -196,8 +196,7 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
 
 
 def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ranks: int) -> None:
-    """Raises ConfigError for experts that so many ranks cannot divide, or for a number that does not divide the
-    ranks."""
+    """Raises ConfigError for experts that so many ranks cannot divide, with numbers that can be had."""
     if ranks == 1:
         return
     parts = [part for part in task.model.modules() if isinstance(part, Experts)]
@@ -205,19 +204,29 @@ def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ra
         raise ConfigError(
             f"trainer.strategy.experts is {ranks}, but the model has no experts: say 1, or model/feed_forward=moe"
         )
-    counts = [(trainer.world_size, "devices that train together"), *((part.experts, "experts") for part in parts)]
-    for count, what in counts:
+    world, ways = trainer.world_size, ways_to_divide(parts, trainer.world_size)
+    if ranks in ways:
+        return
+    remedy = f"say one of {', '.join(map(str, ways))}" if len(ways) > 1 else _other_devices(parts, ranks, world)
+    for count, what in [(world, "devices that train together"), *((part.experts, "experts") for part in parts)]:
         if count % ranks:
-            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise ConfigError(
-                f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: say one of {fitting}"
-            )
-    copies, widths = trainer.world_size // ranks, {weight.shape[1] for part in parts for weight in part.parameters()}
-    if any(width % copies for width in widths):
-        raise ConfigError(
-            f"trainer.strategy.experts is {ranks}, so that {copies} ranks have the same experts, which cannot divide "
-            f"their widths of {' and '.join(map(str, sorted(widths)))}: say {trainer.world_size}, or take other devices"
-        )
+            raise ConfigError(f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: {remedy}")
+    raise ConfigError(
+        f"trainer.strategy.experts is {ranks}, so that {world // ranks} ranks have the same experts, which cannot "
+        f"divide their widths of {' and '.join(map(str, width_of_weights(parts)))}: {remedy}"
+    )
+
+
+def _other_devices(parts: Sequence[Experts], ranks: int, world: int) -> str:
+    """What to say instead where so many devices cannot divide the experts: nearest to what was asked for."""
+    said = f"{world} devices can only leave experts undivided; say 1"
+    fitting = [(ranks, n) for n in range(2, max(world, ranks) + 1) if ranks in ways_to_divide(parts, n)]
+    if not fitting:
+        fitting = [(ways[-1], n) for n in range(2, world) if len(ways := ways_to_divide(parts, n)) > 1]
+    if not fitting:
+        return said
+    number, devices = fitting[-1]
+    return f"{said}, or take {devices} devices" + (f" and say {number}" if number != ranks else "")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:

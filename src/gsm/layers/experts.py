@@ -9,6 +9,7 @@ N rows of all sequences, E experts, K that a row is sent to, M = N K pairs of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -211,6 +212,25 @@ class Experts(nn.Module):
             _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), here_M
         )
         return routed(_Permuted.apply(y_MD, place_M, order_M), got, sent, group)
+
+
+def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:
+    """Among how many neighbours of so many ranks the experts of all these layers can be divided; 1 is always there, and
+    means undivided.
+
+    Each neighbour has equally many experts, and ranks that have the same ones divide the widths of their weights.
+    """
+    counts, widths = [part.experts for part in parts], width_of_weights(parts)
+
+    def fits(n: int) -> bool:
+        return all(count % n == 0 for count in (ranks, *counts)) and all(x % (ranks // n) == 0 for x in widths)
+
+    return [1, *(n for n in range(2, min([ranks, *counts]) + 1 if parts else 0) if fits(n))]
+
+
+def width_of_weights(parts: Sequence[Experts]) -> list[int]:
+    """What ranks that have the same experts divide of them, all different ones in order."""
+    return sorted({weight.shape[1] for part in parts for weight in part.parameters()})
 
 
 def _spread(x_ND: Tensor, order_M: Tensor) -> Tensor:
