@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from test_experiment import composed as toy
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -178,6 +179,13 @@ def until(found: Callable[[], Any], seconds: float = 20) -> Any:
     while not (what := found()) and time.monotonic() < end:
         time.sleep(0.05)
     return what
+
+
+def test_a_run_of_an_experiment_whose_yaml_has_a_starter_has_none(tmp_path: Path):
+    """It took itself for an experiment, and would have started itself again."""
+    yaml = "# @package _global_\narms: {plain: [model/residual=plain]}\ntable: [val_loss]\nstarter: 'true --here'\n"
+    (trial,) = toy(tmp_path, text=yaml).trials()
+    assert trial.config["starter"] is None and "starter=null" in trial.overrides
 
 
 def test_a_login_node_is_not_told_to_use_srun_but_a_job_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

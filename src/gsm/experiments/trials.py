@@ -493,6 +493,7 @@ class Experiment:
         name = f"name={quoted(self.config['name'])}"  # which follows from what is given here
         theirs = [line for line in theirs if line != "resume=never"]  # which the parent obeys, once
         several = ["arms=null", "seeds=null", *(["tune=null"] if self.tune else [])]
+        several += ["starter=null"] if self._has_starter else []  # an experiment's yaml may name it
         own = (*several, f"arm={arm}", f"seed={seed}", name)
         return (*mine, *own, *self.arms[arm], *(self._tuned(arm) if tuned is None else tuned), *theirs)
 
