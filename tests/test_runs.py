@@ -295,6 +295,14 @@ def test_an_arm_that_starts_from_another_waits_for_it(asked: Callable[..., Exper
     assert done == ["one/seed0", "two/seed0"]
 
 
+def test_an_arm_alone_trains_what_it_starts_from(asked: Callable[..., Experiment], done: list[str]):
+    arms = (
+        "arms={one: [], two: ['start_from=${logs}/${name}/one/seed0'], three: ['start_from=${logs}/${name}/two/seed0']}"
+    )
+    train_all(asked(arms, "arm=[three]"))
+    assert done == ["one/seed0", "two/seed0", "three/seed0"]
+
+
 def test_a_summary_that_a_killed_command_has_not_written_is_made_up_for(
     asked: Callable[..., Experiment], done: list[str]
 ):

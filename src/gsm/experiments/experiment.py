@@ -91,7 +91,7 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
             _set_aside(anew, experiment.held)
             experiment = Experiment(config, experiment.given, experiment.script)  # as of what is finished now
             trials = experiment.trials()
-        for job in [] if hand_to else dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
+        for job in [] if hand_to else dict.fromkeys(job for trial in trials for job in trial.needs):
             if isinstance(job, Evaluation) and not (job.finished() and (job.after is None or job.after.finished())):
                 with naming(f"run {job.folder.name}"):
                     job.measure.require()
@@ -192,7 +192,7 @@ class _Work:
         self.experiment, self.trials, self.later, self.times = experiment, trials, later, times
         self.done: dict[Job, None] = {}  # in their order
         self.waiting: list[Job] = []
-        for job in dict.fromkeys(job for trial in trials for job in trial.jobs.values()):
+        for job in dict.fromkeys(job for trial in trials for job in trial.needs):
             is_done = job.after not in self.waiting and job.finished()
             self.done |= {job: None} if is_done else {}
             self.waiting += [] if is_done else [job]
@@ -364,7 +364,7 @@ def _parts(trials: Sequence[Trial], waiting: Sequence[Job]) -> dict[tuple[str, .
     wait for one another."""
     parts: dict[tuple[str, ...], list[Job]] = {}
     for trial in trials:
-        mine = [job for job in waiting if job in trial.jobs.values()]
+        mine = [job for job in trial.needs if job in waiting]
         met = [key for key, part in parts.items() if {*mine, *(job.after for job in mine)} & {*part}]
         jobs = [job for key in met for job in parts.pop(key)] + mine
         if mine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,18 @@ class Trial:
     def folder(self) -> Path:
         """Where its summary lies."""
         return Path(self.config["folder"])
+
+    @property
+    def needs(self) -> list[Job]:
+        """Its jobs, each behind those that it waits for, of which some may be of another arm."""
+        found: dict[Job, None] = {}
+        for job in self.jobs.values():
+            chain: list[Job] = []
+            while job is not None and job not in found:
+                chain.append(job)
+                job = job.after
+            found |= dict.fromkeys(reversed(chain))
+        return [*found]
 
     def finished(self) -> bool:
         """Whether all that it consists of has come to its end."""
@@ -501,7 +514,7 @@ class Experiment:
         """One for every run of a trial, or that of another arm which trains the same."""
         config, asked = trial.config, trial.config["runs"]
         if asked is None:
-            name, after = self._name(trial.folder), self._trained_in(config.get("start_from"))
+            name, after = self._name(trial.folder), self._trained_in(config)
             command, log = (*self.script, *trial.overrides), trial.folder / "train.log"
             trial.jobs[""] = Training(name, command, log, after, starter=self._has_starter, config=config)
             return
@@ -528,7 +541,7 @@ class Experiment:
         overrides += ["data.held_out=tuning"] if isinstance(trial, Attempt) else []  # whatever data the run chooses
         with naming(f"run {run.name}"):
             config = self._composed(overrides)
-        after = after or self._trained_in(config.get("start_from"))
+        after = after or self._trained_in(config)
         command, log = (*self.script, *overrides), own / "train.log"
         job = Training(self._name(own), command, log, after, starter=self._has_starter, config=config)
         if after is None or after.finished():
@@ -547,10 +560,16 @@ class Experiment:
         command, log = (sys.executable, *paths.script("evaluate"), *words), place / "evaluate.log"
         return Evaluation(self._name(place), command, log, after, folder=place, checkpoint=start, words=run.lines)
 
-    def _trained_in(self, start: str | None) -> Job | None:
+    def _trained_in(self, config: Mapping[str, Any]) -> Job | None:
         """The job, of an arm before, that trains what another one starts from."""
-        jobs = (job for trial in self._trials.values() for job in trial.jobs.values() if isinstance(job, Training))
-        return next((job for job in jobs if start and checkpoint_file(job.folder) == checkpoint_file(start)), None)
+        if not config.get("start_from"):
+            return None
+        wanted, arms = checkpoint_file(config["start_from"]), [*self.arms]
+        named = re.match(r"([^/]+)/seed(\d+)/", os.path.relpath(wanted, self.folder))
+        if not named or named[1] not in arms[: arms.index(config["arm"])]:
+            return None
+        jobs = self.trial(named[1], int(named[2])).jobs.values()
+        return next((job for job in jobs if isinstance(job, Training) and checkpoint_file(job.folder) == wanted), None)
 
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
         """A configuration that can be trained, and loaded from what it trains. Raises ConfigError.
