@@ -3,13 +3,13 @@
 #   PYTHON=python3.12 make train                       another interpreter (only where .venv is not made yet)
 #   make train ARGS="model=baseline size=tiny"         arguments go to train.py, or to pytest
 #   make test JOBS=4                                   test processes
+#   make test ARGS="-m nightly"                        larger sizes and samples, as .github/workflows/nightly.yml runs them
 #   make docs ARGS=serve                               the documentation, built again whenever a page is saved
-#   make gpu STAGE=smoke ARGS="only=attend"            on a machine with a GPU, with its own Python; no .venv, no network
 
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: train test lint format docs gpu adversary clean help
+.PHONY: train test lint format docs adversary clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -25,13 +25,16 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 use_cpu_index = [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
 	&& ! $(BIN)/pip config list | grep -E 'find-links|index-url' >/dev/null
 
+# The latest step of pip, in one line that is written over.
+progress = awk '/^(Collecting|Processing|  Downloading|Installing)/ {sub(/ \(from .*/, ""); printf "\r\033[K  %.76s", $$0; fflush()} END {print ""}'
+
 notebooks = find . -name '*.ipynb' -not -path '*/.*'
 
 train: $(STAMP)  ## train a small model on a CPU in minutes; ARGS= goes to train.py
 	$(BIN)/python train.py $(ARGS)
 
-test: $(STAMP)  ## run the tests that are not slow; ARGS= goes to pytest, and ARGS="-m ''" runs all
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
+test: $(STAMP)  ## run the quick tests; ARGS= goes to pytest: -m 'not nightly' runs those of CI, -m nightly those of the night
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not nightly' $(ARGS)
 
 lint: $(STAMP)  ## check format, style, types and notebooks, as CI does
 	$(BIN)/ruff format --check .
@@ -45,22 +48,21 @@ format: $(STAMP)  ## rewrite the files so that lint is content with their format
 	$(notebooks) -exec $(BIN)/nbstripout {} +
 
 # What mkdocs finds is this environment's: the extension in docs/ by the import path, formatters of signatures in .venv/bin.
-docs: .venv/.docs  ## build the documentation into site/, without a warning or not at all; ARGS=serve shows it while you write
+docs: .venv/.docs  ## build the documentation into site/, the notebooks executed; ARGS=serve shows it while you write
+	@$(BIN)/python -m gsm.experiments.rows README.md docs/results.md docs/speed.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --quiet --strict)
-	@echo "open site/index.html, or read it on http://127.0.0.1:8000 with: make docs ARGS=serve"
+	@echo "open site/index.html; for the search, which needs a server: make docs ARGS=serve, then http://127.0.0.1:8000"
 
 .venv/.docs: $(STAMP)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@echo "installing the extra docs into .venv, once; then the notebooks are executed: some minutes"
+	@set -o pipefail; $(BIN)/python -m pip install -c constraints.txt -e '.[docs]' | $(progress)
 	@touch $@
 
-gpu:  ## measure on a GPU in stages of 3 to 8 minutes: STAGE=smoke, tests, kernels, inference or training; no .venv needed
-	$(PYTHON) benchmarks/gpu.py $(STAGE) $(ARGS)
-
-adversary: $(STAMP)  ## attack the project with cases drawn from seeds: ARGS="cases=2000 seed=0", or ARGS="class=2 seed=123"
+adversary: $(STAMP)  ## attack the project with cases drawn from seeds: ARGS="cases=2000 seed=0", or ARGS="class=damage seed=123"
 	PYTHONPATH=tests $(BIN)/python -m adversary $(ARGS)
 
 clean:  ## remove .venv and the caches; logs/ stays
-	rm -rf .venv .gpu .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## say what there is
@@ -69,8 +71,9 @@ help:  ## say what there is
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or name it: PYTHON=python3.12 make ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d, and GSM needs 3.11 or newer; name one: PYTHON=python3.12 make ..." % sys.version_info[:2])'
-	@test -x $(BIN)/python || { echo "making .venv: a minute or two, once"; $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv, once: some 150 packages, 2.8 GB on disk; 2 to 7 minutes, by network and load"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
 	@if $(use_cpu_index); then export PIP_EXTRA_INDEX_URL=$(CPU_INDEX); fi; \
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(NODE)
+	set -o pipefail; $(BIN)/python -m pip install -c constraints.txt -e '.[dev]' $(NODE) | $(progress)
 	@touch $@

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gsm.paths import hide_root, variants
+from gsm import threads  # which watches the machine during the imports below
+from gsm.paths import hide_root
 
 hide_root()  # before anything may look for the optional package `kernels` and find our folder of that name
 
@@ -20,19 +20,12 @@ if not torch.cuda.is_available():
     # Read where a kernel is decorated, so it has to be set before the first module that holds one is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from gsm_kernels import launch, sanitizer  # noqa: E402
-from gsm_kernels.device import triton_version  # noqa: E402
-
-__all__ = ["variants"]  # test modules parametrise over `variants("model/writer")`: a new yaml is tested by being there
-
-
-WATCHED = pytest.StashKey[Counter[str]]()  # launches that the kernels' sanitizer has seen, by kernel
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores among the test processes: more threads than cores make every test slower."""
-    config.stash[WATCHED] = Counter()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1:
+        threads.settle()
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))  # OMP_NUM_THREADS may say fewer
 
 
@@ -43,24 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of several (pytest-xdist) tells the first one what its sanitizer has seen."""
-    if (told := getattr(session.config, "workeroutput", None)) is not None:
-        told["watched"] = dict(session.config.stash[WATCHED])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """What another process has told."""
-    node.config.stash[WATCHED].update(getattr(node, "workeroutput", {}).get("watched", {}))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """How much the sanitizer has looked at; a test fails in which it finds something."""
-    if seen := config.stash[WATCHED]:
-        terminalreporter.write_line(f"sanitizer: {seen.total():,} launches of {len(seen)} kernels watched")
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,18 +54,6 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def sane(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kernels that a test in tests/ops launches make none of the errors that Triton's interpreter does not feel."""
-    if request.path.parent.name != "ops" or not launch.INTERPRETED or triton_version() is None:
-        yield
-        return
-    with sanitizer.watching() as report:
-        yield
-    request.config.stash[WATCHED].update(report.launches)
-    assert not report.findings, str(report)
-
-
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Build and compute in float64 by default, for tests where equality is meant."""
@@ -107,7 +70,7 @@ def float64() -> Iterator[None]:
 def processes() -> Any:
     """Fresh processes that have their imports done already: to start one takes a tenth of a second."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gsm.experiments.fit", "tensorboard.summary.writer.event_file_writer"])
+    context.set_forkserver_preload(["gsm.training.run", "tensorboard.summary.writer.event_file_writer"])
     return context
 
 

@@ -16,8 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gsm.config import command_line
 from gsm.config.compose import compose
-from gsm.experiments.fit import train
+from gsm.config.load import instantiate
+from gsm.experiments.folder import Start
+from gsm.training import run
+from gsm.training.callbacks.summary import Summary
 from gsm.training.module import LanguageModeling
+from gsm.training.run import Run, build_model, open_data, train
+from gsm.training.trainer import build
 
 SIZES = (
     "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
@@ -33,6 +38,14 @@ TINY += (
 ).split()
 BY_MODEL = "arm=${hydra:runtime.choices.model}"  # in a folder that is named after the model alone
 UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
+
+
+def assemble(config: dict[str, Any], start: Start | None = None) -> Run:
+    """Build the parts of a run as `train` does, up to its first step."""
+    model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
+    summary = Summary(Path(config["folder"]) / "summary.json", {})
+    trainer = build(config, summary, model.parameter_report().total)
+    return run.assemble(config, start or Start(), open_data(config), model, optimizer, trainer, summary)
 
 
 def count_calls(until: int) -> Callable[[], bool]:

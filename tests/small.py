@@ -154,9 +154,20 @@ MEMORIES = (
 )
 
 
-def mostly_slow(cases: Iterable[str], *quick: str) -> list[Any]:
-    """All of these as parameters of a test, of which the default command runs those that are quick."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def mostly_slow(cases: Iterable[Any], *quick: Any, mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
+    """All of these as parameters of a test, of which the default command runs those that are quick.
+
+    A tuple stands for several parameters.
+    """
+    return [
+        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=mark)
+        for case in cases
+    ]
+
+
+def mostly_nightly(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """All of these as parameters of a test, of which every change runs those that are quick, and the night the rest."""
+    return mostly_slow(cases, *quick, mark=pytest.mark.nightly)
 
 
 def build(case: str, *, seed: int = 0, **options) -> LanguageModel:

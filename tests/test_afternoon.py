@@ -8,8 +8,8 @@ import torch
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
 from gsm.costs.model import cost
-from gsm.experiments.trainers import batches_a_step
-from gsm_benchmarks.entries import Model
+from gsm.training.trainer import batches_a_step
+from gsm_benchmarks.models import Model
 from gsm_benchmarks.plan import kept
 from gsm_kernels.device import triton_version
 
@@ -59,4 +59,4 @@ def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_p
 def test_a_batch_leaves_a_third_of_80_gb_to_everything_else(arm: str):
     for config in trainings(arm):
         data = config["data"]
-        assert kept(Model(arm), "tiny", False, data["context"]).total(data["batch_size"] * data["context"]) < 53e9
+        assert kept(Model(arm, arm), "tiny", False, data["context"]).total(data["batch_size"] * data["context"]) < 53e9

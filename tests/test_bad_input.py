@@ -84,7 +84,7 @@ CASES = {
         forward(tokens=TOKENS.to("meta"), memory=start(2)),
         r"memory lies on cpu, tokens on meta; move the model first, then start\(\)",
     ),
-    "a capacity of nothing": (lambda: start(1, 0), "capacity must be at least 1 token, or None .* got 0"),
+    "a capacity of nothing": (lambda: start(1, 0), "capacity must be at least 1, got 0"),
     "a prompt longer than the capacity": (
         prefill(TOKENS, start(2, 5), chunk=2),
         r"memory is full: its capacity is 5 tokens, 0 are used, and 6 more were given; use start\(capacity=6\) or more",
@@ -105,40 +105,53 @@ CASES = {
     ),
     "prompts of different lengths after others": (
         prefill([TOKENS[0], TOKENS[1, :2]], used(2, None)),
-        "prompts of different lengths begin new documents: .* this memory has read 6 tokens",
+        "prompts of different lengths are not allowed .* this memory has read 6 tokens",
     ),
+    "tokens of another library": (forward(tokens=TOKENS.numpy()), "tokens is a numpy.ndarray and must be a Tensor"),
+    "tokens in lists": (forward(tokens=[[1, 2]]), "tokens is a builtins.list and must be a Tensor"),
+    "documents of another library": (forward(documents=TOKENS.numpy()), "documents is a numpy.ndarray"),
+    "targets in lists": (forward(targets=[[1]]), "targets is a builtins.list"),
+    "a memory that is none": (forward(memory={}), "memory is a builtins.dict and must be a Memory; use start()"),
+    "half a row": (forward(rows=2.5), r"rows must be a whole number, got 2.5 \(float\)"),
+    "half a sequence": (lambda: start(2.5), "batch must be a whole number, got 2.5"),
+    "a capacity in words": (lambda: start(1, "9"), r"capacity must be a whole number, got '9' \(str\)"),
+    "a capacity beyond everything": (lambda: start(1, 10**15), r"capacity must be below 2\*\*31"),
+    "generation of half a token": (generate(TOKENS, new=2.5), "max_new_tokens must be a whole number, got 2.5"),
     "a batch of nothing": (lambda: start(0), "batch must be at least 1, got 0"),
     "memory expanded to nothing": (lambda: start(1).expand(0), "times must be at least 1, got 0"),
     "prefill in chunks of nothing": (
         prefill(TOKENS, start(2), chunk=0),
-        "chunk must be at least 1 token, got 0",
+        "chunk must be at least 1, got 0",
     ),
     "generation from nothing": (generate(TOKENS[:, :0]), "got an empty prompt"),
-    "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages \[6\] lie outside of layers 2 to 4"),
+    "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages=.* \[6\] lie outside of layers 2 to 4"),
     "stage without a bank": (
         lambda: GSM(GEOMETRY, stages=[1]),
-        r"stages \[1\] stand on window-only layers, which have no bank; the first layer with one is 2",
+        r"stages=\[1\] is not allowed because window-only layers \[1\] have no bank. Use layers from 2 on",
     ),
-    "stages out of order": (lambda: GSM(GEOMETRY, stages=[4, 2]), r"stages \[4, 2\] must ascend"),
-    "a state without entries": (lambda: GSM(GEOMETRY, state_size=0), "state_size must be at least 1 entry, got 0"),
-    "bank past the encoder": (geometry(bank_layers=[2, 5]), r"bank_layers \[5\] lie outside of layers 1 to 4"),
-    "no bank": (geometry(bank_layers=[]), "bank_layers is empty"),
-    "groups that do not divide": (geometry(output_groups=3), "output_groups 3 must divide heads 4"),
-    "rotation wider than the index": (geometry(rotary_dim=8), "rotary_dim 8 must fit .* at most 6"),
+    "stages out of order": (lambda: GSM(GEOMETRY, stages=[4, 2]), r"stages=\[4, 2\] .* must ascend"),
+    "a state without entries": (lambda: GSM(GEOMETRY, state_size=0), "state_size=0 is not allowed .* at least 1 entry"),
+    "bank past the encoder": (geometry(bank_layers=[2, 5]), r"bank_layers=.* \[5\] lie outside of layers 1 to 4"),
+    "no bank": (geometry(bank_layers=[]), r"bank_layers=\[\] is not allowed"),
+    "groups that do not divide": (geometry(output_groups=3), "output_groups=3 .* must divide heads=4"),
+    "rotation wider than the index": (geometry(rotary_dim=8), "rotary_dim=8 .* must fit .* at most 6"),
     "a width of nothing": (geometry(top_k=0), "top_k must be a whole number of at least 1, got 0"),
     "decoder bank in the wrong place": (
         lambda: Baseline(replace(GEOMETRY, decoder_full=6)),
-        "decoder_full must be the first decoder layer, 5",
+        "decoder_full=6 is not allowed .* first decoder layer, 5",
     ),
     "reindex past the end": (
         lambda: Baseline(replace(GEOMETRY, decoder_reindex=[9])),
-        r"decoder_reindex \[9\] lie outside of layers 6 to 8",
+        r"decoder_reindex=\[9\] .* \[9\] lie outside of layers 6 to 8",
     ),
-    "one hyper-connected stream": (lambda: HyperConnection(8, streams=1), "for one stream take residual plain"),
-    "odd rotation": (lambda: Rope(3, base=1e4), "rotary_dim must be even .* got 3"),
+    "one hyper-connected stream": (
+        lambda: HyperConnection(8, streams=1),
+        "streams=1 is not allowed .* Use residual plain",
+    ),
+    "odd rotation": (lambda: Rope(3, base=1e4), "rotary_dim=3 is not allowed .* even number"),
     "context scaled down": (
         lambda: Rope(4, base=1e4, factor=0.5),
-        r"yarn_factor must be at least 1 \(1: off\), got 0.5",
+        r"yarn_factor=0.5 is not allowed. Use at least 1 \(1: off\)",
     ),
     "negative temperature": (
         lambda: sample(torch.zeros(1, 3), -1.0),
@@ -158,13 +171,13 @@ def test_the_error_says_what_is_wrong_and_what_is_right(case):
 @pytest.mark.parametrize("other", ["baseline-residual=mhc", "gsm-retriever=separate_indexer"])
 def test_a_memory_of_another_model_is_refused(other):
     memory, model = build(other).start(2), build("gsm-retriever=shared_topk")
-    with pytest.raises(ValueError, match="memory was made by another model, or one of other sizes"):
+    with pytest.raises(ValueError, match="memory was made by another model, or by a model with other sizes"):
         model(TOKENS, memory=memory)
 
 
 @pytest.mark.parametrize("capacity", [None, 40])
 def test_a_memory_of_another_size_is_refused(capacity):
-    message = r"of other sizes or dtype \(it has shared_state 9 x 8 float64 where this model has shared_state 7 x 8"
+    message = r"with other sizes or dtype \(it has shared_state 9 x 8 float64 where this model has shared_state 7 x 8"
     with pytest.raises(ValueError, match=message):
         build("gsm-writer=additive")(TOKENS, memory=build("gsm-writer=additive", state_size=9).start(2, capacity))
 

@@ -12,11 +12,12 @@ import torch
 from short_runs import SIZES
 from small import SHALLOW, build
 
+from gsm import plots
 from gsm.config.compose import compose
 from gsm.data.capacity import Capacity, Load
 from gsm.data.synthetic import Generated
-from gsm.evaluation import plots, questions
-from gsm.experiments.fit import train
+from gsm.evaluation import questions
+from gsm.training.run import train
 
 LOADS = {"find": [1, 8, 16], "wait": [1, 8, 32], "count": [3, 12]}
 TASK = Capacity(loads=LOADS, keys=20, values=9, fillers=5, asked=4, needles=6, gap=10)

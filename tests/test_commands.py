@@ -19,14 +19,14 @@ import tiny_text
 from gsm.paths import ROOT
 
 PAGES = ("README.md", "docs/commands.md")
-# Not run here: the shell's own, what other tests run (test_packaging, test_notebooks, test_gpu_stage), and servers.
+# Not run here: the shell's own, what other tests run (test_packaging, test_notebooks), and servers.
 ELSEWHERE = ("make ", "source ", "jupyter ", "tensorboard ", "pip ")
 # Who leaves what lies in a folder that is read: what has to be there, and the command.
 BEFORE = {
     "logs/default": ("logs/default/gsm/seed0", "python train.py"),
     "logs/needle": ("logs/needle/results.md", "python train.py experiment=needle"),
 }
-SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "FOLDER"}  # in the one sentence of what cannot run here
+SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "tasks"}  # in the one sentence of what cannot run here
 LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
 SMALL = {
     **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
@@ -95,9 +95,17 @@ def typed(line: str) -> list[str]:
     return [sys.executable, str(ROOT / script), *words, *few]
 
 
+def of_the_night(line: str) -> list[pytest.MarkDecorator]:
+    """Another variant in the command of the first: test_configs composes it, and test_three_ways computes with it."""
+    another = re.fullmatch(r"python train\.py '?model[./]?\w*=\S+( model/\S+)?", line) and "model=baseline" not in line
+    return [pytest.mark.nightly] if another else []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("line", ["python train.py", *commands()])
+@pytest.mark.parametrize(
+    "line", ["python train.py", *(pytest.param(one, marks=of_the_night(one)) for one in commands())]
+)
 def test_a_command_of_the_documentation_runs(line: str, walk: Callable[[str], subprocess.CompletedProcess[str]]):
     done = walk(line)
     said = done.stdout + done.stderr

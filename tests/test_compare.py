@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from test_experiment import TOY, composed, fake, place
 
+from gsm import plots
 from gsm.config import command_line
-from gsm.evaluation import plots
-from gsm.evaluation.plots import png
-from gsm.experiments.compare import compare
-from gsm.experiments.experiment import train_all
+from gsm.experiments.compare import compare, side_by_side
+from gsm.experiments.execute import train_all
+from gsm.plots import png
 from gsm.training.callbacks.metrics_file import read_metrics
 
 __all__ = ["fake"]  # a fixture
@@ -59,8 +59,9 @@ def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: 
     found = table.differences()["control"]["accuracy"]
     apart = [-0.8, -0.6, -0.7]
     assert (found.count, found.mean) == (3, pytest.approx(sum(apart) / 3))
-    assert found.spread == pytest.approx(0.1 / 3**0.5), "of differences seed by seed; unpaired it would be 0.08"
-    assert "| control | 3 | -0.7000 +- 0.0577 |" in (experiment / "comparison.md").read_text()
+    half = 4.303 * 0.1 / 3**0.5  # Student's t of two degrees of freedom
+    assert found.spread == pytest.approx(half), "of differences seed by seed; unpaired it would be larger"
+    assert "| control | 3 | -0.7000 [-0.9484, -0.4516] |" in (experiment / "comparison.md").read_text()
     plain = json.loads((experiment / "comparison.json").read_text())
     assert plain["differences"]["to"] == "paper"
     assert plain["arms"]["control"]["columns"]["accuracy"]["mean"] == pytest.approx(0.2)
@@ -108,6 +109,39 @@ def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, expe
     table = compare(str(experiment), str(other))
     assert [row.arm for row in table.rows] == ["recall/paper", "control", "longer/paper", "wide"]
     assert (tmp_path / "logs/comparison.md").is_file(), "in the folder above both"
+
+
+@pytest.mark.parametrize("layout", ["two experiments", "one folder of runs"])
+def test_two_tasks_are_columns_and_differences_stay_within_each(layout: str, tmp_path: Path):
+    """A difference was taken between the arms of one task and the first arm of another."""
+    values = {"recall": {"additive": 0.9, "gated": 0.95}, "needle": {"additive": 0.6, "gated": 0.5}}
+    for data, arms in values.items():
+        for arm, value in arms.items():
+            for seed in range(3):
+                facts = {"choices": {"data": data}, "fingerprint": {"task": data.title()}}
+                together = layout == "one folder of runs"
+                name = (tmp_path / "logs/default", f"{arm}-data_{data}") if together else (tmp_path / data, arm)
+                write_run(*name, seed, value + seed / 1000, **facts)
+    places = [tmp_path / "logs/default"] if layout == "one folder of runs" else [tmp_path / data for data in values]
+    table = compare(*map(str, places), columns="accuracy", output=str(tmp_path))
+    assert set(table.columns) == {"recall.accuracy", "needle.accuracy"}
+    assert [(row.arm, row.runs) for row in table.rows] == [("additive", 6), ("gated", 6)]
+    found = {column: cell.mean for column, cell in table.differences()["gated"].items()}
+    assert found == {"recall.accuracy": pytest.approx(0.05), "needle.accuracy": pytest.approx(-0.1)}
+    assert table.plain()["arms"]["gated"]["seeds"]["1"]["needle.accuracy"] == pytest.approx(0.501)
+    assert [grid[0][0] for grid in table.grids()] == ["arm", *table.columns, "minus additive"]
+    text = (tmp_path / "comparison.md").read_text()
+    assert "needle.accuracy (higher is better), beside additive: worse: gated" in text and "with care" not in text
+
+
+def test_arms_of_one_task_each_are_not_subtracted_from_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for arm, task in (("copy", "SelectiveCopy"), ("recall", "Recall"), ("recall_wide", "Recall")):
+        for seed in (0, 1):
+            write_run(tmp_path / "mad", arm, seed, 0.5, fingerprint={"task": task})
+    table = compare(str(tmp_path / "mad"))
+    assert table.columns == ("accuracy", "val_loss")
+    assert {cell.count for cells in table.differences().values() for cell in cells.values()} == {0}
+    assert "minus" not in capsys.readouterr().out
 
 
 def test_one_folder_in_two_spellings_is_one_experiment(experiment: Path, monkeypatch: pytest.MonkeyPatch):
@@ -216,6 +250,7 @@ def test_arms_with_long_names_leave_room_for_what_is_drawn(
     """Legends covered the axes, and matplotlib said that it could not lay them out."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plots, "png", lambda figure, *_: [drawn.append(figure), png(figure)][1])
+    arm = ""
     for folder, own in (("like", "-size_pico-data_needle"), ("unlike", "")):
         for letter in "ab":
             arm = f"gsm{own}-" + "_".join([letter * 8] * 10)[: 90 - len(own) - 4]
@@ -283,9 +318,9 @@ def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
     pytest.importorskip("matplotlib")
     _, (axes,) = plots.figure()
     plots.curves(axes, {"none": [], "a": [{1: 1.0, 2: 4.0, 3: 9.0}, {1: 3.0, 2: 8.0}]}, "step", "loss")
-    (line,) = axes.lines
+    line: Any = axes.lines[0]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [2.0, 6.0])
-    band = axes.collections[0].get_paths()[0].vertices
+    band: Any = axes.collections[0].get_paths()[0].vertices
     assert sorted({round(y, 6) for x, y in band if x == 1}) == [pytest.approx(2 - 2**0.5), pytest.approx(2 + 2**0.5)]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
 
@@ -294,7 +329,8 @@ def test_every_seed_is_a_dot_and_every_arm_keeps_its_style(experiment: Path):
     pytest.importorskip("matplotlib")
     _, (left, middle, right) = plots.figure(columns=3)
     plots.seeds(left, {"a": [1.0, 3.0], "b": [2.0]}, "loss")
-    dots_a, mean_a, dots_b, _ = left.lines
+    lines: Any = left.lines
+    dots_a, mean_a, dots_b, _ = lines
     assert (list(dots_a.get_xdata()), list(mean_a.get_xdata())) == ([1.0, 3.0], [2.0])
     plots.against(middle, {"a": ([], []), "b": ([10.0, 30.0], [0.5, 0.7])}, "bytes", "accuracy")
     (point,) = (container[0] for container in middle.containers)
@@ -369,3 +405,35 @@ def test_loads_are_drawn_as_cells(experiment: Path, drawn: list):
     compare(str(experiment))
     (figure,) = [one for one in drawn if one.axes[0].get_title() == "find"]
     assert [text.get_text() for axes in figure.axes[:2] for text in axes.texts] == ["1.00", "0.25", "0.50"]
+
+
+def test_the_jobs_of_a_sweep_stand_in_one_table_without_other_runs(experiment: Path):
+    folders = [experiment / arm / f"seed{seed}" for arm in ("paper", "control") for seed in (0, 1)]
+    (experiment / "lost/seed0").mkdir(parents=True)
+    text = side_by_side([*folders[:2], experiment / "lost/seed0"])
+    assert "paper" in text and "control" not in text and text.count("Next:") == 1
+    assert "lost/seed0, without a summary.json that can be read" in text
+
+
+TAMPERED = {
+    "a list": "[1]",
+    "cut off": '{"status": "fini',
+    "another kind": '{"status": "finished", "fingerprint": "x"}',
+    "a number of 400 digits": '{"status": "finished", "val_loss": 1%s}' % ("0" * 400),
+    "nested without end": "[" * 5000,
+    "half of a letter": '{"status": "finished", "data": {"skipped": "\\ud800"}}',
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_a_summary_that_no_run_has_written_is_named_and_left_out(experiment: Path, case: str):
+    """Each was a traceback of its own, somewhere in the table or on the page."""
+    (experiment / "paper/seed0/summary.json").write_text(TAMPERED[case])
+    assert [len(row.cells) and row.runs for row in compare(str(experiment)).rows] == [2, 3]
+    assert "summary.json is damaged" in (experiment / "comparison.md").read_text()
+
+
+def test_contents_that_no_experiment_has_written_are_named(experiment: Path):
+    (experiment / "experiment.json").write_text('{"arms": -1}')
+    compare(str(experiment))
+    assert "experiment.json is damaged (arms is -1). Delete it" in (experiment / "comparison.md").read_text()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import SHALLOW, assert_same, build, random_tokens
+from small import SHALLOW, assert_same, build, mostly_nightly, random_tokens
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -19,7 +19,7 @@ import gsm
 from gsm import build_model
 from gsm.config.compose import compose
 from gsm.errors import ConfigError
-from gsm.experiments.fit import train
+from gsm.training.run import train
 
 LENGTH = 41
 # Ten seconds each and more: the models and parts with code of their own.
@@ -56,7 +56,7 @@ def loss_and_gradients(
 # torch's own tracer instantiates autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TRACED)
+@pytest.mark.parametrize("case", mostly_nightly(TRACED, "gsm, recomputed", "gsm-feed_forward=moe", "hybrid"))
 def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_gradients(case):
     model = build(case.partition(",")[0], geometry=SHALLOW, **TRACED[case]).train()
     loss, gradients = loss_and_gradients(model, model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -11,19 +13,21 @@ from omegaconf import OmegaConf
 
 from gsm.config import command_line
 from gsm.config.check import ConfigError, fits
-from gsm.config.compose import compose, register_resolvers
+from gsm.config.compose import compose, quoted, register_resolvers
+from gsm.config.options import listing
+from gsm.experiments.runs import Experiment
 from gsm.paths import configs, variants
 
 GROUPS = sorted(
     {
         file.parent.relative_to(configs()).as_posix()
         for file in configs().rglob("*.yaml")
-        if file.parent != configs() and "hydra" not in file.parts
+        if file.parent != configs() and "hydra" not in file.relative_to(configs()).parts
     }
 )
 ELSEWHERE = ("experiment", "model", "size")  # test_experiments and test_sizes compose these too
 CHOICES = [
-    pytest.param(group, name, marks=[pytest.mark.slow] if group in ELSEWHERE else [])
+    pytest.param(group, name, marks=[pytest.mark.nightly] if group in ELSEWHERE else [])
     for group in GROUPS
     if group != "model/mixer"
     for name in variants(group)
@@ -43,6 +47,21 @@ def test_every_mixer_composes_in_the_place_of_another(name: str):
     config = compose(["model=transformer", f"{place}={name}"])
     assert config["choices"][place] == name
     assert config["model"]["mixers"]["attention"]["_partial_"] is True
+
+
+@pytest.mark.parametrize("name", ["jürgen", "some where/gsm/a,b='c'"])
+def test_yamls_and_runs_may_lie_in_a_folder_of_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An experiment hands its paths to the runs that it starts, and Hydra reads letters beyond ASCII in quotes only."""
+    home = tmp_path / name
+    for group, text in (("size", "dim: 32\n"), ("experiment", "arms: {größer: []}\nruns: {a: null, b: {after: a}}\n")):
+        (home / group).mkdir(parents=True)
+        top = "# @package _global_\n" if group == "experiment" else "defaults: [pico, _self_]\n"
+        (home / group / "mine.yaml").write_text(top + "# Mine.\n" + text, encoding="utf-8")
+    monkeypatch.setenv("GSM_CONFIGS", str(home))
+    given = ["experiment=mine", "size=mine", f"logs={quoted(home / 'logs')}", "table=[val_loss]"]
+    (trial,) = Experiment(compose(given), given).trials()
+    folders = [run.folder for run in trial.runs.values()]
+    assert folders == [home / "logs/mine-size_mine/größer/seed0" / run for run in "ab"]
 
 
 def test_a_run_has_its_place():
@@ -74,6 +93,19 @@ def test_a_run_has_its_place():
         ("seds=2", ["unknown key 'seds'", "did you mean seeds"]),
         ("compile=1", ["compile is 1 (int), but takes bool"]),
         ("data=folder", ["data.path has no value", "data.path=..."]),
+        ("lr=1", ["unknown key 'lr'; did you mean optimizer.learning_rate?"]),
+        ("optimizer.lr=1", ["unknown key 'optimizer.lr'; did you mean learning_rate?"]),
+        ("writer=gated", ["did you mean model/writer=gated?"]),
+        ("model.dim=130", ["did you mean size.dim?"]),
+        ("layers=4", ["did you mean size.encoder_layers or size.decoder_layers"]),
+        ("model=GSM", ["did you mean gsm?"]),
+        ("data=/tmp/texts", ["is a path: use data=folder data.path=/tmp/texts"]),
+        ("trainer.max_epochs=1", ["use +trainer.max_epochs=1 to add it"]),
+        ("+experiment=needle", ["use experiment=... without a plus"]),
+        ("model/mixer=kda", ["it names no place: use model/mixer@model.mixers."]),
+        ("data.path=/tmp/übung", ["""type "data.path='/tmp/übung'\""""]),
+        ("data.path=/tmp/a=b", ["""type "data.path='/tmp/a=b'\""""]),
+        ("model.stages=[1", ["close its brackets"]),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named(override: str, said: list[str]):
@@ -83,9 +115,34 @@ def test_what_is_wrong_on_the_command_line_is_named(override: str, said: list[st
         assert part in str(caught.value)
 
 
-def test_the_scripts_end_with_the_sentence_alone():
-    with pytest.raises(SystemExit, match="^error: unknown key 'model.indxer'"):
-        command_line.prepare(["model.indxer=1"])
+@pytest.mark.parametrize("added", ["", "+"])
+def test_a_part_that_the_chosen_model_does_not_have_names_the_models_that_do(added: str):
+    message = "^.?model/writer=gated is not allowed because model=baseline has no writer: use model=gsm$"
+    with pytest.raises(ConfigError, match=message):
+        compose(["model=baseline", f"{added}model/writer=gated"])
+
+
+def test_the_file_that_sets_a_key_is_named_and_no_other():
+    """The yaml that was named has the key as well, but was not chosen; what is typed is in no file."""
+    with pytest.raises(
+        ConfigError, match=r"'data.task.power' in experiment/_stages_only.yaml; ~data.task.power leaves"
+    ):
+        compose(["experiment=ablate_writer", "data=needle"])
+    with pytest.raises(ConfigError, match=r"^unknown key 'model.state_size'\. Known"):
+        compose(["model=transformer", "model.state_size=64"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["arm=a,b"], r"arm=a,b has several values: add -m .*, or use arm=\[a,b\] for a list"),
+        (["seed=0,1"], r"seeds=\[0,1\]"),
+        (["size=pico", "-m", "seed=0,1"], "put -m, or any other flag, last"),
+    ],
+)
+def test_several_values_ask_for_a_flag_at_an_end(given: list[str], said: str):
+    with pytest.raises(SystemExit, match=said):
+        command_line.prepare(given)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +201,38 @@ def test_what_is_wrong_in_a_groups_yaml_is_named(tmp_path: Path, group: str, tex
         assert part in str(caught.value)
 
 
+HEAD = b"# @package _global_\n"
+UNREADABLE = {
+    "latin-1": (HEAD + b"# \xfc\n", "mine.yaml is not UTF-8: save it as UTF-8"),
+    "utf-16": ("seed: 1\n".encode("utf-16"), "mine.yaml is not UTF-8"),
+    "a tab": (HEAD + b"trainer:\n\tmax_steps: 3\n", "mine.yaml is not yaml, as in line 3 .* correct that line"),
+    "a key twice": (HEAD + b"seed: 1\nseed: 2\n", "line 3 found duplicate key seed"),
+    "a byte-order mark": (b"\xef\xbb\xbf" + HEAD + b"seed: 1\n", "mine.yaml has to begin with the line '# @package"),
+    "no package": (b"seed: 1\n", "mine.yaml has to begin with the line '# @package"),
+    "a list": (HEAD + b"- a\n", "mine.yaml holds no keys"),
+    "defaults of another kind": (HEAD + b"defaults: 3\n", "'experiment/mine', defaults must be a list"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_yaml_that_cannot_be_read_is_named(tmp_path: Path, case: str):
+    content, said = UNREADABLE[case]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        compose(["experiment=mine"], [tmp_path])
+
+
+def test_files_of_editors_are_no_variants(tmp_path: Path):
+    (tmp_path / "model/writer").mkdir(parents=True)
+    (tmp_path / "model/writer/.#gated.yaml").symlink_to("me@host.1:2")
+    (tmp_path / "model/writer/._gated.yaml").write_bytes(b"\0\xff")
+    assert compose(["experiment=ablate_writer"], [tmp_path])["arms"] == compose(["experiment=ablate_writer"])["arms"]
+    assert "._gated" not in listing("train", [configs(), tmp_path], {})
+    with pytest.raises(ConfigError, match="did you mean state_size"):
+        compose(["model.state_sze=1"], [tmp_path])
+
+
 def test_an_experiment_may_change_anything_there_is(tmp_path: Path):
     text = "# @package _global_\ndefaults:\n  - override /model: baseline\nname: mine\ntrainer:\n  max_steps: 7\n"
     config = compose(["experiment=mine", "seed=2"], [write(tmp_path, "experiment/mine.yaml", text)])
@@ -189,9 +278,76 @@ def test_the_parent_of_several_runs_leaves_its_configuration_beside_them(
         config = hydra.compose("train", given, return_hydra_config=True)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     HydraConfig.instance().set_config(config)
-    command_line.run(lambda plain: None, OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
+    command_line.run(lambda plain: None, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
     assert (tmp_path / folder / ".hydra/overrides.yaml").read_text().startswith(f"- logs={tmp_path}")
     assert "${recipe.max_steps}" in (tmp_path / folder / ".hydra/config.yaml").read_text()
+
+
+def started(given: list[str], sweep: bool, act: Callable[[dict[str, Any]], None], mp: pytest.MonkeyPatch) -> None:
+    """Calls a function with a configuration, as Hydra does in a single run or in a job of a sweep."""
+    register_resolvers()
+    mode = ["hydra.mode=MULTIRUN"] if sweep else []
+    with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
+        config = hydra.compose("train", [*given, *mode], return_hydra_config=True)
+    mp.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(config)
+    command_line.run(act, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+
+
+def refuse(plain: dict[str, Any]) -> None:
+    raise ConfigError("data: nothing is there")
+
+
+def test_a_start_that_fails_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Each misspelt path left one, which compare.py listed as an unfinished run."""
+    with pytest.raises(SystemExit, match="^error: data: nothing is there"):
+        started([f"logs={tmp_path / 'logs'}"], False, refuse, monkeypatch)
+    assert not (tmp_path / "logs").exists()
+
+    def late(plain: dict[str, Any]) -> None:
+        (Path(plain["folder"]) / "summary.json").write_text("{}")
+        refuse(plain)
+
+    with pytest.raises(SystemExit):
+        started([f"logs={tmp_path / 'logs'}"], False, late, monkeypatch)
+    assert (tmp_path / "logs/default/gsm/seed0/.hydra/config.yaml").is_file()
+
+
+def test_a_job_of_a_sweep_that_fails_lets_the_next_one_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """SystemExit, which Hydra's launcher does not keep, ended the whole sweep."""
+    with pytest.raises(command_line.JobFailed):
+        started([f"logs={tmp_path}"], True, refuse, monkeypatch)
+    assert capsys.readouterr().err == "error: data: nothing is there\n"
+
+    def interrupted(plain: dict[str, Any]) -> None:
+        raise SystemExit(130)
+
+    with pytest.raises(SystemExit):
+        started([f"logs={tmp_path}"], True, interrupted, monkeypatch)
+
+
+def test_help_begins_with_the_checkpoint_and_gives_defaults(capsys: pytest.CaptureFixture[str]):
+    def act(prompt: str = "", top: float = 0.9, checkpoint: str = "", force: bool = False) -> None:
+        """Acts.
+
+        Args:
+            prompt: a text
+            top: a number that
+                goes on here
+            checkpoint: a file
+            force: again
+
+        Raises:
+            ConfigError: never.
+        """
+
+    command_line.call(act, "act.py", ["--help"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        *("Acts.", "", "Args:", "    checkpoint: a file", "    prompt: a text", "    top: a number that"),
+        *("        goes on here (default: 0.9)", "    force: again (default: false)"),
+    ]
 
 
 def test_a_callback_of_ones_own_can_be_added():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,21 @@ import pytest
 import tiny_text
 
 from gsm import files
-from gsm.data import shards, tokens
+from gsm.config.check import ConfigError
+from gsm.config.command_line import call, in_hydras_words
+from gsm.config.compose import compose
+from gsm.config.load import checkpoint_file
+from gsm.data import cache, tokens
 from gsm.data.cache import cache_folder
-from gsm.data.corpus import FEW, Corpus, standard_library
+from gsm.data.corpus import FEW, Corpus, fraction, standard_library
 from gsm.data.encode import encode_parcel
 from gsm.data.module import TextData
-from gsm.data.names import fraction
 from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_encode, find_or_train
+from gsm.evaluation.generate import _read as prompt_of
+from gsm.explorer.command import _text as text_of
+from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,7 @@ def test_two_files_of_which_one_is_tiny_are_answered_with_the_key(
     corpus = few(tmp_path, book=50_000, note=20)
     assert corpus.files == {"train": ["book.txt"], "validation": ["note.txt"]}
     assert "only 20 are held out: name files to hold out with data.validation=" in caplog.text
-    data = TextData(vocabulary=257, context=32, batch_size=2, corpus=corpus, tokenizer="bytes", cache_dir=tmp_path)
+    data = TextData(vocabulary=257, context=32, batch_size=2, corpus=corpus, tokenizer="bytes", cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match="validation split has 2.; .* or name files to hold out with data.validation="):
         data.setup()
 
@@ -137,6 +144,134 @@ def test_bytes_that_are_no_utf8_do_not_stop_anything(tmp_path: Path) -> None:
     assert "# caf\N{REPLACEMENT CHARACTER}\n" in texts
 
 
+@pytest.mark.parametrize("name", ["books.zip", "books.json", "books.tar.gz", "books"])
+def test_a_file_that_is_named_as_no_text_is_refused(name: str, tmp_path: Path) -> None:
+    """An archive that was named as data.path was trained on byte by byte."""
+    (tmp_path / name).write_text("x\n" * 99)
+    (tmp_path / "a.txt").write_text("x\n" * 99)
+    for corpus in (Corpus(tmp_path / name), Corpus(tmp_path / "a.txt", validation=str(tmp_path / name))):
+        with pytest.raises(ValueError, match=rf"{name} has none of the endings of text \(\.py, "):
+            _ = corpus.files
+
+
+@pytest.mark.parametrize("content", [b"ab\0\0" * 99, "größer".encode("utf-16-le") * 99, bytes(range(256)) * 9])
+def test_what_is_hardly_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.txt is no text in UTF-8, .* are NUL or not UTF-8; convert it"):
+        list(Corpus(tmp_path / "a.txt").documents("train"))
+
+
+def test_a_text_in_latin1_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every umlaut became U+FFFD without a word."""
+    (tmp_path / "a.txt").write_bytes("Zwölf größere Boxkämpfer\n".encode("latin1") * 9)
+    (tmp_path / "b.txt").write_text("plain\n" * 999 + "a\0b")
+    corpus = Corpus(tmp_path)
+    for _ in range(2):
+        assert len([text for split in corpus.files for text in corpus.documents(split)]) == 2
+    (line,) = caplog.messages
+    assert "a.txt, 36 of 225 characters are NUL or not UTF-8" in line and "iconv -f latin1" in line
+
+
+def test_links_to_folders_are_followed_and_each_file_is_read_once(tmp_path: Path) -> None:
+    """A linked folder was passed over without a word."""
+    for name in ("texts/own.txt", "texts/below/deep.txt", "elsewhere/other.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    root = tmp_path / "texts"
+    (root / "a_link").symlink_to(tmp_path / "elsewhere")
+    (root / "again").symlink_to(root / "below")
+    (root / "below" / "circle").symlink_to(root)
+    files = Corpus(root).files
+    assert sorted(files["train"] + files["validation"]) == ["a_link/other.txt", "below/deep.txt", "own.txt"]
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Six texts of twelve were links to nothing, and the other six trained on."""
+    for name in ("a.txt", "b.txt", ".hidden.txt", "c.pdf", "d.pdf", "e.pdf", "f.pdf"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / ".git").mkdir()
+    _ = Corpus(tmp_path).files
+    (record,) = [record for record in caplog.records if "Left out" in record.message]
+    assert record.levelname == "WARNING"
+    for part in (
+        "2 by name (.hidden.txt, .git)",
+        "4 with other endings (c.pdf, d.pdf, e.pdf, ...)",
+        "1 empty (empty.txt)",
+        "2 linked to nothing (gone, gone.txt)",
+        "1 that are no files (pipe.txt)",
+    ):
+        assert part in record.message
+    caplog.clear()
+    _ = standard_library().files
+    assert not caplog.messages
+
+
+def test_no_pipe_or_device_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("text")
+    for place in (tmp_path / "pipe.txt", "/dev/urandom"):
+        with pytest.raises(FileNotFoundError, match="is not a folder or a file"):
+            Corpus(place)
+        with pytest.raises(ValueError, match=f"{place} is not a regular file"):
+            _ = Corpus(tmp_path / "a.txt", validation=str(place)).files
+        with pytest.raises(ValueError, match="it is not a regular file"):
+            Tokenizer.from_file(str(place))
+
+
+def test_a_path_that_begins_with_a_tilde_is_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bash leaves the one behind `=`; a folder called ~ was made, and TensorBoard's events went to the home."""
+    home = tmp_path / "hö me"
+    (home / "texts").mkdir(parents=True)
+    tiny_text.write(home / "texts")
+    monkeypatch.setenv("HOME", str(home))
+    words = in_hydras_words(["data=folder", "data.path=~/texts", "logs=~", "data.validation=[~/a,'~/b']"])
+    composed = compose(words)
+    assert composed["data"]["path"] == f"{home}/texts" and composed["folder"].startswith(f"{home}/default/")
+    assert composed["data"]["validation"] == [f"{home}/a", f"{home}/b"]
+    assert Corpus("~/texts").digest == Corpus(home / "texts").digest
+    assert checkpoint_file("~/run").is_relative_to(home) and cache_folder("~/cache") == home / "cache"
+    with pytest.raises(FileNotFoundError, match="me/tokenizer.json' does not exist"):
+        Tokenizer.from_file("~/tokenizer.json")
+    called: list[str] = []
+    call(lambda *folders, prompt="", output="": called.extend([*folders, prompt, output]), "a", ["~/x", "prompt=~/y"])
+    assert called == [f"{home}/x", "~/y", ""]
+
+
+@pytest.mark.parametrize("place", ["a pipe", "a socket", "/dev/zero", "a folder", "200 MB"])
+def test_readers_of_files_that_a_user_names_end_in_a_sentence(place: str, tmp_path: Path) -> None:
+    """A pipe without a writer was waited for, and a device read until the memory was full."""
+    path = Path(place) if place.startswith("/") else tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as end:
+        if place == "a pipe":
+            os.mkfifo(path)
+        elif place == "a socket":
+            end.bind(str(path))
+        elif place == "a folder":
+            path.mkdir()
+        elif place == "200 MB":
+            with path.open("wb") as file:
+                file.truncate(200 << 20)
+        assert files.read_json(path) is None
+        for read in (lambda: prompt_of(str(path)), lambda: text_of("", str(path))):
+            with pytest.raises(ConfigError, match=f"file[= ]{path} cannot be read: .*(not a reg|No such dev|more)"):
+                read()
+        if place != "200 MB":
+            assert not read_metrics(path)
+            with pytest.raises(OSError, match="not a regular|No such device|Is a directory"):
+                MetricsFile(path).log_metrics({"loss": 1.0}, 1)
+
+
+def test_a_prompt_from_a_file_or_the_command_line_can_be_written(tmp_path: Path) -> None:
+    """A mark of the byte order was read as a token, and bytes of a command line that are no UTF-8 were a traceback."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfZw\xc3\xb6lf")
+    assert prompt_of(str(tmp_path / "a.txt")) == text_of("", str(tmp_path / "a.txt")) == "Zwölf"
+    assert text_of("a\udcffb", None) == "a\N{REPLACEMENT CHARACTER}b"
+
+
 @pytest.mark.parametrize("change", ["content", "name"])
 def test_the_digest_notices_another(change: str, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
@@ -157,32 +292,30 @@ def test_a_path_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
         _ = Corpus(tmp_path).files
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "index"])
-def test_a_damaged_cache_is_noticed_and_made_again(
-    damage: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "index"])
+def test_a_cache_that_is_incomplete_is_made_again(
+    damage: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD", 10_000)
     corpus, tokenizer = Corpus(text), Tokenizer.plain_bytes()
     split = find_or_encode(corpus, "train", tokenizer, tmp_path)
-    shard, index = split.path / "00002.bin", split.path / "index.json"
-    sound = [path.read_bytes() for path in sorted(split.path.glob("*.bin"))]
+    path, index = split.path / "ids.bin", split.path / "index.json"
+    sound = path.read_bytes()
     {
-        "truncated": lambda: shard.write_bytes(sound[2][:-100]),
-        "flipped": lambda: shard.write_bytes(sound[2][:-1] + bytes([sound[2][-1] ^ 1])),
-        "missing": shard.unlink,
-        "index": lambda: index.write_text("{"),
+        "truncated": lambda: path.write_bytes(sound[:-100]),
+        "longer": lambda: path.write_bytes(sound + b"more"),
+        "missing": path.unlink,
+        "index": lambda: index.write_text('{"tokens": 7}'),
     }[damage]()
     with caplog.at_level(logging.WARNING):
         assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split
-    assert ("index.json" if damage == "index" else "00002.bin") in caplog.text and "is made again" in caplog.text
-    assert [path.read_bytes() for path in sorted(split.path.glob("*.bin"))] == sound
+    assert "are made again" in caplog.text and path.read_bytes() == sound
 
 
-def test_a_damaged_tokenizer_file_is_made_again(text: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_file_that_was_cut_short_is_made_again(text: Path, tmp_path: Path) -> None:
     first = find_or_train(Corpus(text), 300, tmp_path)
     (file,) = tmp_path.glob("tokenizer-*.json")
     sound = file.read_bytes()
-    for damaged in (sound[:1000], sound.replace(b'"digest": "', b'"digest": "0')):
+    for damaged in (sound[:1000], sound.replace(b"merges", b"verges")):
         file.write_bytes(damaged)
         assert find_or_train(Corpus(text), 300, tmp_path).digest == first.digest
         assert file.read_bytes() == sound
@@ -214,7 +347,7 @@ def test_two_processes_may_fill_one_cache_at_once(text: Path, tmp_path: Path) ->
 def test_what_another_process_finished_meanwhile_is_not_made_again(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B looked before A was done and asked for the lock after: it waited for nobody, and deleted A's shards."""
+    """B looked before A was done and asked for the lock after: it waited for nobody, and deleted A's ids."""
     corpus, tokenizer = Corpus(text), find_or_train(Corpus(text), 300, tmp_path)
     split = find_or_encode(corpus, "train", tokenizer, tmp_path)
 
@@ -233,15 +366,6 @@ def test_what_another_process_finished_meanwhile_is_not_made_again(
     assert find_or_train(corpus, 300, tmp_path).digest == tokenizer.digest
 
 
-def test_what_a_killed_process_left_half_written_is_swept_away(text: Path, tmp_path: Path) -> None:
-    """Each kill left 128 MiB of a shard for ever."""
-    corpus, tokenizer = Corpus(text), Tokenizer.plain_bytes()
-    split = find_or_encode(corpus, "train", tokenizer, tmp_path)
-    (left := split.path / ".00001.bin.999-abcdef.partial").write_bytes(b"half")
-    (split.path / "index.json").unlink()
-    assert find_or_encode(corpus, "train", tokenizer, tmp_path) == split and not left.exists()
-
-
 def test_a_file_whose_making_fails_leaves_nothing_behind_and_the_old_one_untouched(tmp_path: Path) -> None:
     path = tmp_path / "thing.json"
     files.write_json(path, {"of": "before"})
@@ -258,6 +382,21 @@ def test_the_cache_lies_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="set data.cache_dir or GSM_CACHE"):
         cache_folder(tmp_path / "file")
+
+
+def test_a_clone_that_cannot_be_written_to_caches_with_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GSM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr(cache, "in_clone", lambda: True)
+    monkeypatch.setattr(cache, "ROOT", tmp_path)
+    assert cache_folder() == tmp_path / ".cache/gsm"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cache, "ROOT", tmp_path / "file")  # where root, too, can make no folder
+    assert cache_folder() == tmp_path / "user/gsm"
+    monkeypatch.setenv("GSM_CACHE", str(tmp_path / "environment"))
+    assert cache_folder() == tmp_path / "environment"
 
 
 def test_ids_take_two_bytes_while_they_fit() -> None:

@@ -15,7 +15,7 @@ from small import (
     M,
     build,
     comparators,
-    mostly_slow,
+    mostly_nightly,
     random_tokens,
     reads,
     training_cases,
@@ -34,8 +34,8 @@ import gsm.models.base as base
 import gsm_kernels
 from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost
-from gsm.costs.primitives import limited, pooled
 from gsm.layers.block import Block
+from gsm.layers.costs import limited, pooled
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
@@ -170,7 +170,7 @@ def predicted(parts: Parts) -> dict[str, int]:
     return {**rest, "hyper-connections": sum(parts[part] for part in mixing)}
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, *MEMORIES, "baseline"))
+@pytest.mark.parametrize("case", mostly_nightly(CASES, *MEMORIES, "baseline"))
 def test_products_with_weights_are_those_that_pytorch_counts(case: str, without_cores: None):
     model = model_of(case)
     for tokens, rows, before in CALLS:
@@ -191,7 +191,7 @@ MORE_SCALES += [("baseline", "1p5b"), ("hybrid", "1p5b")]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*SCALES, *(pytest.param(*scale, marks=pytest.mark.slow) for scale in MORE_SCALES)]
+    ("name", "size"), [*SCALES, *(pytest.param(*scale, marks=pytest.mark.nightly) for scale in MORE_SCALES)]
 )
 def test_they_are_at_every_scale(name: str, size: str, without_cores: None):
     model, tokens = sized(name, size), 6000
@@ -199,7 +199,7 @@ def test_they_are_at_every_scale(name: str, size: str, without_cores: None):
         assert counted(model, tokens, rows, 0) == predicted(cost(model).forward_flops(tokens, rows))
 
 
-@pytest.mark.parametrize("case", mostly_slow(TRAINED, *MEMORIES, "baseline"))
+@pytest.mark.parametrize("case", mostly_nightly(TRAINED, *MEMORIES, "baseline"))
 def test_training_makes_every_product_three_times(case: str, without_cores: None):
     named, _, recompute = case.partition(", ")
     model = model_of(named, recompute=bool(recompute))
@@ -383,11 +383,11 @@ def test_a_model_that_says_nothing_of_its_layers_is_refused_and_a_subclass_costs
 
 
 def test_a_pool_that_may_run_short_is_refused():
-    with pytest.raises(ValueError, match="a pool of 8 slots, .* can hold fewer than top_k 3"):
+    with pytest.raises(ValueError, match="a pool of 8 slots, .* hold fewer than top_k=3"):
         cost(build("baseline-pool"))
 
 
 @pytest.mark.parametrize(("tokens", "rows", "before"), [(0, None, 0), (4, 5, 0), (4, None, -1)])
 def test_impossible_calls_are_refused(tokens: int, rows: int | None, before: int):
-    with pytest.raises(ValueError, match="give tokens >= 1, rows <= tokens and before >= 0"):
+    with pytest.raises(ValueError, match="Use tokens >= 1, rows <= tokens and before >= 0"):
         cost(build("gsm-writer=additive")).forward_flops(tokens, rows, before)

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import gsm.layers.search as search
 from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost, paper_cache, paper_decode
-from gsm.costs.primitives import ProductCost
 from gsm.layers.attended import StatePart
+from gsm.layers.costs import ProductCost
 from gsm.layers.linear import Linear
 from gsm.layers.projections import Shape
 from gsm.models.base import LanguageModel

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny_text
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from gsm.config.compose import compose
@@ -23,7 +24,7 @@ from gsm.data import tokens as tokens_module
 from gsm.data.corpus import Corpus
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
-from gsm.data.packing import DOCUMENTS, TrainingOrder, training_batches, validation_batches
+from gsm.data.packing import DOCUMENTS, TrainingOrder, training_batches, validation_batches, validation_indices
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.checks import IGNORED
 
@@ -91,6 +92,15 @@ def test_all_targets_count_where_documents_say_so(make: Callable[..., TextData])
     assert len({str(make(documents=kind).fingerprint()) for kind in DOCUMENTS}) == 3, (
         "a run does not go on with another"
     )
+
+
+def test_a_sequence_belongs_to_the_document_that_it_begins_in(make: Callable[..., TextData]) -> None:
+    sequences = make().train_set
+    ids = np.asarray(sequences.ids[: len(sequences.ids)])
+    starts = np.arange(len(sequences)) * sequences.context
+    wanted = [int((ids[:start] == sequences.end_of_text).sum()) for start in starts]
+    assert sequences.documents_of(np.arange(len(sequences))).tolist() == wanted
+    assert len(set(wanted)) > 1, "the text has several documents"
 
 
 def test_an_unknown_treatment_of_documents_is_named(make: Callable[..., TextData]) -> None:
@@ -170,12 +180,12 @@ def test_a_blank_sequence_has_no_targets(make: Callable[..., TextData]) -> None:
 @pytest.mark.parametrize(
     ("chosen", "sentence"),
     [
-        ({"context": 1}, "context 1 is too small; give data.context at least 2"),
-        ({"batch_size": 0}, "batch_size 0 is too small"),
-        ({"num_workers": -1}, "num_workers -1 is too small"),
-        ({"validation_sequences": 0}, "validation_sequences 0 is too small"),
-        ({"max_tokens": 16}, "max_tokens 16 is too small; give data.max_tokens at least 17"),
-        ({"prepare_workers": 0}, "prepare_workers 0 is too small"),
+        ({"context": 1}, "context=1 is not allowed because it is below 2"),
+        ({"batch_size": 0}, "batch_size=0 is not allowed because it is below 1"),
+        ({"num_workers": -1}, "num_workers=-1 is not allowed because it is below 0"),
+        ({"validation_sequences": 0}, "validation_sequences=0 is not allowed because it is below 1"),
+        ({"max_tokens": 16}, "max_tokens=16 is not allowed because it is below 17"),
+        ({"prepare_workers": 0}, "prepare_workers=0 is not allowed because it is below 1"),
         ({"end_of_text": "</s>"}, "end_of_text '</s>' is for a tokenizer.json, and the tokenizer is 'bpe'"),
         ({"path": None, "files": "*"}, "files given without a path; set data.path"),
         ({"tokenizer": "words"}, "unknown tokenizer 'words'; the known ones are bpe, bytes"),
@@ -287,7 +297,7 @@ class Reader(lightning.LightningModule):
 
 
 def read(data: TextData, steps: int, folder: Path, *, accumulate: int = 1, resume: bool = False) -> Reader:
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, filename="last", every_n_train_steps=1)
+    keep = ModelCheckpoint(folder, filename="last", every_n_train_steps=1)
     reader = Reader()
     trainer = lightning.Trainer(
         max_steps=steps,
@@ -330,3 +340,23 @@ def test_a_resumed_run_takes_the_batches_it_would_have_taken(
 def test_a_data_module_can_be_printed_before_anything_is_prepared(data: str):
     made = instantiate(compose(["size=pico", f"data={data}"])["data"], "data")
     assert str(made) == f"{type(made).__name__}: batches of {made.batch_size} sequences of 96 tokens"
+
+
+@pytest.mark.parametrize(("context", "length", "windows"), [(8, 64, 3), (16, 40, 5), (7, 30, 2), (64, 16, 4)])
+def test_a_sample_outside_of_windows_shares_no_id_with_them(make, context: int, length: int, windows: int) -> None:
+    """Once a quarter of the separate sample of the paper's long context was the text of its windows."""
+    data = make(context=context)
+    ids = data.of_length(length, windows)
+    assert len(ids) == windows
+    read = {
+        place
+        for index in validation_indices((data.split("validation").tokens - 1) // length, windows)
+        for place in range(index * length, (index + 1) * length + 1)
+    }
+    separate = data.outside(windows, length, most=9)
+    assert 1 < len(separate) <= 9 and list(separate) == sorted(set(separate))
+    for index in separate:
+        assert not read & set(range(index * context, (index + 1) * context + 1))
+    everything = data.outside(windows, length, most=None)
+    apart = [i for i in range(len(data.validation_set)) if not read & set(range(i * context, (i + 1) * context + 1))]
+    assert list(everything) == apart

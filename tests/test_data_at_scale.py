@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from packed import json_lines, pack
+from packed import pack
 from torch import Tensor
 
 from gsm.config.compose import compose
-from gsm.config.load import instantiate
-from gsm.data import reading, shards
+from gsm.config.load import instantiate_data
+from gsm.data import reading, tokens
 from gsm.data.corpus import Corpus
 from gsm.data.fineweb import FineWeb, text_data
 from gsm.data.module import TextData
 from gsm.data.reading import Damaged
+from gsm.data.tokenizer import Tokenizer
 
 NUMBERS: dict[str, Any] = {"vocabulary": 257, "context": 16, "tokenizer": "bytes"}
 
@@ -48,9 +50,8 @@ def web(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["fineweb", "folder"])
-def make(request: pytest.FixtureRequest, web: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Parquet files, or a folder of texts, as data whose shards are much shorter than a pass over them."""
-    monkeypatch.setattr(shards, "SHARD", 301)
+def make(request: pytest.FixtureRequest, web: Path, tmp_path: Path) -> Any:
+    """Parquet files, or a folder of texts."""
     given = {**NUMBERS, "path": str(web), "cache_dir": str(tmp_path / "cache")}
     if request.param == "fineweb":
         return lambda **chosen: text_data(**given, **chosen)
@@ -95,14 +96,12 @@ def test_ranks_and_workers_take_together_what_one_process_takes_alone(
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (4, 0)])
-def test_a_run_goes_on_within_a_shard_with_any_number_of_workers_and_ranks(
+def test_a_run_goes_on_with_any_number_of_workers_and_ranks(
     world: int, workers: int, make: Callable[..., TextData]
 ) -> None:
-    """Two steps are 256 ids, less than a shard of 301, and every sequence lies somewhere in one of seven."""
     data = make(batch_size=8)
     whole = batches(data) + batches(make(batch_size=8), finished=len(data.train_dataloader()))
     rest = together(make, 2, world, workers)
-    assert len(list(data.split("train").path.glob("*.bin"))) > 5
     assert same(rest, whole[2 : 2 + len(rest)])
 
 
@@ -147,90 +146,29 @@ def renamed(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path)
 
 
-HARM: dict[str, tuple[Callable[[Path], Any], str, int]] = {  # what happens, what is said, pages that come before it
-    "truncated": (cut, "is no sound parquet file", 0),
-    "flipped": (flip, "is no sound parquet file", 8),
-    "emptied": (lambda path: path.write_bytes(b""), "is no sound parquet file .*0 bytes", 0),
-    "without rows": (lambda path: table(path, range(0)), "has no rows", 0),
-    "no UTF-8": (no_utf8, "is no sound parquet file .*utf-8", 0),
-    "without the column": (renamed, "has no column 'text' but body", 0),
+HARM: dict[str, tuple[Callable[[Path], Any], str]] = {  # what happens, and the words about it
+    "truncated": (cut, "is damaged or cut short"),
+    "flipped": (flip, "is damaged or cut short"),
+    "emptied": (lambda path: path.write_bytes(b""), "is damaged or cut short .*0 bytes"),
+    "no UTF-8": (no_utf8, "is damaged or cut short .*utf-8"),
+    "without the column": (renamed, "has no column 'text' but body"),
 }
 
 
 @pytest.mark.parametrize("kind", list(HARM))
-def test_a_damaged_file_is_named_and_stops_or_is_skipped(
-    kind: str, web: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "ROWS", 4)
-    harm, said, before = HARM[kind]
+def test_a_damaged_file_stops_the_run_and_is_named(kind: str, web: Path, tmp_path: Path) -> None:
+    harm, sentence = HARM[kind]
     harm(web / "001.parquet")
-    with pytest.raises(Damaged, match=f"001.parquet {said}.*data.on_corrupt=skip"):
-        list(FineWeb(web).documents("train"))
-    chosen = {**NUMBERS, "batch_size": 1, "path": str(web), "cache_dir": str(tmp_path / "cache")}
-    with caplog.at_level(logging.WARNING):
-        data = text_data(**chosen, on_corrupt="skip")
+    data = text_data(**NUMBERS, batch_size=1, path=str(web), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(Damaged, match=f"001.parquet {sentence}"):
         data.prepare_data()
-    trained = list(data.corpus.documents("train"))
-    assert trained == [page(n) for n in [*range(10), *range(10, 10 + before), *range(20, 30)]]
-    assert data.split("train").tokens == sum(len(text) + 1 for text in trained)
-    assert caplog.text.count("Skipped: ") == 1 and "train split 1 files are skipped" in caplog.messages[-1]
-    caplog.clear()
-    again = text_data(**chosen, on_corrupt="skip")
-    assert again.description()["skipped_files"] == 1 and "damaged files skipped" in again.headline()["data"]
-    assert [message for message in caplog.messages if "001.parquet" in message], "also when nothing is read any more"
 
 
-def test_an_interrupted_encoding_skips_the_same_again(
-    web: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(web / "001.parquet")
-    monkeypatch.setattr(reading, "ROWS", 4)
-    monkeypatch.setattr(shards, "SHARD", 301)
-    given = {**NUMBERS, "batch_size": 1, "path": str(web), "on_corrupt": "skip"}
-    whole = text_data(**given, cache_dir=str(tmp_path / "whole")).split("train")
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards.ShardWriter, "finish", interrupt)
-        text_data(**given, cache_dir=str(tmp_path / "parts")).prepare_data()
-    assert list((tmp_path / "parts").glob("*/train/*.bin"))
-    parts = text_data(**given, cache_dir=str(tmp_path / "parts")).split("train")
-    assert (parts.open()[:] == whole.open()[:]).all() and parts.skipped == whole.skipped != ()
-
-
-def test_a_document_that_damage_cut_off_ends_before_the_next_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "WHOLE", 5000)
-    text = "".join(f"Line {number * 7919 % 10007} of it.\n" for number in range(2000))
-    cut(pack(tmp_path / "a.txt.gz", text.encode()))
-    pack(tmp_path / "b.txt", b"whole")
-    pack(tmp_path / "c.txt", b"held out")
-    cut_off, whole = Corpus(tmp_path, validation="c.txt", on_corrupt="skip").documents("train")
-    assert text.startswith(cut_off) and len(cut_off) > 5000 and whole == "whole"
-
-
-def test_where_no_file_is_sound_skipping_all_of_them_is_refused(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        pack(tmp_path / f"{name}.jsonl", b"no json\n")
-    pack(tmp_path / "c.jsonl", json_lines(["held out"]))
-    corpus = Corpus(tmp_path, validation="c.jsonl", on_corrupt="skip")
-    with pytest.raises(Damaged, match=r"of 2 files none is sound: .*a\.jsonl, line 1, is not JSON"):
-        list(corpus.documents("train"))
-
-
-def test_another_choice_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_withdrawn_arguments_still_opens_its_data(tmp_path: Path) -> None:
     pack(tmp_path / "a.txt", b"x")
-    with pytest.raises(ValueError, match="on_corrupt 'ignore' is unknown; give data.on_corrupt one of stop, skip"):
-        TextData(**NUMBERS, batch_size=1, path=str(tmp_path), on_corrupt="ignore")
-
-
-def test_the_yaml_of_a_folder_hands_the_choice_on(tmp_path: Path) -> None:
-    pack(tmp_path / "a.txt", b"x")
-    config = compose(["data=folder", f"data.path={tmp_path}", "data.on_corrupt=skip", "data.tokenizer=bytes"])
-    assert instantiate(config["data"], "data").corpus.damage.choice == "skip"
+    config = compose(["data=folder", f"data.path={tmp_path}", "data.tokenizer=bytes"])
+    older = {**config["data"], "on_corrupt": "stop", "longest_line": None}
+    assert instantiate_data(older, None).corpus.root == tmp_path
 
 
 def test_trouble_of_the_system_is_not_taken_for_damage(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +177,31 @@ def test_trouble_of_the_system_is_not_taken_for_damage(web: Path, monkeypatch: p
     def refuse(*_: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(reading, "sound_text", refuse)
+    monkeypatch.setattr(reading, "documents_of", refuse)
     with pytest.raises(OSError, match="Input/output error"):
-        list(FineWeb(web, on_corrupt="skip").documents("train"))
+        list(FineWeb(web).documents("train"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_log_lines_and_bars_share_no_line_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    handler, root = logging.StreamHandler(screen), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    caplog.set_level(logging.INFO)  # it also clears the levels that loggers have cached
+    monkeypatch.setattr(tokens.log, "disabled", False)  # as Hydra leaves it in a process that has used it
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / f"text/{number}.txt").write_text("a text of a few words. " * 50)
+    text = Corpus(tmp_path / "text")
+    for split in ("train", "validation"):
+        tokens.find_or_encode(text, split, Tokenizer.plain_bytes(), tmp_path / "cache")
+    shown = [line.rpartition("\r")[2] for line in screen.getvalue().split("\n")]
+    assert "encoding train" in screen.getvalue() and "encoding validation" in screen.getvalue()
+    assert [line[:8] for line in shown if "Encod" in line] == ["Encoding", "Encoded "] * 2

@@ -56,8 +56,9 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix,
 def navigation() -> list[str]:
     """The pages that mkdocs.yml lists, sections one level deep."""
     entries = [entry for item in yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"] for entry in item.values()]
-    nested = [list(part.values()) for entry in entries if isinstance(entry, list) for part in entry]
-    return [entry for entry in entries if isinstance(entry, str)] + [page for pages in nested for page in pages]
+    nested = [part for entry in entries if isinstance(entry, list) for part in entry]  # a title and its page, or a page
+    pages = [part if isinstance(part, str) else next(iter(part.values())) for part in nested]
+    return [entry for entry in entries if isinstance(entry, str)] + pages
 
 
 def anchors(page: Path) -> set[str]:
@@ -74,7 +75,8 @@ def named(page: str, group: str, name: str) -> bool:
 
 
 def test_every_page_is_in_the_navigation_once_and_nothing_else():
-    assert sorted(navigation()) == PAGES
+    notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]  # made by the hook
+    assert sorted(navigation()) == sorted(PAGES + notebooks)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -89,6 +91,19 @@ def test_links_and_pictures_are_there(name: str):
         assert not anchor or anchor in anchors(target), f"{name} leads to {link}, and {target.name} has no such heading"
         inside = target.is_relative_to(DOCS) or not page.is_relative_to(DOCS)
         assert inside, f"{name} leads to {link}, which is no part of the site: name it as code"
+
+
+def test_the_python_of_the_readme_runs_and_its_patch_changes_the_logits(capsys: pytest.CaptureFixture[str]):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert float(re.search(r"[\d.]+", capsys.readouterr().out)[0]) > 0.1
+    assert names["seen"]["stage/1/increment"].shape == (1, 200, names["model"].dim)
+
+
+def test_the_readme_names_every_model():
+    (listed,) = re.findall(r"^`model=` is one of (.*?):", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(variants("model"))
 
 
 @pytest.mark.parametrize("name", READ)
@@ -176,13 +191,14 @@ def test_an_equation_becomes_mathml():
 
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
-    for needed in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+    for needed in ("mkdocs", "material", "mkdocstrings", "latex2mathml", "nbconvert"):
         pytest.importorskip(needed)
     path = os.pathsep.join([str(DOCS), *(entry for entry in sys.path if entry)])
-    environment = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "NOTEBOOKS": "bare"}
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.rglob("*.html"))) > len(PAGES), "every page, and one for what is not found"
     assert "<math" in (tmp_path / "writers.html").read_text()
     assert "StateWriter" in (tmp_path / "reference/gsm.slots.html").read_text()
+    assert "show_attention" in (tmp_path / "notebooks/01_one_forward_pass.html").read_text()

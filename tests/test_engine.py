@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, mostly_slow, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, M, W, assert_same, build, mostly_nightly, random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +27,7 @@ from gsm.tape import Tapes
 SEPARATE = "gsm-retriever=separate_indexer"
 VARIED = (SEPARATE, "gsm-writer=delta", "baseline-pool", "hybrid-residual=mhc")
 QUICK = ("gsm", SEPARATE, "gsm-writer=delta", "baseline-pool", "transformer", "gated_delta_net")
-SOME_QUICK = mostly_slow(MEMORIES, *QUICK)
+SOME_QUICK = mostly_nightly(MEMORIES, *QUICK)
 LENGTH = 2 * M + 3  # beyond windows, state and K groups, so that all of them turn over
 EXACT = 1e-12
 
@@ -130,6 +135,190 @@ def test_an_interrupted_chunk_leaves_the_memory_as_it_was(monkeypatch):
     assert_same(running.prefill(tokens[:, 10:]), running.model(tokens).logits[:, -1], "once more", EXACT)
 
 
+def scale_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def assign(model):
+    model.load_state_dict({name: x * 1.1 for name, x in model.state_dict().items()}, assign=True)
+
+
+def exchange(model):
+    model.norm = copy.deepcopy(model.norm)
+    model.norm.weight.data.mul_(3)
+
+
+def add_hook(model):
+    model.norm.register_forward_hook(lambda part, given, out: out * 2)
+
+
+def add_hook_before(model):
+    model.encoder.blocks[0].register_forward_pre_hook(lambda part, given: None)
+    model.norm.register_forward_pre_hook(lambda part, given: given[0] ** 2)
+
+
+def replace_forward(model):
+    model.norm.forward = lambda x: x * 2
+
+
+def parametrize(model):
+    torch.nn.utils.parametrize.register_parametrization(model.norm, "weight", torch.nn.Tanh())
+
+
+def set_a_number(model):
+    model.norm.eps = 1.0
+
+
+CHANGES = (
+    scale_data, assign, exchange, add_hook, add_hook_before, replace_forward, parametrize, set_a_number
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_what_has_changed_in_a_model_is_recorded_again(change):
+    """Recordings went on with the old weights, or with memory that was free."""
+    running, tokens = engine(SEPARATE, capacity=40), random_tokens(1, 20)
+    running.prefill(tokens[:, :16])
+    before = read(running, tokens[:, 16:])
+    change(running.model)
+    running.reset()
+    want = running.model(tokens).logits
+    assert_same(running.prefill(tokens[:, :16]), want[:, 15], "a prompt", EXACT)
+    assert_same(read(running, tokens[:, 16:]), want[:, 16:], "tokens", EXACT)
+    assert not torch.allclose(before, want[:, 16:])
+
+
+@torch.no_grad()
+def test_a_hook_runs_at_every_token():
+    running, seen = engine(SEPARATE, capacity=40), []
+    running.decode(torch.tensor([1]))
+    hook = running.model.norm.register_forward_hook(lambda *arguments: seen.append(1))
+    read(running, random_tokens(1, 3))
+    hook.remove()
+    read(running, random_tokens(1, 3))
+    assert len(seen) == 3
+
+
+@torch.no_grad()
+def test_the_mode_and_values_of_weights_may_change_without_another_recording():
+    running = engine(SEPARATE, capacity=40)
+    for change in (running.model.train, running.model.eval, lambda: running.model.norm.weight.mul_(2)):
+        running.decode(torch.tensor([1]))
+        change()
+    running.decode(torch.tensor([1]))
+    assert running._recorder.count == 1
+
+
+@torch.no_grad()
+def test_autocast_is_that_of_the_call():
+    running, tokens = engine("transformer", capacity=40), random_tokens(1, 6)
+    running.model.float()
+    running = Engine(running.model, capacity=40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert read(running, tokens[:, :3]).dtype == torch.bfloat16
+    running.reset()
+    assert_same(read(running, tokens), running.model(tokens).logits, "without autocast", 1e-4)
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.float, lambda model: model.to("meta")])
+def test_a_model_of_another_dtype_or_place_is_refused(change):
+    running = engine(SEPARATE, capacity=40)
+    running.decode(torch.tensor([1]))
+    change(running.model)
+    with pytest.raises(ValueError, match="a new Engine"):
+        running.decode(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda running: pickle.loads(pickle.dumps(running))])
+@torch.no_grad()
+def test_a_copy_has_a_memory_of_its_own(copied):
+    """The recordings of a copy once wrote to the original."""
+    running, tokens = Engine(build("transformer", geometry=SHALLOW), capacity=40), random_tokens(1, 12)
+    running.prefill(tokens[:, :5])
+    read(running, tokens[:, 5:6])
+    other, want = copied(running), running.model(tokens).logits
+    for one in (other, running):
+        assert_same(read(one, tokens[:, 6:]), want[:, 6:], "the copy, and the original behind it", EXACT)
+
+
+def interrupted(call, number: int) -> int:
+    """Makes a call, in which KeyboardInterrupt is raised at this one of the places where Python looks for signals;
+    returns how many it has come by."""
+    places = 0
+
+    def look(frame, event, argument):
+        nonlocal places
+        places += event in ("call", "c_return")
+        if places == number and event in ("call", "c_return"):
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return places
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@torch.no_grad()
+def test_an_interrupted_token_is_read_or_not_as_the_memory_says(recorded):
+    """A memory was left half a token further."""
+    model, tokens = build("gated_delta_net", geometry=SHALLOW), random_tokens(1, 4)
+    running, token = Engine(model, capacity=40, graphs=recorded), torch.tensor([3])
+    want = [model(torch.cat((tokens, token.expand(1, more)), 1)).logits[:, -1] for more in (1, 2)]
+    running.prefill(tokens)
+    mark = running.memory.clone()
+    running.decode(token)
+    total = interrupted(lambda: running.decode(token), 0)
+    assert total > 50
+    for number in range(max(1, total - (300 if recorded else 40)), total):
+        running.load(mark)
+        interrupted(lambda: running.decode(token), number)
+        torch.set_grad_enabled(False)
+        assert_same(running.decode(token), want[running.memory.used - 5], f"behind place {number}", EXACT)
+
+
+def test_an_engine_serves_one_call_and_one_stream_at_a_time():
+    running = Engine(build("transformer", geometry=SHALLOW), capacity=40)
+    for call in (running.reset, lambda: running.prefill([1, 2]), lambda: running.decode(torch.tensor([1]))):
+        stream = running.stream([1, 2, 3], 5)
+        next(stream)
+        call()
+        with pytest.raises(RuntimeError, match="use an Engine for each stream"):
+            next(stream)
+        running.reset()
+    running.model.norm.register_forward_hook(lambda *arguments: running.reset())
+    with pytest.raises(RuntimeError, match="use an Engine for each thread"):
+        running.decode(torch.tensor([1]))
+
+
+def test_threads_that_generate_leave_the_model_in_its_mode():
+    """One thread put the modules back in training while others were computing."""
+    model = build("transformer", geometry=SHALLOW).train()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait():
+        with model.evaluating():
+            inside.set()
+            go_on.wait()
+            return [part.training for part in model.modules()]
+
+    with ThreadPoolExecutor(1) as pool:
+        modes = pool.submit(wait)
+        inside.wait()
+        with model.evaluating():
+            pass
+        assert not model.training
+        go_on.set()
+        assert not any(modes.result())
+    assert all(part.training for part in model.modules())
+
+
 @recorders
 @torch.no_grad()
 def test_a_recorded_prefill_takes_documents(recorder):
@@ -228,9 +417,7 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
     running, tokens = Engine(build(SEPARATE, geometry=SHALLOW), capacity=20, graphs=graphs), random_tokens(1, 21)
     running.prefill(tokens[:, :18])
     before = running.memory.clone()
-    with pytest.raises(
-        ValueError, match="capacity 20 does not hold .* 2 tokens and 2 new ones, after 18 that are used"
-    ):
+    with pytest.raises(ValueError, match="capacity 20 does not hold .* 2 tokens and 2 new ones, after 18 used tokens"):
         next(running.stream(tokens[0, :2], 2))
     with pytest.raises(ValueError, match="its capacity is 20 tokens, 18 are used, and 3 more were given"):
         running.prefill(tokens[:, :3])
@@ -260,6 +447,24 @@ def test_it_goes_on_from_what_it_has_read():
     running = Engine(model, capacity=20)
     running.prefill(tokens[:, :8])
     assert torch.equal(running.generate(tokens[:, 8:], 5), model.generate(tokens, 5))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@torch.no_grad()
+def test_scores_that_are_not_finite_choose_no_token(value, temperature):
+    """Token 0 was written, in greedy decoding."""
+    model = build("transformer", geometry=SHALLOW)
+    model.norm.weight.fill_(value)
+    for writer in (model, Engine(model, capacity=20)):
+        with pytest.raises(ValueError, match="scores of the next token are not finite"):
+            writer.generate([1, 2, 3], 2, temperature)
+
+
+def test_the_smallest_temperature_and_top_p_take_the_likeliest():
+    logits = torch.randn(20, 9)
+    for options in ({"temperature": 1e-320}, {"temperature": 1e-37}, {"temperature": 1.0, "top_p": 1e-320}):
+        assert torch.equal(sample(logits, **options), logits.argmax(-1))
 
 
 def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
@@ -308,7 +513,7 @@ def test_a_recording_that_fails_leaves_nothing_behind():
 
 
 def test_an_engine_needs_a_capacity():
-    with pytest.raises(ValueError, match="needs a capacity in tokens"):
+    with pytest.raises(ValueError, match="capacity=None is not allowed because an engine has a static memory"):
         Engine(build("gsm-writer=additive"), capacity=None)
 
 
@@ -343,8 +548,8 @@ def test_a_prefill_in_a_large_static_memory_does_not_look_at_slots_that_it_canno
         (lambda running: running.prefill([[1], [2]]), "memory is for a batch of 1, tokens have a batch of 2"),
         (lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64)), "got an empty prompt"),
         (lambda running: running.generate([1], 0), "max_new_tokens must be at least 1, got 0"),
-        (lambda running: Engine(running.model, capacity=0), "capacity must be at least 1 token"),
-        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk must be at least 1 token, got 0"),
+        (lambda running: Engine(running.model, capacity=0), "capacity must be at least 1, got 0"),
+        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk must be at least 1, got 0"),
     ],
 )
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])

@@ -20,8 +20,8 @@ from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
 from gsm.evaluation.checkpoints import progress
 from gsm.evaluation.held_out import HeldOut, buckets, measure, positions, token_losses
-from gsm.experiments.fit import train
 from gsm.paths import ROOT
+from gsm.training.run import train
 
 QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false")
 
@@ -121,6 +121,16 @@ def test_bits_per_byte_count_the_bytes_of_the_targets():
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / float(length_V[wanted].sum()), rel=1e-12)
 
 
+def test_the_sums_of_documents_are_those_of_their_sequences():
+    model, batch = build("gsm-writer=additive"), batch_of(5)
+    length_V = torch.arange(23) % 4 + 1
+    found = measure(model, each(batch), token_bytes_V=length_V, document_S=[0, 0, 3, 3, 7])["by_document"]
+    loss_B = token_losses(model, batch).detach().sum(1)
+    bytes_B = (length_V[batch["targets"].clamp(min=0)] * (batch["targets"] >= 0)).sum(1)
+    wanted = [[float(part[rows].sum()) for part in (loss_B, bytes_B)] for rows in ([0, 1], [2, 3], [4])]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))
+
+
 def test_the_standard_error_is_the_spread_of_means_of_as_many_sequences():
     drawn = torch.Generator().manual_seed(3)
     repeats, count = 4000, 30
@@ -200,6 +210,10 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
     own = HeldOut(run, output=output).evaluate()[0]
     longer = HeldOut(run, context=64, batch_size=1, output=output).evaluate()[0]
     assert longer["context"] == 64 and longer["text"]["by_position"][-1]["last"] == 63
+    apart = HeldOut(run, outside=(2, 64), output=output).evaluate()[0]
+    assert (
+        apart["outside"] == [2, 64] and apart["text"]["sequences"] > 1 and apart["text"]["loss"] != own["text"]["loss"]
+    )
     asked = {"path": str(tmp_path), "split": "train", "sequences": 3, "position": "sequence"}
     other = HeldOut(run, **asked, output=output).evaluate()[0]
     assert other["data"]["digest"] != own["data"]["digest"] == longer["data"]["digest"]
@@ -220,6 +234,8 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
         (["position=page"], "position is 'page', but has to be document or sequence"),
         (["context=1"], "context is 1, but has to be 2 or more"),
         (["sequences=-1"], "sequences is -1, but has to be 1 or more"),
+        (["outside=16"], "outside=16 is not allowed: give how many windows and their length, as 16,65536"),
+        (["outside=1,99999999"], "data: context 99999999 needs at least"),
         (["context=999999"], "data: context 999999 needs at least 1000000 tokens"),
         (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),
         (["data=stdlip"], "unknown variant 'stdlip'"),

@@ -1,4 +1,4 @@
-"""Experiments: the runs that one command stands for, how they are started, watched and stopped, and their table."""
+"""Experiments: the runs of one command, how they start, stop and go on, and their table."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
+import torch
 
+from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError
-from gsm.evaluation import plots
-from gsm.experiments import experiment as experiments
-from gsm.experiments import pace, trials
-from gsm.experiments.experiment import train_all
-from gsm.experiments.table import read_runs
-from gsm.experiments.trials import Experiment
+from gsm.experiments import execute as experiments
+from gsm.experiments.entries import read_arms
+from gsm.experiments.execute import train_all
+from gsm.experiments.runs import Experiment
+from gsm.training.resume import FORMAT, STATE
 
 TOY = """# @package _global_
 # Does anything happen?
@@ -35,11 +34,11 @@ arms:
 seeds: [0, 1]
 table: [bits_per_byte, data.train_tokens]
 """
-ARMS = {"mhc": [], "plain": ["model/residual=plain", "model.state_size=9"]}
 
-# A child that trains nothing. It is told by its arm what to do, and writes a summary like that of a run.
+# A child that trains nothing. Files in its arm's folder make it fail or wait. It leaves the summary of a run, and a
+# checkpoint that the test has prepared, since PyTorch takes seconds to import.
 FAKE = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, shutil, signal, sys, time
 given = dict(word.partition("=")[::2] for word in sys.argv[1:])
 folder = pathlib.Path(given["logs"]) / "toy" / given["arm"] / ("seed" + given["seed"])
 print("threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
@@ -57,6 +56,8 @@ while (folder.parent / "waits").exists():
     time.sleep(0.02)
 value = {"mhc": 1.0, "plain": 2.0, "mhc_two_pass": 3.0}[given["arm"]] + int(given["seed"]) / 10
 summary = {"status": "finished", "bits_per_byte": value, "data": {"train_tokens": 12345}}
+(folder / "checkpoints").mkdir(exist_ok=True)
+shutil.copy(pathlib.Path(given["logs"]).parent / (given["arm"] + given["seed"]), folder / "checkpoints/last.ckpt")
 (folder / "summary.json").write_text(json.dumps(summary))
 """
 
@@ -78,34 +79,19 @@ def composed(folder: Path, *given: str, text: str = TOY, script: Sequence[str] =
     return experiment
 
 
-def toy(folder: Path, *given: str, arms: dict[str, Any] = ARMS, script: Sequence[str] = ()) -> Experiment:
-    """The same without composing anything: what the parent looks at."""
-    overrides = [f"logs={folder / 'logs'}", *given]
-    config = {"name": "toy", "arm": "gsm", "arms": arms, "seed": 0, "seeds": [0, 1], "jobs": 1, "force": False}
-    config |= {"runs": None, "resume": "auto", "table": ["bits_per_byte", "data.train_tokens"]}
-    return Experiment({**config, **values(overrides)}, overrides, script)
-
-
-def values(overrides: Sequence[str]) -> dict[str, Any]:
-    parsed = (OverridesParser.create().parse_override(line) for line in overrides)
-    return {override.key_or_group: override.value() for override in parsed}
-
-
-def no_composition(overrides: Sequence[str]) -> dict[str, Any]:
-    config = {"name": "toy", "runs": None, "resume": "auto", **values(overrides)}
-    return {**config, "folder": "{logs}/{name}/{arm}/seed{seed}".format(**config)}
+def toy(folder: Path, *given: str, script: Sequence[str] = ()) -> Experiment:
+    """The same, with the checkpoints that its runs will leave."""
+    experiment = composed(folder, *given, script=script)
+    for trial in experiment.trials():
+        known = {"format": FORMAT, STATE: {"world": 1}, "state_dict": {}, "global_step": 1, "started_from": None}
+        torch.save({**known, "hyper_parameters": {"config": trial.config}}, folder / f"{trial.arm}{trial.seed}")
+    return experiment
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A command that takes a tenth of a second; a run of it counts as finished without a checkpoint."""
-
-    def is_finished(config: dict[str, Any]) -> bool:
-        return any(run.finished for run in read_runs(tmp_path / "logs/toy") if str(run.folder) == config["folder"])
-
-    monkeypatch.setattr(experiments.folder, "finished", is_finished)
-    monkeypatch.setattr(trials, "compose", no_composition)
-    monkeypatch.setattr(pace, "seconds", lambda *_, **__: None)  # of runs that train nothing
+    """A command that takes a tenth of a second in place of a training."""
+    monkeypatch.setenv("GSM_CONFIGS", str(configs(tmp_path)))
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "fake.py").write_text(FAKE)
@@ -123,11 +109,11 @@ def starts(folder: Path) -> dict[str, int]:
 
 def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
     trials = composed(tmp_path, "model.state_size=11", "jobs=2", "seeds=1", "name=mine").trials()
-    jobs = [trial.jobs[""] for trial in trials]
-    assert [job.config["model"]["state_size"] for job in jobs] == [11, 11]
-    assert [job.folder for job in jobs] == [tmp_path / f"logs/mine/{arm}/seed0" for arm in ("mhc", "plain")]
+    runs: Any = [trial.runs[""] for trial in trials]
+    assert [run.config["model"]["state_size"] for run in runs] == [11, 11]
+    assert [run.folder for run in runs] == [tmp_path / f"logs/mine/{arm}/seed0" for arm in ("mhc", "plain")]
     assert (
-        jobs[1].command
+        runs[1].command
         == trials[1].overrides
         == (
             "experiment=toy",
@@ -145,16 +131,13 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
         (["arm=[plain,mhc]", "seeds=[4]"], ["plain/seed4", "mhc/seed4"]),
         (["seeds=1"], ["mhc/seed0", "plain/seed0"]),
         (["seed=3"], ["mhc/seed3", "plain/seed3"]),
-        (["arms=null", "model=baseline"], ["gsm/seed0", "gsm/seed1"]),
+        (["arms=null", "model=baseline"], ["baseline/seed0", "baseline/seed1"]),
         (["seeds=null"], ["mhc/seed0", "plain/seed0"]),
     ],
     ids=" ".join,
 )
-def test_arms_and_seeds_can_be_picked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
-):
-    monkeypatch.setattr(trials, "compose", no_composition)
-    assert [trial.jobs[""].name for trial in toy(tmp_path, *given).trials()] == names
+def test_arms_and_seeds_can_be_picked(tmp_path: Path, given: list[str], names: list[str]):
+    assert [trial.runs[""].name for trial in composed(tmp_path, *given).trials()] == names
 
 
 @pytest.mark.parametrize(
@@ -171,7 +154,7 @@ def test_arms_and_seeds_can_be_picked(
 )
 def test_what_cannot_be_an_experiment_is_said(tmp_path: Path, given: str, said: str):
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        toy(tmp_path, *given.split())
+        composed(tmp_path, *given.split())
 
 
 @pytest.mark.parametrize(
@@ -185,9 +168,9 @@ def test_what_cannot_be_an_experiment_is_said(tmp_path: Path, given: str, said: 
         ({}, "arms is {}, but maps names to overrides"),
     ],
 )
-def test_what_cannot_be_an_arm_is_said(tmp_path: Path, arms: dict[str, Any], said: str):
+def test_what_cannot_be_an_arm_is_said(arms: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
-        toy(tmp_path, arms=arms)
+        read_arms(arms)
 
 
 def test_a_misspelt_arm_fails_before_anything_trains_even_one_that_is_not_picked(tmp_path: Path):
@@ -264,21 +247,14 @@ def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
 
 
 def test_a_finished_run_with_a_broken_checkpoint_stops_no_other(
-    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
 ):
     """The error of one checkpoint ended the parent before anything was trained."""
-    asked: list[str] = []
-
-    def is_finished(config: dict[str, Any]) -> bool:
-        asked.append(config["arm"])
-        if len(asked) == 1:
-            raise CheckpointError("last.ckpt is truncated")
-        return False
-
-    monkeypatch.setattr(experiments.folder, "finished", is_finished)
     train_all(toy(tmp_path, "seeds=1", script=fake))
-    assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
-    assert "mhc/seed0 was finished, but cannot be used: last.ckpt is truncated" in capfd.readouterr().out
+    (place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").write_bytes(b"PK")
+    train_all(toy(tmp_path, "seeds=1", script=fake))
+    assert starts(tmp_path) == {"mhc/seed0": 2, "plain/seed0": 1}
+    assert "mhc/seed0 was finished, but cannot be used: " in capfd.readouterr().out
 
 
 def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
@@ -297,13 +273,12 @@ def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
 
 
 def test_a_finished_run_of_another_configuration_is_left_out_and_named(
-    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
 ):
-    train_all(toy(tmp_path, script=fake))
-    monkeypatch.setattr(experiments.folder, "finished", lambda config: (config["arm"], config["seed"]) != ("plain", 1))
+    train_all(toy(tmp_path, "arm=plain", "seed=1", "model.state_size=12", script=fake))
     train_all(toy(tmp_path, "seeds=1", script=fake))
     assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
-    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("mhc", "1"), ("plain", "0")]
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("plain", "0")]
 
 
 @pytest.mark.parametrize("flag", ["--config-name", "--config-path"])

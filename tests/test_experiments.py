@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 from small import mostly_slow
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, instantiate_model
-from gsm.experiments.trials import Experiment
-from gsm.paths import variants
+from gsm.experiments.runs import Experiment
+from gsm.paths import ROOT, variants
+from gsm.training.optimizer import AdamW
 
 
 @pytest.mark.parametrize("name", mostly_slow(variants("experiment"), "ablate_writer", "needle", "paper_long_context"))
@@ -17,8 +22,8 @@ from gsm.paths import variants
     ("size", "arms"),
     [
         pytest.param(None, slice(-1, None), id="last arm"),
-        pytest.param(None, slice(None), id="every arm", marks=pytest.mark.slow),
-        pytest.param("tiny", slice(-1, None), id="another size", marks=pytest.mark.slow),
+        pytest.param(None, slice(None), id="every arm", marks=pytest.mark.nightly),
+        pytest.param("tiny", slice(-1, None), id="another size", marks=pytest.mark.nightly),
     ],
 )
 def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str | None, arms: slice):
@@ -33,12 +38,26 @@ def test_every_experiment_composes_and_builds_at_any_size(name: str, size: str |
             instantiate(config["data"], "data").validation_set[0]
 
 
+def test_the_sample_before_the_extension_is_outside_of_the_windows_behind_it():
+    config: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs/experiment/paper_long_context.yaml"))
+    runs = config["runs"]
+    windows = runs["ppl"]["evaluate"]
+    longest = windows["lengths"].rpartition(":")[2]
+    assert runs["before"]["evaluate"]["outside"] == [windows["windows"], longest]
+
+
+def test_the_papers_adaptations_take_the_optimizer_of_their_rates_at_any_size():
+    given = compose(["experiment=paper_ablate_indexer", "size=nano"])
+    assert get_class(given["optimizer"]["_target_"]) is AdamW, "its size has Muon"
+
+
 def test_the_residual_ablation_compares_what_it_says():
     given = ["experiment=ablate_residual"]
     experiment = Experiment(compose(given), given)
-    assert (experiment.chosen, experiment.seeds) == (["mhc", "plain"], [0, 1, 2])
+    assert (experiment.chosen, experiment.seeds) == (["mhc", "mhc_two_pass", "plain"], [0, 1, 2])
     jobs = [experiment.trial(arm, 1) for arm in experiment.chosen]
     kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
-    assert kinds == ["HyperConnection", "Plain"]
-    paired = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
-    assert str(paired[0]).replace("mhc/seed", "plain/seed") == str(paired[1]), "nothing else differs"
+    assert kinds == ["HyperConnection", "TwoPassHyperConnection", "Plain"]
+    rest = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
+    pairs = zip(rest, experiment.chosen, strict=True)
+    assert len({str(config).replace(f"/{arm}/seed", "/seed") for config, arm in pairs}) == 1, "nothing else differs"

@@ -39,8 +39,8 @@ def written_out(layer: MixtureOfExperts, x_D: Tensor) -> Tensor:
 
     score = [softplus(w_D @ x_D).sqrt() for w_D in layer.router.weight]
     lifted = [float(s) + 0.001 * int(n) for s, n in zip(score, layer.nudges_E, strict=True)]
-    chosen = sorted(range(EXPERTS), key=lambda e: -lifted[e])[:CHOSEN]
-    total = sum(score[e] for e in chosen)
+    chosen = sorted(range(EXPERTS), key=lambda e: -lifted[e])[: layer.chosen]
+    total = sum(score[e] for e in chosen) if len(chosen) > 1 else 1.0
     own, shared = layer.experts, layer.shared
     y_D = expert(shared.gate.weight, shared.up.weight, shared.down.weight)
     for e in chosen:
@@ -48,8 +48,9 @@ def written_out(layer: MixtureOfExperts, x_D: Tensor) -> Tensor:
     return y_D
 
 
-def test_every_row_gets_the_sum_of_the_experts_that_it_chose_and_of_the_shared_one():
-    mixture, x_BRD = layer(), 3 * rows(2, 7)
+@pytest.mark.parametrize("chosen", [1, CHOSEN])
+def test_every_row_gets_the_sum_of_the_experts_that_it_chose_and_of_the_shared_one(chosen):
+    mixture, x_BRD = layer(chosen=chosen), 3 * rows(2, 7)
     want = torch.stack([written_out(mixture, x_D) for x_D in x_BRD.flatten(0, 1)]).view_as(x_BRD)
     assert_same(mixture(x_BRD).update_BRD, want, "the equations", 1e-12)
 
@@ -197,9 +198,9 @@ def test_a_row_meets_as_many_weights_as_in_a_dense_one_and_the_router_s():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"chosen": 7}, "chosen must lie between 1 and the 6 experts, got 7"),
-        ({"chosen": 0}, "chosen must lie between 1 and the 6 experts, got 0"),
-        ({"chosen": 4}, r"chosen \+ 1 = 5 experts that a row meets must divide feed_forward_dim 12"),
+        ({"chosen": 7}, "chosen=7 is not allowed. Use a number from 1 to the 6 experts"),
+        ({"chosen": 0}, "chosen=0 is not allowed. Use a number from 1 to the 6 experts"),
+        ({"chosen": 4}, r"feed_forward_dim=12 is not allowed because the 5 experts of a row"),
     ],
 )
 def test_experts_that_cannot_be_are_named(options, said):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import GEOMETRY, MEMORIES, RATIO, M, W, assert_same, build, mostly_slow, random_tokens
+from small import GEOMETRY, MEMORIES, RATIO, M, W, assert_same, build, mostly_nightly, random_tokens
 from torch.nn.functional import cross_entropy
 
 import gsm
@@ -68,7 +68,7 @@ def made() -> Page:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", mostly_slow(GSMS, "gsm-writer=multi_slot"))
+@pytest.mark.parametrize("case", mostly_nightly(GSMS, "gsm-writer=multi_slot"))
 def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
     model, token_BT = build(case), random_tokens(1, T)
     found = gather(model, token_BT[0])
@@ -91,7 +91,7 @@ def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "case", mostly_slow(GSMS, "gsm-encoder_reading=window_only", "gsm-state_reader=state_and_window")
+    "case", mostly_nightly(GSMS, "gsm-encoder_reading=window_only", "gsm-state_reader=state_and_window")
 )
 def test_readings_are_the_taps(case: str):
     model, token_BT = build(case), random_tokens(1, T)
@@ -174,9 +174,9 @@ def test_sources_are_the_strongest_of_the_rollout():
 @pytest.mark.parametrize(
     ("case", "tokens", "said"),
     [
-        ("baseline", T, "Baseline has none: give it a GSM"),
-        ("gsm", RATIO, "the text has 2 tokens, but the explorer reads 3 to 4,096"),
-        ("gsm", facts.LONGEST + 1, "the text has 4,097 tokens"),
+        ("baseline", T, "model Baseline is not allowed because it has no shared state. Use a GSM"),
+        ("gsm", RATIO, "a text of 2 tokens is not allowed. Use 3 to 4,096"),
+        ("gsm", facts.LONGEST + 1, "a text of 4,097 tokens"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int, said: str):
@@ -188,7 +188,7 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int,
 
 @pytest.mark.parametrize("name", ["documents", "targets"])
 def test_what_is_not_of_the_length_of_the_text_is_named(name: str):
-    with pytest.raises(ValueError, match=rf"{name} has the shape \[3\], but the text has {T} tokens"):
+    with pytest.raises(ValueError, match=rf"{name} must have the shape of tokens, \[{T}\], got \[3\]"):
         explore(build("gsm"), random_tokens(1, T)[0], **{name: torch.zeros(3).long()})
 
 
@@ -199,7 +199,7 @@ def test_a_line_at_the_top_may_have_any_value():
 
 
 def test_a_model_without_a_state_is_called_as_it_was_chosen():
-    with pytest.raises(SystemExit, match=r"needle_delta_net.ckpt: .* shared state, and delta_net has none: give it a"):
+    with pytest.raises(SystemExit, match=r"needle_delta_net.ckpt: model delta_net is not allowed .* Use a GSM"):
         command_line.call(write, "explore.py", ["checkpoint=needle_delta_net"])
 
 
@@ -235,7 +235,7 @@ def test_questions_are_found_in_the_tokens_alone(task: Needle | MultiQueryRecall
     if isinstance(task, Needle):
         asked = ask(task, 48, 1)
         found = questions_of(task, asked.token_BT[0])
-        assert [(one.key, one.told, one.row) for one in found] == [
+        assert [(one.key, one.needle, one.row) for one in found] == [
             tuple(map(int, place)) for place in zip(asked.key_N, asked.told_N, asked.row_N, strict=True)
         ]
 
@@ -313,7 +313,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from short_runs import TINY
 
     from gsm.config.compose import compose
-    from gsm.experiments.fit import train
+    from gsm.training.run import train
 
     folder, found = tmp_path_factory.mktemp("explored"), {}
     (folder / "text").mkdir()
@@ -334,7 +334,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_command_writes_a_page_of_a_text(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     command_line.call(write, "explore.py", [f"checkpoint={trained['text']}", "text=one <two> three", "tokens=10"])
     file, said = trained["text"] / "explorer.html", capsys.readouterr().out
-    assert re.match(rf"{file}: 10 of 15 tokens, 0\.\d MB, made in \d+ s\nopen it in a browser, .* file:///", said)
+    assert re.match(rf"{file}: 10 of 15 tokens, 0\.\d MB, made in \d+ s\nopen it in a browser; .* file:///", said)
     about, _ = packed(file.read_text())
     assert "".join(about["words"]) == "one <two> " and about["about"]["steps"] == "1"
 
@@ -353,15 +353,19 @@ def test_the_command_writes_a_page_of_a_needle(trained: dict[str, Path], tmp_pat
 @pytest.mark.parametrize(
     ("run", "given", "said"),
     [
-        ("text", [], "explore.py needs text= or text_file= for .*, which was trained on text"),
-        ("text", ["text=a", "text_file=b"], "explore.py takes text= or text_file=, not both"),
-        ("text", ["text_file=nothing.txt"], "text_file nothing.txt cannot be read"),
-        ("text", ["text=a"], r".*last.ckpt: the text has 1 tokens, but the explorer reads 3 to 4,096"),
-        ("text", ["text=abc", "tokens=5000"], "tokens is 5000, but has to lie between 1 and 4096"),
+        ("text", [], "explore.py needs text= or text_file= because .* was trained on text"),
+        ("text", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
+        ("text", ["text_file=nothing.txt"], "text_file=nothing.txt cannot be read"),
+        ("text", ["text=a"], r".*last.ckpt: a text of 1 tokens is not allowed. Use 3 to 4,096"),
+        ("text", ["text=abc", "tokens=5000"], "tokens=5000 is not allowed. Use 1 to 4096"),
         ("text", ["txt=abc"], "unknown argument 'txt'; did you mean text"),
-        ("needle", ["text=abc"], ".* was trained on Needle, which has no text: leave text out"),
+        (
+            "needle",
+            ["text=abc"],
+            "text is not allowed because .* was trained on Needle, which has no text. Leave text out",
+        ),
         ("needle", ["tokens=5"], "tokens: "),
-        ("needle", ["sequence=-1"], "sequence is -1, but they are counted from 0"),
+        ("needle", ["sequence=-1"], "sequence=-1 is not allowed because sequences are numbered from 0"),
     ],
 )
 def test_the_command_explains_what_it_cannot_use(
@@ -400,8 +404,11 @@ class Driven:
     """A page in the browser."""
 
     def __init__(self, browser: Any, made: Page, place: Path) -> None:
+        from selenium.webdriver.support.wait import WebDriverWait
+
         self.browser, self.facts = browser, made.facts
         browser.get(made.save(place).as_uri())
+        WebDriverWait(browser, 60).until(lambda _: self.ask("document.documentElement.dataset.ready"))
 
     def ask(self, script: str) -> Any:
         """What an expression of the page's own is."""
@@ -436,7 +443,7 @@ class Driven:
 
     @property
     def focus(self) -> int:
-        """The token in focus, as those who hear the page are told."""
+        """The token in focus, for screen readers."""
         return int(self.ask("document.getElementById('text').getAttribute('aria-activedescendant').slice(6)"))
 
     @property
@@ -493,7 +500,7 @@ def test_the_page_is_used_by_keyboard_alone(driven: Driven):
     driven.press(Keys.ESCAPE)
     driven.point(4)
     assert driven.focus == 4
-    assert "Token 4" in driven.ask("document.getElementById('said').textContent")
+    assert "Token 4" in driven.ask("document.getElementById('status').textContent")
     driven.press("t", "h", "l")
     chosen = driven.ask("['tint', 'head', 'lens'].map((name) => document.getElementById(name).selectedIndex)")
     assert chosen == [1, 1, 1]
@@ -513,7 +520,7 @@ def test_a_layer_and_a_head_are_chosen(driven: Driven):
         driven.choose("head", "mean over heads" if head is None else f"head {head + 1}")
         strongest = float((near_HE.mean(dim=0) if head is None else near_HE[head]).max())
         legend = driven.ask("document.getElementById('legend').textContent")
-        share = float(re.search(r"full colour: ([\d.]+)", legend)[1]) / 100  # type: ignore[index]
+        share = float(re.search(r"strongest colour: a weight of ([\d.]+)", legend)[1]) / 100  # type: ignore[index]
         assert share == pytest.approx(strongest, abs=0.01)
     assert driven.errors == []
 
@@ -566,8 +573,8 @@ def test_a_needle_is_marked_where_it_is_asked_for(browser: Any, tmp_path: Path):
     driven = Driven(browser, explore(build(PLAIN), drawn["tokens"], task), tmp_path / "page.html")
     question = questions_of(task, drawn["tokens"])[0]
     assert driven.focus == question.key, "it begins at the first question"
-    told = driven.ask("[...document.querySelectorAll('.token.told')].map((one) => Number(one.dataset.token))")
-    assert told == [question.told, question.told + 1]
+    told = driven.ask("[...document.querySelectorAll('.token.sought')].map((one) => Number(one.dataset.token))")
+    assert told == [question.needle, question.needle + 1]
     assert driven.errors == []
 
 
@@ -589,6 +596,17 @@ def test_a_task_whose_answers_are_not_the_next_token_is_shown_too(browser: Any, 
     loss = float(states.facts.loss_T[WHOLE][7])
     assert f"asked herewhole model{loss:.2f}" in driven.ask("document.querySelector('#panel table').textContent")
     assert driven.errors == []
+
+
+def test_a_page_opens_at_its_top_with_the_focus_in_sight(driven: Driven):
+    """It scrolled to the token for which the state saves most, which may be the last."""
+    size = {"width": 240, "height": 200, "deviceScaleFactor": 1, "mobile": False}
+    driven.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driven.browser.refresh()
+    box = "elements[state.focus].getBoundingClientRect().bottom <= pane.getBoundingClientRect().bottom"
+    seen = [driven.ask(one) for one in ("elements.at(-1).offsetTop - pane.clientHeight", "pane.scrollTop", box)]
+    driven.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert seen[0] > 0 and seen[1:] == [0, True]
 
 
 def test_a_narrow_window_has_everything_too(driven: Driven):

@@ -14,7 +14,7 @@ import torch
 import gsm
 
 pytestmark = pytest.mark.slow
-CALLS, STEPS = 1_000, 10_000
+CALLS, STEPS = 1_000, 10_000  # at night
 CAPACITY, PROMPT, KEPT = 64, 8, 16
 # After a tenth, PyTorch's own stores and the allocator's have filled: 1.6 MiB came after it in 1,000 calls, nothing
 # in 10,000 steps. The bound is about twice that: 4.7 KiB for each call that is left, 470 bytes for each step. What
@@ -89,7 +89,15 @@ def watched(make: Callable[[int], Callable[[], None]], count: int, said: Any) ->
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("make", "count"), [(generates, CALLS), (decodes, STEPS)])
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (generates, CALLS // 4),
+        (decodes, STEPS // 4),
+        pytest.param(generates, CALLS, marks=pytest.mark.nightly),
+        pytest.param(decodes, STEPS, marks=pytest.mark.nightly),
+    ],
+)
 def test_memory_stays_flat(processes: Any, make: Callable[[int], Callable[[], None]], count: int):
     said = processes.SimpleQueue()
     child = processes.Process(target=watched, args=(make, count, said))

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import TINY, arguments
+from short_runs import TINY, arguments, assemble
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.experiments import fit, trainers
-from gsm.experiments.trials import Experiment
+from gsm.experiments.runs import Experiment
+from gsm.training import run as fit
+from gsm.training import trainer as trainers
 
 
 @lru_cache
@@ -99,7 +100,7 @@ def test_every_run_of_the_papers_experiments_has_its_step(experiment: str, devic
     [
         ("global_batch=many", "global_batch is 'many', but takes a whole number of sequences, or null"),
         ("global_batch=1.5", "global_batch is 1.5, but takes a whole number"),
-        ("global_batch=0", "global_batch is 0, but has to be 1 or more"),
+        ("global_batch=0", "global_batch=0 is not allowed because it is below 1"),
     ],
 )
 def test_what_is_no_number_of_sequences_is_refused(word: str, said: str):
@@ -107,9 +108,15 @@ def test_what_is_no_number_of_sequences_is_refused(word: str, said: str):
         compose([word])
 
 
-def test_accumulation_is_not_said_beside_it():
-    with pytest.raises(ConfigError, match="trainer.accumulate_grad_batches follows from global_batch"):
-        trainers.settings(config("+trainer.accumulate_grad_batches=2"))
+def test_a_pass_ends_with_a_step():
+    """Six batches a pass made steps of 4, 2, 4, 2, ... batches, and fewer tokens than the header said."""
+    for limit in ("6", "0.5"):
+        with pytest.raises(ConfigError, match=rf"limit_train_batches={limit} .* takes 4 batches .* a multiple of 4"):
+            trainers.refuse_early(
+                config("data.batch_size=2", "global_batch=8", f"+trainer.limit_train_batches={limit}")
+            )
+    for fitting in ("data.batch_size=2", "+trainer.limit_train_batches=8", "+trainer.limit_train_batches=1.0"):
+        trainers.refuse_early(config("data.batch_size=2", "global_batch=8", fitting))
 
 
 def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
@@ -145,5 +152,5 @@ def test_a_run_is_refused_before_it_reads_or_writes_anything(tmp_path: Path):
 
 def test_steps_are_validated_whole(home: Path):
     """The interval is in steps; Lightning counts batches, and validated in the middle of a step."""
-    run = fit.assemble(compose(arguments(home, "whole_steps", "trainer.val_check_interval=7")))
+    run = assemble(compose(arguments(home, "whole_steps", "trainer.val_check_interval=7")))
     assert (run.trainer.accumulate_grad_batches, run.trainer.val_check_interval) == (2, 14)

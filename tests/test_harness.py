@@ -1,9 +1,11 @@
-"""The built-in scorer and the adapter against lm-evaluation-harness itself, and against its own scoring of a model of
-the transformers library."""
+"""The adapter against lm-evaluation-harness's own class for a model of the transformers library; its tasks on local
+documents."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +23,10 @@ transformers = pytest.importorskip("transformers", reason="the extra eval is not
 from hugging_face import HuggingFace  # noqa: E402
 
 from gsm.data.tokenizer import Tokenizer  # noqa: E402
-from gsm.evaluation import downstream, harness, task_files  # noqa: E402
-from gsm.evaluation.task_files import load, samples  # noqa: E402
+from gsm.evaluation import harness, tasks  # noqa: E402
+from gsm.evaluation.results import Results  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that this extra brings
-THEIRS = {
-    **{"arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "piqa": "piqa/piqa", "sciq": "sciq/sciq"},
-    **{"blimp": "blimp/_template_yaml", "hellaswag": "hellaswag/hellaswag", "winogrande": "winogrande/default"},
-    **{"mmlu": "mmlu/default/mmlu_abstract_algebra", "openbookqa": "openbookqa/openbookqa"},
-    **{"lambada": "lambada/lambada_openai", "boolq": "super_glue/boolq/default"},
-}
 TEXTS = [
     "The moon pulls the sea, and the sea pulls back.",
     "Bo fed Al so Al was full. All night he looked for the ring.",
@@ -61,7 +57,8 @@ def both(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> tuple[harness.
         parameter.data.mul_(4.0)
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._bpe, eos_token="<|endoftext|>")
     wrapped.pad_token = wrapped.eos_token
-    theirs = HFLM(pretrained=model, tokenizer=wrapped, max_length=48, batch_size=3, device="cpu")
+    make: Any = HFLM  # its package declares no parameters
+    theirs = make(pretrained=model, tokenizer=wrapped, max_length=48, batch_size=3, device="cpu")
     return harness.Adapter(HuggingFace(model), tokenizer, max_length=48, rows=5), theirs
 
 
@@ -75,98 +72,167 @@ def test_loglikelihoods_of_a_foreign_model_are_the_harness_own(both: tuple[harne
     asked = requests(*((context, ending) for context in contexts for ending in (" sea", " old queen.", " the ring")))
     for one, other in zip(ours.loglikelihood(asked, True), theirs.loglikelihood(asked, True), strict=True):
         assert one[0] == pytest.approx(other[0], abs=1e-4) and one[1] == other[1]
-    assert ours.cut == 4, "as many as the harness warns of"
+    assert sum(score.cut > 0 for score in ours.scores) == 4, "the harness warns of the same number"
 
 
-def test_rolling_loglikelihoods_of_a_foreign_model_are_the_harness_own(both: tuple[harness.Adapter, Any]):
-    ours, theirs = both
-    asked = requests((TEXTS[0],), ("".join(TEXTS),), ("x",))
-    want = theirs.loglikelihood_rolling(asked, disable_tqdm=True)
-    assert ours.loglikelihood_rolling(asked) == pytest.approx(want, abs=1e-3, rel=1e-6)
+@pytest.mark.parametrize("kind", ["generate_until", "loglikelihood_rolling"])
+def test_texts_are_written_and_scored_whole_by_the_harness_own_command(kind: str, tokenizer: Tokenizer):
+    model = Bag(300)
+    with pytest.raises(ValueError, match=f"{kind} is not allowed .* Use lm_eval itself, on a model that export.py has"):
+        getattr(harness.Adapter(model, tokenizer, max_length=48), kind)(requests(("A", {})))
+    assert model.read == 0
 
 
-def test_a_foreign_model_writes_what_it_writes_in_the_harness(both: tuple[harness.Adapter, Any]):
-    ours, theirs = both
-    options = {"until": ["\n", "q"], "max_gen_toks": 12, "do_sample": False}
-    asked = requests(*((text, options) for text in ("The moon", TEXTS[1] * 4, "Bo fed Al")), ("A", {"max_gen_toks": 3}))
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+def test_a_context_of_blanks_begins_with_the_end_of_text(tokenizer: Tokenizer):
+    adapter = harness.Adapter(Bag(300), tokenizer, max_length=48)
+    assert adapter.loglikelihood(requests(("  ", "sea"))) == adapter.loglikelihood(requests(("", "  sea")))
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "winogrande", "lambada", "mmlu", "blimp"])
-def test_the_built_in_scorer_and_the_harness_agree(name: str, tmp_path: Path, tokenizer: Tokenizer):
-    """A question of each kind: choices, gaps, last words, shots with subtasks, empty contexts."""
-    task, data = load(name), tiny_tasks.write(tmp_path / "data")
-    asked = samples(task, data)
-    ours = downstream.measure(Bag(300), tokenizer, task, asked, max_length=60)
-    model, file = Bag(300), tmp_path / "theirs.json"
-    theirs = harness.measure(harness.Adapter(model, tokenizer, max_length=60), task, asked, file=file)
-    read = model.read
-    assert harness.measure(harness.Adapter(model, tokenizer, max_length=60), task, asked, file=file) == theirs
-    assert read == model.read > 0, "what is finished is not computed again"
-    agree(ours["samples"], theirs["samples"])
-    assert theirs["scores"] == {**ours["scores"], **perplexity(theirs["scores"])}
-    assert bool(ours["scores"]["cut"]) == (name == "mmlu")
+def local(name: str, folder: Path, **options: Any) -> harness.Questions:
+    return harness.build(tasks.load(name), str(tiny_tasks.write(folder / "data")), **options)
 
 
-@pytest.mark.parametrize("name", list(THEIRS))
-def test_our_task_files_say_what_the_harness_own_say(name: str, tmp_path: Path, tokenizer: Tokenizer):
-    """The harness's own file, with nothing but its documents taken from here."""
-    task, data = load(name), tiny_tasks.write(tmp_path / "data")
-    asked = [one for one in samples(task, data) if name != "mmlu" or one.subtask == "simple_sums"]
-    rows = {"test": [one.row for one in asked]}
-    rows["dev"] = [row for row in tiny_tasks.ROWS["mmlu_dev"] if row["subject"] == "simple_sums"]
-    for split, documents in rows.items():
-        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in documents))
-    files = {split: str(tmp_path / "test.jsonl") for split in ("train", "validation", "test")}
-    files |= {"dev": str(tmp_path / "dev.jsonl")} if task.shots else {}
-    file = Path(lm_eval.__file__).parent / "tasks" / THEIRS[name]
-    described = {
-        "include": str(file if file.is_file() else file.with_name(f"{file.name}.yaml")),
-        **{"task": "theirs", "dataset_path": "json", "dataset_name": None},
-        "dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / "cache")},
+def texts_of(questions: harness.Questions) -> dict[int, list[tuple[str, str]]]:
+    """Contexts and continuations by the line of their document."""
+    adapter = harness.Adapter(Bag(), Tokenizer.plain_bytes(), max_length=4000)
+    logged = harness.run(adapter, questions.built, questions.task.shots)
+    return {
+        questions.lines[name][document["doc_id"]]: document["arguments"]
+        for name, documents in logged.items()
+        for document in documents
     }
-    if name == "mmlu":  # theirs: a file for each subject
-        described["description"] = "The following are multiple choice questions (with answers) about simple sums.\n\n"
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/theirs.yaml").write_text(yaml.safe_dump(described))
-    adapter = harness.Adapter(Bag(300), tokenizer, max_length=400)
-    manager = harness.TaskManager(include_path=str(tmp_path / "theirs"), include_defaults=False)
-    logged = harness.run(adapter, ["theirs"], manager, shots=task.shots)["theirs"]
-    theirs = [
-        harness.record(adapter, task, one, asked[one["doc_id"]].document, asked[one["doc_id"]].subtask)
-        for one in logged
+
+
+FIRST = {
+    "arc_challenge": ("Question: Which one is made of rock, and why?\nAnswer:", " a star"),
+    "arc_easy": ("Question: What lights the night?\nAnswer:", " a star"),
+    "blimp": ("", " Mary sees herself."),
+    "boolq": ("Cats purr.\nQuestion: do cats purr?\nAnswer:", " no"),
+    "hellaswag": ("Baking: She takes an egg. She", " sings. and goes."),
+    "lambada": ("He lost the ring. All night he looked for the", " ring"),
+    "openbookqa": ("The tides are pulled by", " a star"),
+    "piqa": ("Question: open a jar\nAnswer:", " turn the lid"),
+    "sciq": ("Ice is water.\nQuestion: What is ice?\nAnswer:", " salt"),
+    "winogrande": ("Bo fed Al so Bo", " was full."),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_local_documents_become_the_harness_own_questions(name: str, tmp_path: Path):
+    questions = local(name, tmp_path)
+    texts = texts_of(questions)
+    assert len(texts) == len(tiny_tasks.ROWS[questions.task.files["test"]])
+    assert texts[0][0] == FIRST[name]
+
+
+def test_subtasks_of_one_file_are_shown_their_own_answers(tmp_path: Path):
+    questions = local("mmlu", tmp_path)
+    context, answer = texts_of(questions)[0][1]
+    assert questions.lines == {"mmlu_astronomy": [0, 1], "mmlu_anatomy": [2]}
+    assert context.startswith("The following are multiple choice questions (with answers) about astronomy.\n\nIs it 0")
+    assert "Is it 1?\nA. yes\nB. no\nC. so\nD. lo\nAnswer: B\n\n" in context and context.count("Answer:") == 6
+    assert context.endswith("\n\nWhat is 1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:") and answer == " B"
+
+
+def test_every_task_of_ours_has_its_first_question_here():
+    assert {*FIRST, "mmlu"} == set(tasks.known())
+
+
+def test_a_limit_spreads_over_the_file(tmp_path: Path):
+    assert local("blimp", tmp_path, limit=2).lines == {"blimp_causative": [0, 1]}
+    assert local("mmlu", tmp_path, limit=2).lines == {"mmlu_astronomy": [0, 1]}
+    assert local("piqa", tmp_path, limit=9).lines == {"piqa": [0, 1]}
+
+
+def test_acc_norm_divides_by_characters_and_perplexity_is_of_whole_words(tmp_path: Path):
+    rows = [{"q": f"{n}?", "a": "x", "b": "ß€y" * n} for n in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    choices = {"doc_to_text": "{{q}}", "doc_to_choice": "{{[a, b]}}", "doc_to_target": 1}
+    found = score(own(tmp_path, output_type="multiple_choice", **choices))
+    norm = [
+        (one["loglikelihoods"][1] / (3 * n) > one["loglikelihoods"][0]) for n, one in enumerate(found["samples"], 1)
     ]
-    ours = downstream.measure(Bag(300), tokenizer, task, asked, max_length=400)["samples"]
-    agree(ours, sorted(theirs, key=lambda one: one["document"]))
+    assert found["scores"]["acc_norm"] == sum(norm) / 8 != found["scores"]["acc"]
+    word = score(own(tmp_path, output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target="{{a}}"))
+    each = [one["loglikelihoods"][0] for one in word["samples"]]
+    assert word["scores"]["perplexity"] == pytest.approx(math.exp(-sum(each) / 8)) and word["scores"]["acc"] == 0.0
 
 
-def test_a_task_file_runs_no_code_in_the_harness(tmp_path: Path, tokenizer: Tokenizer):
-    """What its templates say in a sandbox, they may say otherwise outside; and a name may be a path."""
+def own(folder: Path, **fields: Any) -> Path:
+    """A task file of one's own, beside its documents."""
+    documents = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}}}
+    (folder / "mine.yaml").write_text(yaml.safe_dump({**documents, **fields}))
+    return folder / "mine.yaml"
+
+
+def score(path: Path) -> dict[str, Any]:
+    questions = harness.build(tasks.load(str(path)))
+    return harness.measure(Bag(), Tokenizer.plain_bytes(), questions, max_length=100)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_evaluation_that_was_interrupted_ends_with_the_same_numbers(tmp_path: Path, after: int):
+    model, questions, file = Bag(), local("hellaswag", tmp_path), tmp_path / "scores.json"
+    options: dict[str, Any] = {"max_length": 40, "rows": 2}
+
+    def measure(context: int = 40, **more: Any) -> dict[str, Any]:
+        kept = Results(file, {"context": context})
+        return harness.measure(model, Tokenizer.plain_bytes(), questions, results=kept, **options, **more)
+
+    def interrupted(batches: list[Any], count: int, note: str) -> Iterator[Any]:
+        yield from batches[:after]
+        raise KeyboardInterrupt
+
+    want = measure()
+    whole, text = model.read, file.read_bytes()
+    file.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        measure(progress=interrupted)
+    assert measure() == want and file.read_bytes() == text
+    assert model.read == 2 * whole, "nothing was computed twice"
+    measure(context=41)
+    assert model.read == 3 * whole, "results of other settings are not gone on from"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch {folder}/mark') }}",
+        "{{ q.__class__.__mro__[1].__subclasses__() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ '{0.__class__}'.format(q) }}",
+        "{% include 'rows.jsonl' %}",
+        "{{ open('rows.jsonl') }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing }}",
+        "{{",
+    ],
+)
+@pytest.mark.parametrize("field", ["doc_to_text", "doc_to_choice", "doc_to_target", "description"])
+def test_a_template_runs_no_code(tmp_path: Path, template: str, field: str):
     (tmp_path / "rows.jsonl").write_text('{"q": "?"}\n')
-    prompt = "{% if cycler.__init__ is defined %}{{ cycler.__init__.__globals__.os.getcwd() }}{% else %}safe{% endif %}"
-    described = {"documents": "rows", "prompt": prompt, "continuation": "q", "metrics": ["acc"]}
-    (tmp_path / "evil.yaml").write_text("task: evil\ndoc_to_text: !function os.getcwd\n")
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**described, "harness": str(tmp_path / "evil.yaml")}))
-    task, read = load(str(tmp_path / "mine.yaml")), []
-    adapter = harness.Adapter(Bag(300), tokenizer, max_length=400)
-    adapter.tok_encode = lambda string, *a, **k: read.append(string) or tokenizer.encode(string)
-    harness.measure(adapter, task, samples(task, tmp_path))
-    assert read and all(text.startswith("safe") for text in read)
-    with pytest.raises(ValueError, match="lm-evaluation-harness has no task '.*evil.yaml'"):
-        harness.measure(adapter, task)
+    fields = {
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{[q, 'x']}}",
+        "doc_to_target": 0,
+        "output_type": "multiple_choice",
+    }
+    path = own(tmp_path, **{**fields, field: template.replace("{folder}", str(tmp_path))})
+    with pytest.raises(ValueError, match=r"task mine") as refused:
+        harness.build(tasks.load(str(path)))
+    assert "\n" not in str(refused.value) and not (tmp_path / "mark").exists()
 
 
-def perplexity(scores: dict[str, Any]) -> dict[str, Any]:
-    """Of log-likelihoods that are equal up to rounding."""
-    return {name: pytest.approx(value) for name, value in scores.items() if name == "perplexity"}
-
-
-def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["loglikelihoods"] == pytest.approx(other["loglikelihoods"], abs=1e-9)
-        assert {**one, "loglikelihoods": 0} == {**other, "loglikelihoods": 0}
-
-
-def test_every_task_of_ours_is_held_against_theirs():
-    assert set(THEIRS) == set(task_files.known())
+def test_a_document_that_a_task_does_not_fit_is_named(tmp_path: Path):
+    data = tiny_tasks.write(tmp_path / "data")
+    with (data / "piqa_validation.jsonl").open("a") as file:
+        file.write('{"goal": "x", "sol1": "y", "label": 0}\n')
+    with pytest.raises(ValueError, match=r"piqa_validation.jsonl, line 3 lacks sol2, which line 1 has"):
+        harness.build(tasks.load("piqa"), str(data))
+    with (data / "winogrande_validation.jsonl").open("a") as file:
+        file.write('{"sentence": "no gap", "option1": "y", "option2": "z", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"winogrande_validation.jsonl, line 3 does not fit task winogrande: .*"):
+        harness.build(tasks.load("winogrande"), str(data))
+    (data / "mmlu_dev.jsonl").write_text(json.dumps(tiny_tasks.ROWS["mmlu_dev"][0]) + "\n")
+    with pytest.raises(ValueError, match="mmlu_dev.jsonl has [01] documents of mmlu_a.*, but 5 are shown"):
+        harness.build(tasks.load("mmlu"), str(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from short_runs import SIZES
-from small import cases, mostly_slow
+from small import cases, mostly_nightly
 
 import gsm
 from gsm.config.check import ConfigError
-from gsm.config.load import CheckpointError, checkpoint_file, load_tokenizer, read_checkpoint
+from gsm.config.load import CheckpointError, checkpoint_file, digest, load_tokenizer, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
+from gsm.experiments import weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -57,10 +59,12 @@ def tokens(batch: int = 2, length: int = 70) -> torch.Tensor:
 
 def test_logits_of_the_loaded_model_are_those_of_the_checkpoint(theirs: Any, ours: Any):
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens()).logits, ours(tokens()).logits, rtol=0, atol=1e-6)
+        whole = ours(tokens())
+        torch.testing.assert_close(theirs(tokens()).logits, whole.logits, rtol=0, atol=1e-6)
         assert theirs(tokens(), logits_to_keep=3).logits.shape[1] == 3
         some = theirs(tokens(), logits_to_keep=torch.tensor([0, 5])).logits
-        torch.testing.assert_close(some, ours(tokens()).logits[:, [0, 5]], rtol=0, atol=1e-6)
+        # A product of two rows alone is rounded otherwise than one of all rows.
+        torch.testing.assert_close(some, whole.head(whole.hidden_BRD[:, [0, 5]]), rtol=0, atol=1e-6)
 
 
 def test_200_greedy_tokens_are_ours(theirs: Any, ours: Any):
@@ -104,43 +108,6 @@ def test_a_pipeline_writes_text(folder: Path):
     assert said["generated_text"].startswith("def ") and len(said["generated_text"]) > 4
 
 
-def test_a_document_begins_where_positions_begin_and_padding_may_stand_on_the_right(theirs: Any, ours: Any):
-    ids, position_BT = tokens(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
-    with torch.no_grad():
-        packed = theirs(ids, position_ids=position_BT).logits
-        torch.testing.assert_close(packed[:, 12:], ours(ids[:, 12:]).logits, rtol=1e-5, atol=1e-5)
-        padded = theirs(ids, attention_mask=(torch.arange(20) < 12).long()[None]).logits
-        torch.testing.assert_close(padded[:, :12], ours(ids[:, :12]).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"inputs_embeds": torch.zeros(1, 4, 128)}, "inputs_embeds cannot be had"),
-        ({"output_attentions": True}, "output_attentions cannot be had"),
-        ({"output_hidden_states": True}, "output_hidden_states cannot be had"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values is a DynamicCache"),
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding inside of a sequence"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has 4 dimensions"),
-        ({"position_ids": torch.tensor([[3, 4, 5, 6]])}, "have to count from 0"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_what_cannot_be_had_is_refused_with_a_reason(theirs: Any, arguments: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        theirs(tokens(1, 4), **arguments)
-
-
-def test_generation_that_takes_another_cache_is_refused(theirs: Any):
-    mask = {"attention_mask": torch.ones(1, 4, dtype=torch.int64), "max_new_tokens": 2}
-    with pytest.raises(ValueError, match="cache_implementation=static"):
-        theirs.generate(tokens(1, 4), **mask, cache_implementation="static")
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        theirs.generate(tokens(1, 4), **mask, assistant_model=theirs)
-    with pytest.raises(NotImplementedError, match="size.vocabulary"):
-        theirs.resize_token_embeddings(9)
-
-
 def test_half_precision_is_that_of_the_model_converted(folder: Path, ours: Any):
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -148,7 +115,7 @@ def test_half_precision_is_that_of_the_model_converted(folder: Path, ours: Any):
         assert torch.equal(half(tokens()).logits, mine)
 
 
-@pytest.mark.parametrize("case", mostly_slow(cases(), "gsm", "baseline", "hybrid", "gsm-feed_forward=moe"))
+@pytest.mark.parametrize("case", mostly_nightly(cases(), "gsm", "baseline", "hybrid", "gsm-feed_forward=moe"))
 def test_every_model_comes_back_as_it_was_saved(case: str, tmp_path: Path):
     config = GSMConfig.of_variant(*overrides(case))
     model = GSMForCausalLM(config).eval()
@@ -239,6 +206,38 @@ def test_a_folder_is_a_checkpoint_wherever_one_is_asked_for(folder: Path, ours: 
     assert saved["hyper_parameters"]["config"]["data"] == before["hyper_parameters"]["config"]["data"]
 
 
+def test_folders_that_transformers_writes_are_read(folder: Path, theirs: Any, ours: Any, tmp_path: Path):
+    """Weights in shards; and a model without its tokenizer, which only text needs."""
+    theirs.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    again = gsm.load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values(), strict=True))
+    with pytest.raises(CheckpointError, match="without its tokenizer.json"):
+        load_tokenizer(tmp_path)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    before = digest(tmp_path)
+    shutil.copy(shards[0], shards[1])
+    assert digest(tmp_path) != before
+    for place in ("../other.safetensors", str(shards[1])):
+        index = {"weight_map": {"model.norm.weight": shards[0].name, "model.embedding.weight": place}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="lists shards that are not beside it"):
+            gsm.load_model(tmp_path)
+
+
+def test_a_model_in_parts_on_several_devices_is_refused(folder: Path, theirs: Any, tmp_path: Path):
+    accelerate = pytest.importorskip("accelerate")
+    places = {name: "cpu" for name, _ in theirs.model.named_children()}
+    options: dict[str, Any] = {"device_map": {f"model.{name}": place for name, place in places.items()}}
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder, **options)(tokens(1, 4)).logits.isfinite().all()
+    options["device_map"]["model.encoder"] = "disk"
+    with pytest.raises(ValueError, match="device_map puts parts of the model on cpu and disk"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **options, offload_folder=tmp_path)
+    model = accelerate.cpu_offload(GSMForCausalLM(GSMConfig.of_variant("gsm", "pico", SMALL)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="weights of this model are offloaded"):
+        model(tokens(1, 4) % 257)
+
+
 def damaged(folder: Path, place: Path, **changes: Any) -> Path:
     copy = shutil.copytree(folder, place / "copy")
     config = json.loads((copy / "config.json").read_text())
@@ -259,6 +258,14 @@ def damaged(folder: Path, place: Path, **changes: Any) -> Path:
 def test_a_folder_is_trusted_as_little_as_a_checkpoint(folder: Path, tmp_path: Path, changes: dict, said: str):
     with pytest.raises(CheckpointError, match=said):
         gsm.load_model(damaged(folder, tmp_path, **changes))
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, tmp_path: Path):
+    copy = damaged(folder, tmp_path)
+    (copy / "tokenizer.json").unlink()
+    os.mkfifo(copy / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        gsm.load_model(copy)
 
 
 def test_a_config_that_names_a_foreign_part_builds_nothing(folder: Path, tmp_path: Path):
@@ -310,13 +317,12 @@ def test_a_runs_own_checkpoint_comes_before_an_export_beside_it(folder: Path, tm
 
 def test_a_run_starts_from_a_folder(folder: Path):
     from gsm.config.compose import compose
-    from gsm.experiments import weights
 
     config = compose([f"start_from={folder}", "size=nano"])
     model = gsm.build_model()
     weights.take(model, str(folder), config)
     assert torch.equal(model.state_dict()["norm.weight"], gsm.load_model("nano").state_dict()["norm.weight"])
-    assert weights.told(str(folder)).endswith("step 480.") and weights.digest(folder) != weights.digest("nano")
+    assert weights.told(str(folder)).endswith("step 480.") and digest(folder) != digest("nano")
 
 
 def test_the_card_has_the_numbers_of_the_run_and_how_it_is_used(folder: Path):
@@ -338,14 +344,23 @@ def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"checkpoint": "nano", "weights": "int8"}, "weights is 'int8'"),
-        ({"checkpoint": "nano", "to": __file__}, "which is a file"),
-        ({"checkpoint": "nano", "to": str(Path(__file__).parent)}, "holds something else than an export"),
+        ({"checkpoint": "nano", "weights": "int8"}, "weights=int8 is not allowed"),
+        ({"checkpoint": "nano", "to": __file__}, "because it is a file"),
+        ({"checkpoint": "nano", "to": str(Path(__file__).parent)}, "because the folder is not empty and no export"),
     ],
 )
 def test_what_cannot_be_exported_is_said(words: dict, said: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=said):
         export(**{"to": str(tmp_path), **words})
+
+
+def test_the_folder_of_another_model_is_not_replaced(folder: Path, tmp_path: Path):
+    copy = damaged(folder, tmp_path, model_type="llama")
+    before = {file: file.read_bytes() for file in copy.iterdir()}
+    with pytest.raises(ConfigError, match="because the folder is not empty and no export"):
+        export("nano", str(copy))
+    assert before == {file: file.read_bytes() for file in copy.iterdir()}
+    assert export("nano", str(shutil.copytree(folder, tmp_path / "earlier")), "bfloat16").is_dir()
 
 
 def test_pushing_sends_the_model_with_what_it_names_as_its_code(theirs: Any, monkeypatch: pytest.MonkeyPatch):
@@ -368,7 +383,8 @@ def test_lm_evals_own_backend_scores_as_ours(folder: Path):
 
     from gsm.evaluation.harness import Adapter
 
-    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
+    make: Any = HFLM  # its package declares no parameters
+    theirs = make(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
     mine = Adapter(gsm.load_model("nano"), load_tokenizer("nano"), max_length=256)
     pairs = [("def f(x):\n", "    return x"), ("import ", "os"), ("", "class Foo:")]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
@@ -386,6 +402,6 @@ def test_a_fresh_model_is_drawn_as_ours(ours: Any):
 
 def test_importing_gsm_imports_nothing_of_this():
     """Lightning's metrics look for transformers themselves, but load no model of it."""
-    code = "import sys, gsm.experiments.fit; print({'gsm.hf', 'transformers.modeling_utils'} & sys.modules.keys())"
+    code = "import sys, gsm.training.run; print({'gsm.hf', 'transformers.modeling_utils'} & sys.modules.keys())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"

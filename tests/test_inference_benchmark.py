@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
-import weakref
+import shutil
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,9 +14,12 @@ import torch
 from gsm.cache.memory import Memory
 from gsm.config.load import build_model
 from gsm.costs.model import cost
+from gsm.files import write_json
 from gsm.models.base import LanguageModel
-from gsm_benchmarks import entries, inference, inference_report, timing
-from gsm_benchmarks.inference import Case, Decode, Protocol, Read, Served, Text, Unpruned, prompts, take_turns
+from gsm.paths import ROOT
+from gsm_benchmarks import clients, data, inference, kernels, models, timing
+from gsm_benchmarks.inference import Case, Protocol, Read, Served, Text, Unpruned, prompts, take_turns
+from gsm_benchmarks.models import Model
 from gsm_benchmarks.results import read
 
 CPU = torch.device("cpu")
@@ -25,6 +27,7 @@ ROOF = timing.Ceilings(1e12, 1e11, "float32")
 PROTOCOL = Protocol("pico", 1, 32, steps=2, warm_up=0, runs=1, seconds=60.0, dtype="float32", text="random")
 QUICK = {"device": "cpu", "size": "pico", "chunk": 32, "steps": 2, "warm_up": 0, "runs": 1, "seconds": 60.0}
 QUICK["text"] = "random"
+SHOWN = {"case": kernels.run, "source": data.run, "work": clients.run, "kind": inference.run}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,7 @@ def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     assert whole["prefill"]["share_of_floor"] == pytest.approx(ROOF.floor(*prefill) / whole["prefill"]["ms"]["median"])
     assert whole["turn"] == unpruned["turn"] != decode["turn"] and len(whole["decode"]["ms"]["each"]) == 1
     assert whole["runs"] == {"warm_up": 0, "runs": 1}
-    assert whole["cache"]["bytes"] == whole["cache"]["formula"] == model.start(1, capacity=43).nbytes()
+    assert whole["cache"]["bytes"] == whole["cache"]["formula"] == model.start(1, capacity=42).nbytes()
     assert (whole["synthetic"], decode["synthetic"], "prefill" in decode) == (False, True, False)
     inference.run(**asked, output=str(output))
     assert capsys.readouterr().out.count("measured already") == 3
@@ -87,53 +90,6 @@ def test_an_unpruned_prompt_is_read_again_from_the_same_memory_no_further_than_i
     for _ in range(2):
         request.run(timed=True)
     assert made == [{"capacity": 1}] * 2 and read_to == [32, 40] * 2 and request.memory.used == 40
-
-
-def test_what_was_measured_in_another_way_is_measured_again(tmp_path, monkeypatch):
-    seen = []
-
-    def fake(cases, served):
-        seen.append((steps, threads))
-        yield from ((case, unmeasured(case)) for case in cases)
-
-    monkeypatch.setattr(inference, "take_turns", fake)
-    monkeypatch.setattr(inference_report, "show", lambda path: path)
-    asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": []}
-    for steps, force, threads in ((2, False, 1), (2, False, 1), (3, False, 1), (3, True, 1), (3, False, 2)):
-        monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
-        inference.run(**{**asked, "steps": steps, "force": force, "output": str(tmp_path / "a.json")})
-    assert seen == [(2, 1), (3, 1), (3, 1), (3, 2)]
-
-
-def test_what_failed_is_measured_again(tmp_path, monkeypatch):
-    seen = []
-    fails = {"failed": "out of memory"}
-    monkeypatch.setattr(
-        inference,
-        "take_turns",
-        lambda cases, _: ((case, seen.append(case) or {**vars(case), **fails}) for case in cases),
-    )
-    for _ in range(2):
-        inference.run(**QUICK, models=["gsm"], lengths=[40], synthetic_lengths=[], output=str(tmp_path / "a.json"))
-    assert len(seen) == 2
-
-
-def unmeasured(case: Case) -> dict[str, Any]:
-    """A row of which nothing was measured."""
-    return {**vars(case), "failed": None}
-
-
-@pytest.mark.parametrize("name", ["gsm", "baseline"])
-def test_gsm_s_decoder_does_and_reads_the_same_at_every_length(name):
-    model, found = served(name), []
-    for tokens in (1024, 65536):
-        request = Decode(model, tokens)
-        _, whole, decoder = request.counted()
-        assert decoder["operations"] < whole["operations"]
-        found.append(decoder)
-    short, long = found
-    assert short["operations"] == long["operations"] > 0
-    assert (long["bytes"] == short["bytes"]) == (name == "gsm") and long["bytes"] >= short["bytes"]
 
 
 def test_a_text_goes_round_where_it_is_too_short():
@@ -162,36 +118,9 @@ def test_memory_that_runs_out_leaves_a_row_and_the_others(monkeypatch, error):
 
     monkeypatch.setattr(Read, "lap", broken)
     model = served()
-    rows = [row for _, row in take_turns([Case("gsm", 24, "read"), Case("gsm", 24, "read")], lambda name: model)]
+    rows = [row for _, row in take_turns([Case("gsm", 24, "read"), Case("gsm", 25, "read")], lambda name: model)]
     most = rows[0]["failed"].split("would fit: ")[1].split()[0]
     assert int(most.replace(",", "")) < 24 and "failed" not in rows[1]
-
-
-def test_what_ran_out_is_free_again_before_it_is_said_what_would_fit(monkeypatch):
-    requests, held = [], []
-
-    def broken(self):
-        requests.append(weakref.ref(self))
-        raise torch.OutOfMemoryError("CUDA")
-
-    def available(device):
-        held.append([request() is not None for request in requests])
-        return 1 << 40
-
-    monkeypatch.setattr(Read, "lap", broken)
-    monkeypatch.setattr(inference, "available_bytes", available)
-    list(take_turns([Case("gsm", 24, "read")], lambda name: served()))
-    assert held == [[], [False]]
-
-
-def test_weights_that_find_no_room_leave_a_row_and_the_others():
-    def made(name: str) -> Served:
-        if name == "large":
-            raise torch.OutOfMemoryError("CUDA")
-        return served()
-
-    rows = [row for _, row in take_turns([Case("large", 24, "read"), Case("gsm", 24, "read")], made)]
-    assert rows[0]["failed"].startswith("out of memory: the weights do not fit") and "failed" not in rows[1]
 
 
 def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
@@ -201,43 +130,10 @@ def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
         asked.append(torch.get_default_dtype())
         return build_model(name, size, overrides, seed)
 
-    monkeypatch.setattr(entries, "build_model", build)
-    model = inference._served([entries.Model("gsm")], replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
+    monkeypatch.setattr(models, "build_model", build)
+    model = inference._served([Model("gsm", "gsm")], replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
     assert asked == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_an_error_that_has_nothing_to_do_with_memory_is_raised_when_the_others_are_measured(monkeypatch):
-    def broken(self):
-        if self.tokens == 24:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-        return lap(self)
-
-    lap, rows = Read.lap, []
-    monkeypatch.setattr(Read, "lap", broken)
-    with pytest.raises(RuntimeError, match="mat1"):
-        rows += (row for _, row in take_turns([Case("gsm", n, "read") for n in (24, 25)], lambda name: served()))
-    assert rows[0]["failed"].startswith("RuntimeError: mat1 and mat2") and "failed" not in rows[1]
-
-
-def test_a_model_that_cannot_be_made_leaves_a_row_and_the_others():
-    def made(name):
-        if name == "baseline":
-            raise ValueError("size is odd")
-        return served()
-
-    rows = {}
-    with pytest.raises(ValueError, match="size is odd"):
-        for case, row in take_turns([Case(name, 24, "read") for name in ("baseline", "gsm")], made):
-            rows[case.model] = row
-    assert "could not be made" in rows["baseline"]["failed"] and "failed" not in rows["gsm"]
-
-
-def test_what_has_not_ended_is_measured_by_itself_behind_the_others():
-    cases = [Case(name, tokens, "read") for tokens in (24, 25) for name in "abc"]
-    times = {cases[0]: 2, cases[4]: 1}
-    groups = inference._groups(cases, lambda case: times.get(case, 0))
-    assert groups == [cases[1:3], [cases[3], cases[5]], [cases[0]], [cases[4]]]
 
 
 def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
@@ -265,62 +161,7 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
     assert "".join(order) == "abba" + "cc"
 
 
-def test_what_is_done_is_free_before_the_next_turn_begins(monkeypatch):
-    requests, held = [], []
-
-    def noted(self):
-        held.append([request() is not None for request in requests])
-        requests.append(weakref.ref(self))
-        return prepare(self)
-
-    prepare, model = Read.prepare, served()
-    monkeypatch.setattr(Read, "prepare", noted)
-    monkeypatch.setattr(inference.Entrant, "fits", lambda self: not any(request() for request in requests))
-    list(take_turns([Case("gsm", 24, "read"), Case("gsm", 24, "read")], lambda name: model))
-    assert held == [[], [False]]
-
-
-def test_a_case_that_takes_too_long_is_timed_once(monkeypatch):
-    runs = []
-    monkeypatch.setattr(Read, "run", lambda self, timed: runs.append(timed) or (timed and self.times.update(x=[1.0])))
-    monkeypatch.setattr(Read, "row", lambda self: {})
-    model = served(protocol=replace(PROTOCOL, warm_up=2, runs=3, seconds=0.0))
-    list(take_turns([Case("gsm", 24, "read")], lambda name: model))
-    assert runs == [False, True]
-
-
-def test_an_interruption_leaves_the_rows_before_it_and_their_table(tmp_path, monkeypatch):
-    def broken(cases, served):
-        if cases[0].tokens > 40:
-            raise KeyboardInterrupt
-        yield from ((case, {**unmeasured(case), "failed": "out of memory"}) for case in cases)
-
-    monkeypatch.setattr(inference, "take_turns", broken)
-    output = tmp_path / "a.json"
-    with pytest.raises(KeyboardInterrupt):
-        inference.run(**QUICK, models=["gsm", "yoco"], lengths=[40, 41], synthetic_lengths=[], output=str(output))
-    assert list(read(output)["rows"]) == ["gsm pico, 40, read", "yoco pico, 40, read"]
-    assert "| yoco pico, 40, read |" in output.with_suffix(".md").read_text()
-
-
-def test_time_that_is_over_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(inference, "take_turns", lambda cases, _: ((case, unmeasured(case)) for case in cases))
-    monkeypatch.setattr(inference_report, "show", lambda path: path)
-    clock = itertools.count(0, 40)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    asked = {**QUICK, "models": ["gsm"], "lengths": [40, 41, 42], "synthetic_lengths": []}
-    path = inference.run(**asked, output=str(tmp_path / "a.json"), minutes=1)
-    assert len(read(path)["rows"]) == 1
-    assert "1 minutes are over, 2 left: the same command goes on" in capsys.readouterr().out
-
-
-def test_cases_with_goals_come_first_and_decoding_before_reading():
-    cases = inference.plan(["gsm", "yoco", "baseline"], [256, 4096, 65536], [4096, 65536], first=True)
-    assert [(case.tokens, case.kind) for case in cases[:8:2]] == [
-        (4096, "decode"), (65536, "decode"), (4096, "read"), (65536, "read"),
-    ]  # fmt: skip
-    assert [case.model for case in cases[:8]] == ["gsm", "baseline"] * 4
-    assert len(cases) == len(set(cases)) == 3 * 5
+def test_decoding_alone_comes_before_reading_at_every_length():
     plain = inference.plan(["gsm"], [512, 256], [256], unpruned=["gsm"])
     assert [(case.tokens, case.kind) for case in plain] == [
         (256, "decode"), (256, "read"), (256, "unpruned"), (512, "read"), (512, "unpruned"),
@@ -330,9 +171,10 @@ def test_cases_with_goals_come_first_and_decoding_before_reading():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"runs": 0}, "runs 0: give 1 or more"),
-        ({"lengths": [0]}, "a length: give 1 or more"),
-        ({"dtype": "float31"}, "dtype is 'float31'; say float32, bfloat16"),
+        ({"runs": 0}, "'runs': 0.*give 1 or more"),
+        ({"lengths": [0]}, r"lengths \[0\].*give 1 or more"),
+        ({"unpruned": ["other"]}, r"unpruned=\['other'\] is not allowed"),
+        ({"dtype": "float31"}, "dtype=float31 is not allowed. Use float32, bfloat16"),
     ],
 )
 def test_a_value_out_of_range_is_one_sentence(options, said):
@@ -344,3 +186,52 @@ def test_a_value_out_of_range_is_one_sentence(options, said):
 def test_a_gpu_that_is_not_there_is_one_sentence():
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch sees no GPU here"):
         inference.run(device="cuda")
+
+
+def request(
+    model: str, tokens: int, prefill: float, decode: float, kind: str = "read", **others: Any
+) -> dict[str, Any]:
+    """A row: milliseconds of a prompt, and of a token."""
+    parts = {"prefill": prefill, "decode": decode} if kind == "read" else {"prefill": prefill}
+    times = {
+        name: {
+            "ms": timing.spread([ms])._asdict(), "processor_ms": None, "flops": 2 * ms, "bytes": 3 * ms,
+            "tokens_per_second": 1e3 / ms, "share_of_product": 0.1, "share_of_floor": 0.2,
+        }
+        for name, ms in parts.items()
+    }  # fmt: skip
+    facts = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "sources": "s", "commit": "c"}
+    about = {"model": model, "tokens": tokens, "kind": kind, "protocol": vars(PROTOCOL), "turn": "a", "peak_gib": None}
+    ran = {"runs": {"warm_up": 0, "runs": 1}, "synthetic": False, "text": "t", "ceilings": ROOF._asdict()}
+    return {**facts, **about, **ran, **times, "cache": {"bytes": 1 << 20}, **others}
+
+
+def test_gsm_is_compared_with_the_others_and_with_its_own_unpruned_forward(tmp_path):
+    rows = [
+        request("gsm", 1024, 10, 2),
+        request("baseline", 1024, 25, 3, turn="b"),
+        request("gsm", 1024, 30, 0, "unpruned"),
+    ]
+    text = inference.against(rows)
+    assert "| baseline, read (not in turns) | 1K | 2.50 |  | 2.50 | 1.50 |  | 1.50 | 1.000 |" in text
+    assert "| gsm, unpruned | 1K | 3.00 |  | 3.00 |" in text
+    write_json(tmp_path / "a.json", {**rows[0], "command": "x", "rows": {str(n): row for n, row in enumerate(rows)}})
+    inference.run(results=str(tmp_path / "a.json"))
+    assert text in (tmp_path / "a.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("other", [{"protocol": vars(replace(PROTOCOL, steps=3))}, {"threads": 2}, {"sources": "t"}])
+def test_rows_that_were_measured_in_another_way_are_not_compared(other):
+    assert len(inference.groups([request("gsm", 64, 1, 1), request("baseline", 64, 1, 1, **other)])) == 2
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda file: file.stem)
+def test_committed_results_are_still_read(file, tmp_path, monkeypatch):
+    shutil.copy(file, tmp_path)
+    monkeypatch.setattr(inference, "picture", lambda rows: b"")
+    monkeypatch.setattr(kernels, "shares", lambda rows: b"")
+    row = next(iter(read(file)["rows"].values()))
+    how = next(how for field, how in SHOWN.items() if field in row)
+    assert how(results=str(tmp_path / file.name)).with_suffix(".md").read_text().count("\n| ") > 2

@@ -19,11 +19,11 @@ from gsm.config.command_line import whole_numbers
 from gsm.config.compose import compose
 from gsm.data.packing import DOCUMENTS
 from gsm.evaluation import commands, lengths
-from gsm.evaluation.bootstrap import interval
 from gsm.evaluation.held_out import token_losses
 from gsm.evaluation.lengths import Lengths, score
 from gsm.experiments.compare import compare
-from gsm.experiments.fit import train
+from gsm.intervals import over_windows
+from gsm.training.run import train
 
 LONG, SCORED = 37, 9
 
@@ -45,7 +45,7 @@ def test_windows_of_fewer_targets_count_less_where_arms_are_compared():
     assert sum(losses) / 2 == pytest.approx((4 + 6) / (2 + 6)) and losses == pytest.approx([1.0, 1.5])
 
 
-@pytest.mark.parametrize("case", small.mostly_slow(["gsm", "baseline", "transformer", "hybrid"], "gsm", "hybrid"))
+@pytest.mark.parametrize("case", small.mostly_nightly(["gsm", "baseline", "transformer", "hybrid"], "gsm", "hybrid"))
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, documents: str):
     model, window = small.build(case), windows(1, documents)[0]
@@ -93,9 +93,9 @@ def test_an_interval_is_that_of_means_drawn_anew():
     drawn = torch.randint(16, (20_000, 16), generator=draw)
     means = (sums[drawn].sum(1) / weights[drawn].sum(1)).double()
     want = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    assert interval(sums.tolist(), weights.tolist()) == pytest.approx(want, rel=0.03)
+    assert over_windows(sums.tolist(), weights.tolist()) == pytest.approx(want, rel=0.03)
     with pytest.raises(ValueError, match="there are 1 sums and 2 weights"):
-        interval([1.0], [1.0, 2.0])
+        over_windows([1.0], [1.0, 2.0])
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):

@@ -33,7 +33,7 @@ def reading() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_state_and_windows_take_the_same_bytes_at_1k_and_64k(reading):
     short, long = reading["sizes"]["1024"], reading["sizes"]["65536"]
@@ -43,7 +43,7 @@ def test_state_and_windows_take_the_same_bytes_at_1k_and_64k(reading):
     assert long["encoder_bank"] == 64 * short["encoder_bank"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_reading_64k_tokens_in_chunks_stays_under_2_gib(reading):
     assert reading["peak"] < 2 * 2**30, f"{reading['peak'] / 2**30:.2f} GiB"

@@ -249,3 +249,42 @@ def test_taps_show_what_the_model_saw():
 def test_variants_can_be_built_without_any_configuration():
     model = GSM(GEOMETRY, retriever=variant("retriever", "separate_indexer"), state_size=9, stages=[3])
     assert model.state_size == 9 and model.aggregation.layers == (3,)
+
+
+@pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_logits_asked_for_behind_a_block_are_those_of_the_call(block):
+    """They raised PyTorch's own errors, or had a gradient."""
+    model, tokens = build("transformer").float(), random_tokens(1, 6)
+    with block():
+        out = model(tokens)
+        want = out.logits
+    assert torch.equal(out.logits, want) and out.logits.requires_grad == want.requires_grad
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_model_from_the_meta_device_has_one_weight_for_embedding_and_head(assign):
+    """Trained, the two went apart; saved and loaded, it was another model."""
+    state, model = build("transformer").state_dict(), build("transformer").to("meta")
+    assert (model if assign else model.to_empty(device="cpu")).load_state_dict(state, assign=assign)
+    assert model.head.weight is model.embedding.weight and not model.head.weight.is_meta
+    with pytest.raises(ValueError, match="head.weight is not allowed to differ from embedding.weight"):
+        model.load_state_dict(state | {"head.weight": state["head.weight"] + 1})
+
+
+def test_a_memory_of_inference_mode_is_refused_where_gradients_are_recorded():
+    model, tokens = build("transformer"), random_tokens(1, 6)
+    with torch.inference_mode():
+        memory = model(tokens, memory=model.start()).memory
+    with pytest.raises(ValueError, match="memory was made in torch.inference_mode"):
+        model(tokens, memory=memory)
+
+
+# torch's own tracer instantiates autograd.Function, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_takes_a_memory_that_grows():
+    model, tokens = build("transformer"), random_tokens(1, 12)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        memory = compiled(tokens[:, :8], memory=model.start()).memory
+        after = compiled(tokens[:, 8:], memory=memory).logits
+        assert torch.allclose(after, model(tokens).logits[:, 8:])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import SHALLOW, build, mostly_slow, random_tokens
+from small import SHALLOW, build, mostly_nightly, random_tokens
 from torch import nn
 
 from gsm.config.compose import compose
@@ -49,7 +49,7 @@ def test_every_parameter_is_in_one_group_and_muon_has_the_matrices_of_the_layers
     assert any("feed_forward" in name for name in taken) and not any("embedding" in name for name in taken)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "gsm"))
+@pytest.mark.parametrize("case", mostly_nightly(CASES, "gsm"))
 def test_it_lowers_the_loss(case: str):
     model, optimizer = prepared(case)
     losses = [step(model, optimizer) for _ in range(15)]

@@ -169,3 +169,10 @@ def test_a_sequence_of_nothing_but_ignored_targets_is_skipped_or_named() -> None
 def test_what_cannot_be_counted_is_named(order: int, vocabulary: int, sequences: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         measure(sample(sequences, seed=0), sample(2, seed=1), order=order, vocabulary=vocabulary, bytes_per_token=1.0)
+
+
+def test_documents_that_are_fractions_are_not_cut_off():
+    """0.2 and 0.7 would be the same document."""
+    row = {name: np.array([1, 2, 3]) for name in ("tokens", "targets")} | {"documents": np.array([0.2, 0.7, 1.0])}
+    with pytest.raises(ValueError, match="documents must be whole numbers, got float64"):
+        measure([row], [row], order=2, vocabulary=5, bytes_per_token=1.0)

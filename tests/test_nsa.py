@@ -147,10 +147,10 @@ def test_a_token_that_is_far_away_counts_through_its_block_alone_if_at_all():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"block": 1}, "block must be at least 2 tokens, got 1"),
-        ({"blocks": 2}, "blocks must be at least 3, which are always selected, got 2"),
-        ({"window": 0}, "window must be at least 1 token, got 0; null means the size's window"),
-        ({"key_value_heads": 3}, "key_value_heads 3 must divide the 4 query heads"),
+        ({"block": 1}, "block=1 is not allowed because it is below 2"),
+        ({"blocks": 2}, "blocks=2 is not allowed because it is below 3"),
+        ({"window": 0}, "window=0 is not allowed. Use at least 1 token, or null for the size's window"),
+        ({"key_value_heads": 3}, "key_value_heads=3 is not allowed because it must divide the 4 query heads"),
     ],
 )
 def test_a_knob_that_cannot_be_is_named(knobs, message):

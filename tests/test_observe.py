@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gsm
-from gsm.observe import tap
+from gsm.observe import observed, tap
 
 
 class Tapped(nn.Module):
@@ -81,7 +83,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with gsm.record() as seen:
         tap("stage/1/weights", torch.ones(1))
     for ask in (seen.__getitem__, seen.all):
-        with pytest.raises(KeyError, match=r"stage/2/weights.*seen: stage/1/weights"):
+        with pytest.raises(KeyError, match=r"stage/2/weights.*recorded: stage/1/weights"):
             ask("stage/2/weights")
 
 
@@ -90,6 +92,23 @@ def test_a_recording_ends_when_its_block_raises() -> None:
         raise ZeroDivisionError
     tap("late", torch.ones(1))
     assert not seen
+
+
+def test_threads_neither_see_nor_change_the_calls_of_others() -> None:
+    """A patch once changed the calls of a server beside it, and recordings mixed."""
+
+    def call(number: int) -> Tensor:
+        with gsm.record() as seen, gsm.patch("x", lambda x: x + number):
+            tap("x", torch.zeros(()))
+        return torch.stack(seen.all("x"))
+
+    with gsm.record() as outer, gsm.patch("x", torch.ones_like), ThreadPoolExecutor(4) as pool:
+        alone = pool.submit(tap, "x", torch.zeros(())).result()
+        many = [int(x) for x in torch.cat(list(pool.map(call, range(50))))]
+        assert int(tap("x", torch.zeros(()))) == 1
+    assert int(alone) == 0 and many == list(range(50))
+    assert len(outer.all("x")) == 1
+    assert not observed()
 
 
 def test_taps_leave_no_trace_in_a_compiled_graph() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from short_runs import no_death
 
-from gsm.data import shards
+from gsm.data import encode
+from gsm.data import ids as cached_ids
 from gsm.data.module import TextData
 
 pytestmark = pytest.mark.slow
@@ -52,27 +53,28 @@ def reader(text: Path, cache: Path, together: Any, said: Any, death: Callable[[]
     handler.emit = lambda record: made.append(record.getMessage())
     logging.getLogger("gsm.data").addHandler(handler)
     logging.getLogger("gsm.data").setLevel(logging.INFO)
-    shards.SHARD = 1 << 12  # ids in a file: many of them
+    encode.PARCEL = cached_ids.SAVED = 1 << 12  # characters, ids: there are many notes of progress
     death()
     together.wait()
     said.put((read(text, cache), [start for start in MADE for line in made if line.startswith(start)]))
 
 
 def killed_while_encoding(deaths: Any) -> None:
-    """The first that write are killed in their third file; each goes on after what the one before has left."""
+    """Kill the first that write after their first note of progress; each goes on after the place that is noted."""
+    notes = 0
 
-    def append(self: Any, ids: Any, whole: Callable[..., None] = shards.ShardWriter._append) -> None:
-        whole(self, ids)
-        written = self.done.tokens // self.shard - begun.setdefault(id(self), self.done.tokens // self.shard)
-        if written >= 2:
+    def save(self: Any, whole: Callable[[Any], None] = cached_ids.IdWriter._save) -> None:
+        nonlocal notes
+        whole(self)
+        notes += 1
+        if notes == 1:
             with deaths.get_lock():
                 deaths.value -= 1
                 dies = deaths.value >= 0
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    begun: dict[int, int] = {}
-    shards.ShardWriter._append = append
+    cached_ids.IdWriter._save = save
 
 
 def all_at_once(

@@ -10,8 +10,8 @@ from small import build
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import usable
-from gsm.experiments import trainers
 from gsm.models import checks
+from gsm.training import trainer as trainers
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest.MonkeyPatch):
@@ -37,5 +37,5 @@ def test_a_model_refuses_tokens_that_are_elsewhere(monkeypatch: pytest.MonkeyPat
     """The CPU plays the untried device."""
     model = build("gsm")
     monkeypatch.setattr(checks, "DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match="tokens are on cpu, where nothing of this was tried: move"):
+    with pytest.raises(ValueError, match="tokens on cpu are not allowed because this device is untested. Move"):
         model(torch.zeros(1, 3, dtype=torch.int64))

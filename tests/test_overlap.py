@@ -11,9 +11,10 @@ from torch import Tensor
 
 import gsm
 from gsm.analysis.attention import selected_distances
+from gsm.analysis.overlap import chance, measure, overlaps, selects_for_itself, shared_slots, table
 from gsm.data.recall import Needle
 from gsm.data.synthetic import SyntheticData
-from gsm.evaluation.overlap import measure, overlaps, selects_for_itself, shared_slots, table
+from gsm.evaluation.paper import tables
 
 LENGTH = 40
 
@@ -51,17 +52,30 @@ def test_a_random_selection_overlaps_by_k_over_the_candidates():
     """The expected overlap of a row with n candidates is K / n; 700 rows leave a standard error of about 0.01."""
     model = build("gsm-retriever=random_topk")
     rows = [{"tokens": t, "documents": torch.zeros(LENGTH, dtype=torch.int64)} for t in random_tokens(20, LENGTH)]
-    chance = [K / n for position in range(LENGTH) if (n := (position + 1) // RATIO) > K]
+    shares = [K / n for position in range(LENGTH) if (n := (position + 1) // RATIO) > K]
+    assert chance(model, rows) == pytest.approx(sum(shares) / len(shares))
     for overlap_N in overlaps(model, rows).values():
-        assert len(overlap_N) == 20 * len(chance)
-        assert float(overlap_N.mean()) == pytest.approx(sum(chance) / len(chance), abs=0.03)
+        assert len(overlap_N) == 20 * len(shares)
+        assert float(overlap_N.mean()) == pytest.approx(chance(model, rows), abs=0.03)
+
+
+def test_chance_counts_positions_from_the_beginning_of_each_document():
+    parts = [K / n for part in (10, 30) for position in range(part) if (n := (position + 1) // RATIO) > K]
+    found = chance(build("gsm-retriever=separate_indexer"), sequences(LENGTH))
+    assert found == pytest.approx(sum(parts) / len(parts))
+
+
+def test_the_table_shows_the_agreement_beyond_chance():
+    row = {"length": 64, "queries": 9, "chance": 0.6, "stages": [0.7, None]}
+    lines = table({"mean": 0.7, "by_length": [row]})
+    assert lines[-1].split() == ["chance", "60.0,", "beyond", "it", "0.250", "-"]
 
 
 def test_the_overlap_does_not_depend_on_how_a_sequence_is_cut(monkeypatch: pytest.MonkeyPatch):
     model = build("gsm-retriever=separate_indexer")
     whole = overlaps(model, sequences(LENGTH))
-    monkeypatch.setattr("gsm.evaluation.overlap.CHUNK", 27)
-    monkeypatch.setattr("gsm.evaluation.overlap.AT_ONCE", LENGTH)
+    monkeypatch.setattr("gsm.analysis.overlap.CHUNK", 27)
+    monkeypatch.setattr("gsm.analysis.overlap.AT_ONCE", LENGTH)
     cut = overlaps(model, sequences(LENGTH))
     for stage, overlap_N in whole.items():
         assert 0 < float(overlap_N.mean()) < 1
@@ -108,9 +122,10 @@ def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
     whole = facts["by_length"][1]
     assert facts["mean"] == pytest.approx(sum(whole["stages"]) / 2)
     assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
-    assert [len(line.split()) for line in table(facts)[1:]] == [4, 4, 4]
+    assert [len(line.split()) for line in table(facts)[1:]] == [4, 6] * 3
     assert facts["by_length"][0]["queries"] > 0 and model.training is False
-    papers = table({"mean": 0.4, "by_length": [{"length": 65536, "stages": [0.2, 0.25], "queries": 9}]})
+    row = {"length": 65536, "stages": [0.2, 0.25], "queries": 9}
+    papers = table({"mean": 0.4, "by_length": [row]}, tables()["overlap"]["by_length"])
     assert papers[-2].split() == ["65,536", "tokens", "20.0", "25.0"]
     assert papers[-1].split() == ["the", "paper,", "0.5B", "GSM", "19.0", "24.7", "36.2"]
     chosen = measure(model, lambda length: data.of_length(length, 2), 24, [48, 24])

@@ -25,13 +25,13 @@ from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
 from gsm.evaluation.held_out import HeldOut
-from gsm.experiments.fit import train
 from gsm.experiments.folder import prepare
 from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.module import LanguageModeling, next_tokens
 from gsm.training.optimizer import AdamW
+from gsm.training.run import train
 
 PLAIN = """
 import lightning

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from small import mostly_slow
+from small import mostly_nightly
 from toys import TINY, packed, some_tokens, transcribed
 from transcription import Geometry, Weights, random_weights, tiny_baseline, tiny_gsm
 
@@ -33,7 +33,7 @@ LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 24]
 PACKINGS = {"two": [9, 8], "many": [1, 5, 2, 3, 8], "padded": [-3, 4, 9]}  # document lengths; negative is padding
 
 every_model = pytest.mark.parametrize("model", ["gsm", "baseline"])
-slow = pytest.mark.slow  # with hyper-connections the transcription is
+nightly = pytest.mark.nightly  # with hyper-connections the transcription is
 
 
 def production(geometry: Geometry, weights: Weights) -> torch.nn.Module:
@@ -94,7 +94,7 @@ def assert_same_logits(geometry: Geometry, tokens: list[int], documents: list[in
 @every_model
 @pytest.mark.parametrize(
     ("residual", "length"),
-    [*(("plain", length) for length in LENGTHS), ("mhc", 1), ("mhc", 6), pytest.param("mhc", 13, marks=slow)],
+    [*(("plain", length) for length in LENGTHS), ("mhc", 1), ("mhc", 6), pytest.param("mhc", 13, marks=nightly)],
 )
 def test_a_model_computes_the_equations_at_every_length(model, residual, length):
     assert_same_logits(TINY[model](residual=residual), some_tokens(length), [0] * length)
@@ -106,7 +106,7 @@ def test_a_model_computes_the_equations_at_every_length(model, residual, length)
     [
         *(("plain", packing) for packing in PACKINGS),
         ("mhc", "many"),
-        *(pytest.param("mhc", packing, marks=slow) for packing in ("two", "padded")),
+        *(pytest.param("mhc", packing, marks=nightly) for packing in ("two", "padded")),
     ],
 )
 def test_a_model_computes_the_equations_for_packed_documents(model, residual, packing):
@@ -122,7 +122,7 @@ def test_a_model_computes_the_equations_for_packed_documents(model, residual, pa
         {"ratio_encoder": 1},
         {"state_size": 3, "window": 6},
         {"top_k": 1},
-        pytest.param({"sinkhorn_rounds": 20}, marks=slow),
+        pytest.param({"sinkhorn_rounds": 20}, marks=nightly),
         {"bank_layers": (1, 4), "stage_layers": (1, 3, 4)},
     ],
     ids=lambda changes: "-".join(changes),
@@ -144,7 +144,7 @@ def test_gsm_without_stages_computes_the_equations():
     assert_same_logits(tiny_gsm(stage_layers=()), some_tokens(13), [0] * 13)
 
 
-@pytest.mark.parametrize("lengths", mostly_slow([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
+@pytest.mark.parametrize("lengths", mostly_nightly([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -160,7 +160,7 @@ def test_writers_that_write_otherwise_compute_their_equations(changes, lengths):
     assert_same_logits(tiny_gsm(residual="plain", **changes), some_tokens(len(documents)), documents)
 
 
-@pytest.mark.parametrize("lengths", mostly_slow([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
+@pytest.mark.parametrize("lengths", mostly_nightly([[1], [24], *PACKINGS.values()], [24], PACKINGS["padded"]), ids=str)
 @pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
 @pytest.mark.parametrize(
     "changes",
@@ -181,7 +181,7 @@ def test_other_readers_compute_their_equations_whatever_the_writer(changes, writ
 
 
 @pytest.mark.parametrize("residual", ["plain", "mhc", "mhc_two_pass"])
-@pytest.mark.parametrize("lengths", mostly_slow([[1], [7], [4, 1, 3]], [7]), ids=str)
+@pytest.mark.parametrize("lengths", mostly_nightly([[1], [7], [4, 1, 3]], [7]), ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,7 +199,7 @@ def test_every_reading_of_what_the_paper_leaves_open_computes_its_equations(chan
 
 
 @every_model
-@pytest.mark.parametrize("lengths", mostly_slow([[1], [6], [4, 1, 3]], [6]), ids=str)
+@pytest.mark.parametrize("lengths", mostly_nightly([[1], [6], [4, 1, 3]], [6]), ids=str)
 def test_hyper_connections_of_two_passes_compute_their_equations(model, lengths):
     documents = packed(lengths)
     assert_same_logits(TINY[model](residual="mhc_two_pass"), some_tokens(len(documents)), documents)

@@ -22,14 +22,21 @@ def each_changed(tokens: torch.Tensor, positions: range) -> torch.Tensor:
 SHORT = [name for name in comparators() if build(name, geometry=SHALLOW).reach is not None]
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
-def test_a_later_token_changes_nothing_earlier(case):
-    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 26)
-    full = model(tokens).logits[0]
-    for t, other in enumerate(model(each_changed(tokens, range(26))).logits):
-        assert_same(other[:t], full[:t], f"{case}: logits before token {t}")
-        assert (other[t] - full[t]).abs().max() > 1e-6, f"{case}: token {t} does not reach its own logits"
+def test_a_later_token_changes_nothing_earlier(case, half):
+    """To the bit, in the precisions that models train in: Mamba-3 once added a share of the next token and took it off
+    again, which float64 did not show."""
+    model, tokens = build(case, geometry=SHALLOW).float(), random_tokens(1, 26)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        full, others = (model(copies).logits for copies in (tokens.repeat(26, 1), each_changed(tokens, range(26))))
+    for t, (same, other) in enumerate(zip(full, others, strict=True)):
+        if "moe" in case:  # whose rounding depends on how many tokens an expert gets
+            assert_same(other[:t], same[:t], f"{case}: logits before token {t}", tolerance=0.1 if half else 1e-5)
+        else:
+            assert torch.equal(other[:t], same[:t]), f"{case}: logits before token {t}"
+        assert not torch.equal(other[t], same[t]), f"{case}: token {t} does not reach its own logits"
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case not in SHORT])

@@ -10,18 +10,17 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from short_runs import UNSTEADY
+from short_runs import UNSTEADY, assemble
 from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
 import gsm
+from gsm import plots
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_attention, selected_weights
 from gsm.analysis.views import shares, views
 from gsm.config.compose import compose
-from gsm.evaluation import plots
-from gsm.experiments.fit import assemble
-from gsm.observe import tap
+from gsm.observe import record, tap
 from gsm.paths import variants
 from gsm.training.callbacks import pictures
 from gsm.training.callbacks.pictures import TAPS, Pictures, histograms
@@ -235,3 +234,15 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
 def test_a_number_below_one_is_named(field: str):
     with pytest.raises(ValueError, match=f"callbacks.pictures.{field} is 0"):
         Pictures(**{field: 0})
+
+
+def test_of_a_state_far_larger_than_a_sequence_what_exists_is_drawn():
+    """Its empty entries took 7.6 GiB."""
+    drawn = []
+    for size in (100_000, 16):
+        model = build("gsm", geometry=GEOMETRY, state_size=size).eval()
+        with torch.no_grad(), record(*TAPS) as seen:
+            model(random_tokens(2, 16))
+        assert seen[f"decoder/{GEOMETRY.depth}/weights"].shape[-1] == 16 + 1
+        drawn.append((pictures.scalars(model, seen), seen))
+    assert drawn[0][0] == pytest.approx(drawn[1][0]) and [name for name, _ in views(model, drawn[0][1])]

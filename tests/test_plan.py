@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from gsm.config.compose import compose
+from gsm.costs import traffic
 from gsm_benchmarks import plan
-from gsm_benchmarks.entries import Model, known_cost
-from gsm_benchmarks.plan import GIB, Assumed, Setting, _built, kept, memory, paper_mfu, saved_bytes, timing
-from gsm_benchmarks.recipes import composed
+from gsm_benchmarks.models import Model, known_cost
+from gsm_benchmarks.plan import Assumed, Setting, _built, kept, memory, saved_bytes, timing
 from gsm_kernels.device import triton_version
 
 ASSUMED = Assumed(
     peak=1e15, mfu=0.4, hbm=80, reserve=5, nvlink=200e9, network=50e9, reached=0.5, hidden=0.75, backward=0.5,
     sequences=128, context=4096, micro_batch=4, per_node=8,
 )  # fmt: skip
-GSM = Model("gsm")
+GSM = Model("gsm", "gsm")
 SMALL = Setting(GSM, "pico", gpus=8, sharding="ddp", recompute=False, micro_batch=4, context=64)
 
 counted = pytest.mark.skipif(triton_version() is None, reason="what is kept is counted on Triton's operations")
@@ -74,17 +72,11 @@ def test_memory_by_hand(sharding: str):
 
 @counted
 def test_weights_that_are_gathered_in_bfloat16_leave_autocast_nothing_to_copy():
-    model, setting = known_cost(GSM, "pico").model, replace(SMALL, sharding="fsdp2", gathered=2, reduced=4)
+    model, setting = known_cost(GSM, "pico").model, replace(SMALL, sharding="fsdp2", gathered=2)
     layer = max(sum(p.numel() for p in block.parameters()) for block in [*model.encoder, *model.decoder])
     assert memory(setting, ASSUMED)["weights at work"] == 2 * 512 * 64 + 10 * layer
     slow, fast = (timing(one, ASSUMED)["communication"] for one in (replace(setting, gathered=4), setting))
     assert fast == pytest.approx(slow * 8 / 12)
-
-
-def test_what_fsdp2_gathers_and_reduces_is_what_its_yaml_says():
-    assert plan.travelling() == {"gathered": 4, "reduced": 4}
-    both = ["trainer.strategy.gathered=bfloat16", "trainer.strategy.reduced=float32"]
-    assert plan.travelling(both) == {"gathered": 2, "reduced": 4} and plan.travelling(both[:1])["reduced"] == 2
 
 
 def test_links_by_hand():
@@ -123,86 +115,50 @@ def test_more_gpus_than_sequences_make_the_step_larger_not_faster():
     assert steps[3]["arithmetic"] == steps[2]["arithmetic"] and steps[3]["tokens"] == 2 * steps[2]["tokens"]
 
 
-@counted
-def test_memory_grows_with_tokens_and_shrinks_with_shards_and_recomputation():
-    assert memory(replace(SMALL, micro_batch=8), ASSUMED)["total"] > memory(SMALL, ASSUMED)["total"]
-    sharded = [memory(replace(SMALL, sharding="fsdp2", gpus=n), ASSUMED)["total"] for n in (8, 64, 800)]
-    assert sharded == sorted(sharded, reverse=True)
-    large = replace(SMALL, micro_batch=64)
-    assert memory(replace(large, recompute=True), ASSUMED)["total"] < memory(large, ASSUMED)["total"]
-
-
-def test_the_papers_speed_is_a_small_share_of_the_peak():
-    flops = known_cost(GSM, "1p5b", ("model.recompute=true",)).training_flops(4096).total() / 4096
-    assert paper_mfu("gsm", ASSUMED) == pytest.approx(53231 / 8 * flops / 1e15)
+MOE = Model("moe", "gsm", ("model/feed_forward=moe",))
+LONG = Setting(MOE, "pico", 8, "fsdp2", True, 1, 1024, 2)
 
 
 @counted
-def test_the_tables_say_that_they_are_computed_and_are_made_from_the_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = plan.run(
-        replace(ASSUMED, context=64), {"pico": 1e6}, output=str(tmp_path / "a.json"), models=["gsm"], gpus=[8, 16],
-        contexts=[64, 128], recipes=[],
-    )  # fmt: skip
-    rows = json.loads(path.read_text())["rows"].values()
-    assert [row["kind"] for row in rows].count("run") == 8 and [row["kind"] for row in rows].count("length") == 4
-    run = next(row for row in rows if row["kind"] == "run")
-    assert run["hours"] == pytest.approx(1e6 / (128 * 64) * run["seconds"]["step"] / 3600)
-    text = path.with_suffix(".md").read_text()
-    assert "**Computed, nothing measured**" in text and "peak 1e+15" in text and "| pico | gsm | 8 |" in text
-    monkeypatch.setattr(plan, "kept", None)
-    plan.run(ASSUMED, {}, results=str(path))
-    assert path.with_suffix(".md").read_text() == text
+def test_memory_of_divided_sequences_and_experts_by_hand():
+    whole, half, apart = (memory(replace(LONG, **to), ASSUMED) for to in ({}, {"divided": 2}, {"experts": 2}))
+    assert whole["activations"] - half["activations"] == pytest.approx(kept(MOE, "pico", True, 1024).each * 512)
+    # Every bank has a slot for two tokens: an entry of 32 numbers, an index key of 16 where the layer searches.
+    layout = MOE.build("pico").start().layout()
+    widths = [width for kind, _, width, _ in layout if kind in ("encoder_bank", "index_keys")]
+    assert half["gathered banks"] == 2 * 2 * 512 * sum(widths) and whole["gathered banks"] == 0
+    experts = plan._experts(LONG.cost.model)[0]
+    assert whole["weights at work"] - apart["weights at work"] == pytest.approx((3 * 2 + 4) * experts / 2)
+
+
+def test_seconds_of_divided_sequences_by_hand():
+    parts = plan.seconds(replace(LONG, divided=4, experts=2), ASSUMED)
+    model, alone = LONG.cost.model, plan.seconds(LONG, ASSUMED)
+    each = sum(one.bytes for one in traffic.sent(model, batch=1, tokens=1024, ranks=4, number_bytes=2)) / 4
+    assert parts["sequences"] == pytest.approx(3 * each / (200e9 * 0.5))
+    rows = 256 * model.geometry.experts_per_token * len(plan._experts(model))
+    assert parts["experts"] == pytest.approx(3 * rows * 2 * 2 * model.geometry.dim / 2 / (200e9 * 0.5))
+    assert alone["sequences"] == alone["experts"] == 0
+    assert alone["arithmetic"] == pytest.approx(4 * parts["arithmetic"])
+    assert alone["weights"] == pytest.approx(ASSUMED.one_pass(8 * sum(p.numel() for p in model.parameters()), 8))
+
+
+def test_ranges_of_lengths_are_found_by_bisection():
+    assert plan.below(lambda n: n, lambda n: 10, 100) == [(1, 9)]
+    assert plan.below(lambda n: 10, lambda n: n, 100) == [(11, 100)]
+    assert plan.below(lambda n: n, lambda n: n + 1, 7) == [(1, 7)]
 
 
 @counted
-def test_what_does_not_fit_says_over_how_many_gpus_it_would():
-    parts = memory(SMALL, ASSUMED)
-    divided = parts["activations"] + parts["layer or logits at work"]
-    rest = parts["total"] - divided
-    for share, gpus in ((1.01, 1), (0.4, 3), (0, None)):
-        row = plan._length(SMALL, replace(ASSUMED, hbm=ASSUMED.reserve + (rest + share * divided) / GIB))
-        assert (row["fits"], row["divided_over"]) == (share > 1, gpus)
+@pytest.mark.nightly
+def test_the_page_has_its_tables(tmp_path: Path):
+    output = str(tmp_path / "plan.md")
+    text = plan.run(ASSUMED, {"pico": 1e6}, "pico", [8, 64], [64, 1024], output=output).read_text()
+    assert text.count("\n| --- |") == 5 and "the paper measured 44.06" in text
+    with pytest.raises(ValueError, match="multiples of 8 GPUs"):
+        plan.run(ASSUMED, {"pico": 1e6}, gpus=[9])
 
 
-def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(ValueError, match=r"gpus \[12\].*give multiples of 8 GPUs"):
-        plan.run(ASSUMED, {"pico": 1e6}, gpus=[12])
-    with pytest.raises(ValueError, match="assumed.mfu is 1.4; give a share, up to 1"):
-        replace(ASSUMED, mfu=1.4)
-
-
-def test_the_yaml_states_every_assumption():
-    node = compose(["benchmark=plan"], script="benchmark")["benchmark"]["assumed"]
-    assert {*node} - {"_target_"} == {*Assumed.__dataclass_fields__}
-    assert float(node["peak"]) == 989e12
-
-
-def test_a_recipe_is_the_papers_on_any_number_of_gpus_or_says_why_not():
-    """128 sequences a step, 10 B tokens in all; 64 GPUs with four sequences each would take 256 at a time."""
-    found = {one.layout: one for one in composed(["experiment=paper_main size=0p5b"], ["1", "8", "64", "2x8"])}
-    whole = {layout: (one.gpus, one.batches, one.sequences) for layout, one in found.items() if not one.refused}
-    assert whole == {"1": (1, 32, 128), "8": (8, 4, 128), "2x8": (16, 2, 128)}
-    assert {one.steps * 128 * one.context for one in found.values()} == {19_074 * 524_288}
-    assert found["64"].batches is None and "say data.batch_size=2 or global_batch=256" in found["64"].refused
-    with pytest.raises(ValueError, match="layouts has '2 x 8', but takes GPUs such as 8"):
-        list(composed(["experiment=paper_main"], ["2 x 8"]))
-
-
-@counted
-def test_a_recipe_needs_the_simplest_way_that_fits_or_more_gpus():
-    recipe = next(composed(["experiment=paper_long_context size=nano"], ["8"]))
-    total = memory(Setting(GSM, "nano", 8, "ddp", False, 4, 256), ASSUMED)["total"]
-    row = plan._recipe(recipe, ASSUMED)
-    assert row["memory"]["trainer=ddp"]["gsm"] == total and row["needs"] == "trainer=ddp"
-    sharded = max(row["memory"]["trainer=fsdp"].values())
-    assert sharded < total
-    tight = replace(ASSUMED, hbm=5 + (sharded + 1) / GIB)
-    assert plan._recipe(recipe, tight)["needs"] == "trainer=fsdp"
-    half = max(row["memory"][[*plan.WAYS][-1]].values())
-    assert half < sharded
-    assert (
-        "GPUs, trainer=fsdp trainer.strategy.gathered=bfloat16"
-        in plan._recipe(recipe, replace(ASSUMED, hbm=5 + (half - 1) / GIB))["needs"]
-    )
+def test_an_assumption_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="assumed.mfu=2 is not allowed"):
+        replace(ASSUMED, mfu=2)

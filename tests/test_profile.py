@@ -9,8 +9,8 @@ import pytest
 from short_runs import arguments, lines
 
 from gsm.config.compose import compose
-from gsm.experiments.fit import train
 from gsm.training.callbacks.profile import Profile
+from gsm.training.run import train
 
 
 def run(home: Path, name: str, *more: str) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from small import GEOMETRY, MEMORIES, SHALLOW, M, assert_same, build, random_tokens
 
+from gsm.engine import Engine
 from gsm.models.prompts import left_pad
 
 LENGTHS = (1, 2 * M + 3, 6)
@@ -76,3 +79,28 @@ def test_generation_computes_as_in_evaluation_even_between_steps_of_training(mon
     monkeypatch.setattr(model, "run", lambda *arguments: modes.append(model.encoder.training) or right(*arguments))
     model.generate(random_tokens(1, 4), 3)
     assert modes == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["hello", {1, 2}, {"input_ids": [1]}, (x for x in (1, 2)), None, ["a"], [None]],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_a_prompt_without_ids_is_one_sentence(prompt: Any):
+    model = build("transformer", geometry=SHALLOW)
+    for writer in (model, Engine(model, capacity=20)):
+        with pytest.raises(
+            ValueError, match=r"prompt=.* is not allowed because a prompt holds ids. Use a tensor \[B, T\]"
+        ):
+            writer.generate(prompt, 2)
+
+
+@pytest.mark.parametrize("options", [{"temperature": None}, {"temperature": "1"}, {"top_p": None}], ids=str)
+def test_sampling_takes_numbers(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="must be a number, got"):
+        build("transformer", geometry=SHALLOW).generate([1, 2], 2, **options)
+
+
+def test_a_decoded_token_is_a_tensor():
+    with pytest.raises(ValueError, match=r"token_B=3 is not allowed. Use a tensor \[1\]"):
+        Engine(build("transformer", geometry=SHALLOW), capacity=20).decode(3)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from gsm.config.compose import compose
 from gsm.data.recall import MultiQueryRecall, Needle, Paraphrase, Task
 from gsm.data.synthetic import HELD_OUT, Generated, SyntheticData
 from gsm.evaluation import questions
-from gsm.experiments.fit import train
+from gsm.training.run import train
 
 NEEDLE = Needle(keys=12, values=9, fillers=5, pairs=4, gap=20)
 RECALL = MultiQueryRecall(keys=12, values=9, fillers=5, pairs=4)
@@ -220,7 +220,10 @@ def test_near_questions_are_more_frequent_in_multi_query_recall():
             partial(SyntheticData, task=NEEDLE, vocabulary=20, context=64, batch_size=1),
             "set size.vocabulary to at least 26",
         ),
-        (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=0), "data.batch_size at least 1"),
+        (
+            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=0),
+            "batch_size=0 is not allowed because it is below 1",
+        ),
         (
             partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=8),
             "shortest 8 must lie between 16",

@@ -108,8 +108,8 @@ def slots_written_out(mixer: SlotMemory, x_TD: Tensor) -> Tensor:
         key_HMC = left_HM1 * key_HMC + (1 - left_HM1) * k_HC[:, None]
         value_HMC = left_HM1 * value_HMC + (1 - left_HM1) * v_HC[:, None]
         weight_HM = torch.einsum("hmc,hc->hm", key_HMC, q_HC).softmax(-1)
-        out_HC = mixer.norm(F.silu(torch.einsum("hm,hmc->hc", weight_HM, value_HMC)))
-        rows.append(mixer.output(out_HC.flatten()))
+        out_C = mixer.norm(F.silu(torch.einsum("hm,hmc->hc", weight_HM, value_HMC)).flatten())  # over all heads
+        rows.append(mixer.output(out_C))
     return torch.stack(rows)
 
 
@@ -158,7 +158,7 @@ def turning_written_out(mixer: Mamba3, x_TD: Tensor) -> Tensor:
 KNOBS = [(name, {}) for name in NAMES] + [
     ("linear_attention", {"convolution": 1}),
     ("delta_net", {"convolution": 1, "largest_beta": 2.0}),
-    ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.5}),
+    ("delta_product", {"convolution": 2, "steps": 3, "largest_beta": 1.0}),
     ("gsa", {"convolution": 1, "slots": 5, "damping": 2.0}),
     ("raven", {"convolution": 4, "slots": 5, "top_k": 1}),
     ("mamba3", {"rotated": 2}),
@@ -214,7 +214,7 @@ def test_mamba_3_goes_on_from_any_token_and_starts_anew_with_a_document():
 
 @torch.no_grad()
 def test_delta_product_of_one_step_is_delta_net():
-    one, net = mixer_of("delta_product", steps=1), mixer_of("delta_net")
+    one, net = mixer_of("delta_product", steps=1, largest_beta=1.0), mixer_of("delta_net")
     one.load_state_dict(net.state_dict())
     x_BTD = torch.randn(2, 9, GEOMETRY.dim, dtype=torch.float64)
     span = Span(torch.arange(9).expand(2, -1), rows=9)
@@ -224,13 +224,13 @@ def test_delta_product_of_one_step_is_delta_net():
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("delta_net", {"largest_beta": 2.5}, "largest_beta must lie above 0 and be at most 2, .* got 2.5"),
-        ("delta_product", {"steps": 0}, "steps must be at least 1 write for a token, got 0"),
-        ("linear_attention", {"convolution": 0}, "convolution must see at least 1 token, .* got 0"),
-        ("gsa", {"slots": 0}, "slots must be at least 1 for each head, got 0"),
-        ("raven", {"top_k": 9}, "top_k must be from 1 to the 8 slots, got 9"),
-        ("gsa", {"damping": 0.0}, "damping must lie above 0, got 0"),
-        ("mamba3", {"rotated": 3}, "rotated must be an even number from 2 to the 8 channels, got 3"),
+        ("delta_net", {"largest_beta": 2.5}, "largest_beta=2.5 is not allowed .* above 0 and at most 2"),
+        ("delta_product", {"steps": 0}, "steps=0 is not allowed because it is below 1"),
+        ("linear_attention", {"convolution": 0}, "convolution=0 is not allowed because it is below 1"),
+        ("gsa", {"slots": 0}, "slots=0 is not allowed because it is below 1"),
+        ("raven", {"top_k": 9}, "top_k=9 is not allowed. Use a number from 1 to the 8 slots"),
+        ("gsa", {"damping": 0.0}, "damping=0.0 is not allowed. Use a number above 0"),
+        ("mamba3", {"rotated": 3}, "rotated=3 is not allowed. Use an even number from 2 to the 8 channels"),
     ],
 )
 def test_a_knob_that_cannot_be_is_named(name, knobs, message):

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from gsm.evaluation import results as kept
-from gsm.evaluation.results import Results, by_arm, cell, difference, side_by_side, transposed
+from gsm.evaluation.results import Results, by_arm, difference, side_by_side
+from gsm.intervals import over_seeds
+from gsm.tables import transposed
 
 
 def squares(numbers: range, path: Path, progress: Any = kept.silent, **settings: Any) -> tuple[Results, list[int]]:
@@ -46,6 +48,15 @@ def test_an_interrupted_measure_goes_on_with_what_is_missing(
     assert json.loads((tmp_path / "a.json").read_text())["sum"] == 140
 
 
+def test_a_measure_that_is_refused_leaves_the_results_before_it_where_they_are(tmp_path: Path):
+    squares(range(2), tmp_path / "a.json")
+    before = (tmp_path / "a.json").read_bytes()
+    results = Results(tmp_path / "a.json", {"of": "cubes"})
+    with pytest.raises(ZeroDivisionError):
+        results.fill([0], lambda part: [part], lambda part: {part: 1 / part})
+    assert (tmp_path / "a.json").read_bytes() == before and not (tmp_path / "a.previous").exists()
+
+
 @pytest.mark.parametrize("settings", [{"of": "cubes"}, {"further": [1]}])
 def test_a_file_of_other_settings_is_moved_aside_and_that_is_said(
     tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -76,7 +87,7 @@ def test_arms_are_put_side_by_side_over_their_seeds():
     assert [len(seeds) for seeds in arms.values()] == [3, 1], "a second run of a seed counts too"
     grid = side_by_side("x", arms, {"n": "N", "m": "M"}, lambda run, name: run.get(name), ["theirs"], {"n": [9]})
     assert grid == [["x", "a", "b", "theirs"], ["N", "2.00 +- 1.00", "4.00", "9.00"], ["M", "-", "-", "-"]]
-    assert transposed(grid)[1] == ["a", "2.00 +- 1.00", "-"] and cell([None, 1.25], 1) == "1.2"
+    assert transposed(grid)[1] == ["a", "2.00 +- 1.00", "-"] and over_seeds([None, 1.25]).text(1) == "1.2"
     assert list(by_arm([runs[0], {**runs[1], "experiment": "f"}])) == ["e/a", "f/b"]
     scores = lambda results: {"task": [float(result["n"]) for result in results]}  # noqa: E731
     assert difference(arms["a"], arms["b"], scores) == "+300.00 [+300.00, +300.00]", "the seed that both have"

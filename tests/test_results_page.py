@@ -13,10 +13,10 @@ import pytest
 from test_compare import experiment, write_run
 from test_experiment import fake, place, toy
 
-from gsm.evaluation import plots
+from gsm import plots
 from gsm.experiments.compare import compare
-from gsm.experiments.experiment import train_all
-from gsm.experiments.page import Report, _commands
+from gsm.experiments.execute import train_all
+from gsm.experiments.page import Report, _commands, _question
 
 __all__ = ["experiment", "fake"]  # fixtures
 
@@ -71,7 +71,7 @@ def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
     assert len(rows) == 8, "means, seeds, differences"
     for row in rows:
         assert " ".join(row).replace("+-", "±") in page.text
-    assert "mean ± standard error over the seeds that both arms have" in page.text
+    assert "mean and 95 % interval (paired Student's t) over the seeds that both arms have" in page.text
 
 
 def test_nothing_is_loaded_from_elsewhere(experiment: Path):
@@ -199,6 +199,11 @@ def test_what_evaluations_concluded_is_there(experiment: Path):
     page = Page(experiment / "comparison.html")
     assert "ppl length paper 4,096 9.66 ± 0.10 16 windows of each All numbers: ppl.json" in page.text
     assert "data:image/png;base64,iVBORyBvZiBhIGN1cnZl" in page.source
+
+
+def test_the_question_of_a_finished_experiment_does_not_say_how_long_it_takes():
+    assert _question("ablate_indexer").startswith("Should") or _question("ablate_indexer").endswith("?")
+    assert "minutes" not in _question("ablate_indexer") + _question("state_tracking")
 
 
 def test_pictures_are_drawn_in_the_page_once_for_light_and_dark(experiment: Path):

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ SENTENCES.sentences = lambda count: SENTENCES.first(count).split(" ")  # punkt t
 MADE = Ingredients(haystack=SENTENCES)
 SHORT = Ingredients(TEMPLATES["short"], SENTENCES, open_keys(words=4))
 
-OF_WORDS = {name: TASKS[name] for name in ("niah_single_1", "niah_single_2", "niah_multikey_1")}
+OF_WORDS: dict[str, Any] = {name: TASKS[name] for name in ("niah_single_1", "niah_single_2", "niah_multikey_1")}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,8 @@ def test_every_task_has_its_needles_and_asks_for_one(task: str):
         sample = asking(task).sample(index, 2000)
         found = re.findall(r"One of the special magic numbers for [a-z]+-[a-z]+ is: (\d{7})\.", sample.input)
         assert len(found) == len(set(found)) == OF_WORDS[task].keys
-        assert sample.input.count(sample.needle) == 1 and f" {sample.key} is: {sample.outputs[0]}." in sample.needle
+        (needle,) = sample.needles
+        assert sample.input.count(needle) == 1 and f" {sample.key} is: {sample.outputs[0]}." in needle
         assert sample.input.count(sample.key) == 2 and sample.answer_prefix.count(sample.key) == 1
         asked.add(found.index(sample.outputs[0]))
     assert asked == set(range(OF_WORDS[task].keys)), "any of them is asked for"

@@ -61,7 +61,7 @@ def test_a_chain_of_thought_retrieves_verifies_and_answers_the_same_question():
         prompt, answer = spelled(cot, row)
         retrieved, verified, final = BYTES.decode(answer).split(". ")
         assert prompt == spelled(direct, row)[0] and answer[-1] == END
-        assert retrieved == f" told here: {sample.needle}".rstrip(".") and sample.key in verified
+        assert retrieved == f" told here: {sample.needles[0]}".rstrip(".") and sample.key in verified
         assert final == f"Final answer: {sample.outputs[0]}"
 
 
@@ -145,7 +145,7 @@ def test_the_fingerprint_tells_whatever_changes_the_examples():
         ({"lengths": [700]}, r"lengths \[700\] go beyond context 640"),
         ({"answers": "long"}, "answers 'long' is unknown; the known ones are direct, cot, both"),
         ({"tasks": ["niah"]}, r"tasks \['niah'\] must be some of niah_single_1"),
-        ({"examples": 0}, "data.examples at least 1"),
+        ({"examples": 0}, "examples=0 is not allowed because it is below 1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(options: dict, words: str):

@@ -22,8 +22,8 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import commands
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.ruler import Ruler, averages, complete, deviations, final_answer, score, shown, table
-from gsm.experiments.fit import train
 from gsm.paths import ROOT
+from gsm.training.run import train
 
 BYTES = Tokenizer.plain_bytes()
 SHORT = Ingredients.choose("short", words=4, new_tokens=120)
@@ -165,6 +165,15 @@ def test_further_lengths_join_a_file_and_other_settings_move_it_aside(tmp_path: 
     ask(model, path=path, lengths=(400,), identity={"step": 7})
     assert model.asked == 30 and json.loads(path.read_text())["settings"]["step"] == 7
     assert len(json.loads((tmp_path / "ruler.previous").read_text())["cells"]) == 4
+
+
+def test_a_length_without_samples_is_refused_before_anything_is_measured(tmp_path: Path):
+    path, model = tmp_path / "ruler.json", Oracle(RIGHT.say)
+    ask(model, path=path, lengths=(400,))
+    before, asked = path.read_bytes(), model.asked
+    with pytest.raises(ValueError, match="length 20 is too short"):
+        ask(model, path=path, lengths=(400, 20), identity={"step": 7})
+    assert (path.read_bytes(), model.asked) == (before, asked) and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_damaged_file_is_moved_aside(tmp_path: Path):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from gsm.config.load import digest
 from gsm.evaluation import ruler
 from gsm.evaluation.downstream import differences, grid, notes, values
 from gsm.evaluation.paper import published, tables
 from gsm.evaluation.results import by_arm
 from gsm.evaluation.ruler import accuracy, averages
-from gsm.evaluation.task_files import load
-from gsm.experiments.weights import digest
+from gsm.evaluation.tasks import load
 
 TASKS = ("niah_single_1", "niah_multikey_1")
 SETTINGS = {"answers": "direct", "examples": 4, "seed": 42, "template": "short", "haystack": "h", "keys": "k"}

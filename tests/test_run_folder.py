@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -23,13 +25,16 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
+from gsm.data.loader import refuse_workers
 from gsm.evaluation.generate import generate
-from gsm.experiments import fit, trainers
 from gsm.experiments import folder as run_folder
-from gsm.experiments.folder import differences, finished, prepare
+from gsm.experiments.folder import differences, finished, moving_back, prepare
+from gsm.training import run as fit
+from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
-from gsm.training.callbacks.metrics_file import MetricsFile
+from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
+from gsm.training.distributed import ranks
 from gsm.training.resume import FORMAT, STATE
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
@@ -43,7 +48,7 @@ def composed() -> dict[str, Any]:
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:
     """The configuration of a run in this folder; `data__seed=1` changes a key below another."""
-    made = copy.deepcopy(composed()) | {"folder": str(folder), "logs": str(folder.parent / "logs")}
+    made: dict[str, Any] = copy.deepcopy(composed()) | {"folder": str(folder), "logs": str(folder.parent / "logs")}
     for name, value in changes.items():
         node, *rest = name.split("__")
         if rest:
@@ -154,9 +159,9 @@ def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: p
     (tmp_path / "run/results").mkdir()
     moved, move = [], run_folder.shutil.move
 
-    def one(*given: Path) -> None:
+    def one(path: Path, target: Path) -> None:
         assert not moved, "killed"
-        moved.append(move(*given))
+        moved.append(move(path, target))
 
     monkeypatch.setattr(run_folder.shutil, "move", one)
     with pytest.raises(AssertionError, match="killed"):
@@ -164,6 +169,31 @@ def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_folder.shutil, "move", move)
     prepare(config(tmp_path / "run", resume="never"))
     assert not [path.name for path in (tmp_path / "run").iterdir()]
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It was taken for missing, and training went on without a word."""
+    last = leave(tmp_path / "run", "finished")
+    (tmp_path / "run/summary.json").write_text('{"status": "fin')
+    assert prepare(config(tmp_path / "run"), fingerprint=same_text).checkpoint == last
+    assert re.search(r"run/summary.json is damaged .*. Delete it", capsys.readouterr().err)
+
+
+def test_a_start_that_fails_moves_an_earlier_run_back(tmp_path: Path):
+    """A refused command had moved a finished run away."""
+    last = leave(tmp_path / "run", "finished")
+    start = prepare(config(tmp_path / "run", seed=4))
+    assert start.moved and not last.exists()
+    with pytest.raises(ConfigError), moving_back(start, tmp_path / "run"):
+        (tmp_path / "run/hparams.yaml").write_text("seed: 4")  # as loggers do before the Trainer looks at the data
+        raise ConfigError("a part refuses its values")
+    assert last.is_file() and finished(config(tmp_path / "run")) and not start.moved.exists()
+    assert not (tmp_path / "run/hparams.yaml").exists()
+    start = prepare(config(tmp_path / "run", seed=4))
+    with pytest.raises(ConfigError), moving_back(start, tmp_path / "run"):
+        (tmp_path / "run/metrics.csv").write_text("step")
+        raise ConfigError("it has begun")
+    assert not last.exists()
 
 
 def test_force_starts_a_single_run_over(tmp_path: Path):
@@ -179,7 +209,7 @@ def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path
     assert "it is finished and its configuration differs in seed (0 there, 4 here)" in sentence
     leave(tmp_path / "run", "finished")
     longer = prepare(config(tmp_path / "run", trainer__max_steps=40))
-    assert "it is finished, after 7 steps, and one of another length is another run" in longer.sentence
+    assert "it is finished and its configuration differs in trainer.max_steps (30 there, 40 here)" in longer.sentence
     assert longer.checkpoint is None and not (tmp_path / "run/checkpoints").exists()
     assert Path(longer.sentence.split("was moved to ")[1].split(":")[0], "checkpoints/last.ckpt").is_file()
 
@@ -218,6 +248,17 @@ def test_a_run_that_began_with_a_path_is_not_undone_by_the_same_command(tmp_path
     assert not last.exists(), "that is another run"
 
 
+def test_a_run_that_is_shorter_than_the_checkpoint_it_begins_with_is_refused(tmp_path: Path):
+    """It trained nothing, and was called finished with more steps than it had; as many are left to be validated."""
+    origin = leave(tmp_path / "old")
+    for words in ({"resume": str(origin)}, {"start_from": str(origin), "start_fresh": False, "resume": "never"}):
+        shorter = config(tmp_path / "run", trainer__max_steps=6, **words)
+        with pytest.raises(CheckpointError, match=f"trainer.max_steps=6 is not allowed because {origin} is of step 7"):
+            prepare(shorter)
+    as_long = config(tmp_path / "run", trainer__max_steps=7, resume=str(origin))
+    assert prepare(as_long).step == 7
+
+
 def test_a_path_inside_of_the_folder_goes_on_from_there_once(tmp_path: Path):
     leave(tmp_path / "run")
     best = leave(tmp_path / "run", name="best", global_step=5)
@@ -234,21 +275,18 @@ def test_what_to_type_names_no_path_once_the_run_has_a_checkpoint(monkeypatch: p
     assert command_line.again(saved=True).split(" ", 1)[1] == "train.py seed=1"
 
 
-def test_what_is_a_function_of_the_length_is_named_when_it_jumps(tmp_path: Path):
-    origin = leave(tmp_path / "old", hyper_parameters={"config": config(tmp_path, callbacks__selection=SELECTION)})
-    longer = config(tmp_path / "run", resume=str(origin), trainer__max_steps=40, callbacks__selection=SELECTION)
-    assert prepare(longer).sentence.endswith("new length: the learning rate, callbacks.selection.")
+def test_a_run_of_another_length_than_its_checkpoint_says_that_schedules_jump(tmp_path: Path):
     free = config(tmp_path / "run", resume=str(leave(tmp_path / "old")), trainer__max_steps=40, name="other")
     free["trainer"]["log_every_n_steps"] = 5
     start = prepare(free)
-    assert start.sentence.endswith("jumps to the curve of the new length: the learning rate.") and start.step == 7
+    assert start.sentence.endswith("to have 30 steps: schedules jump to the curve of 40 steps.") and start.step == 7
 
 
 def test_steps_of_other_sequences_are_refused(tmp_path: Path):
     """The place in the data is steps x sequences of a step, so that some text was trained on twice, or never."""
     alone = {"global_batch": None}  # one batch of every rank
-    saved = {"config": config(tmp_path / "run", **alone)}
-    leave(tmp_path / "run", **{STATE: {"world": 4}}, hyper_parameters=saved)
+    saved: dict[str, Any] = {STATE: {"world": 4}, "hyper_parameters": {"config": config(tmp_path / "run", **alone)}}
+    leave(tmp_path / "run", **saved)
     with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, shared out among 4 and 2\)"):
         prepare(config(tmp_path / "run", **alone), world=2)
     assert prepare(config(tmp_path / "run", **alone), world=4).checkpoint
@@ -264,6 +302,54 @@ def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: in
     assert prepare(config(tmp_path / "other", resume=str(last), **options), world=world).checkpoint == last
     with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
         prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "summary.json", ".lock", "checkpoints/last.ckpt"])
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str):
+    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{tmp_path / name} is not allowed because it is no file"):
+        prepare(config(tmp_path))
+    with pytest.raises(ConfigError, match="is no file"), run_folder.locked(tmp_path):
+        pass
+    assert read_metrics(tmp_path / name) == {}
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_trained_on(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing could be trained on NFS without its daemon of locks, or on Lustre."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with run_folder.locked(tmp_path):
+        pass
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path} cannot be locked (") and len(said.splitlines()) == 1
+
+
+def test_processes_that_could_not_hand_over_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Both died with a long TMPDIR, as clusters have it, and the run waited for ever."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 71 * "a")
+    with pytest.raises(ConfigError, match="data.num_workers=2 is not allowed because the path of the temporary folder"):
+        refuse_workers(2)
+    refuse_workers(0)
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 70 * "a")
+    refuse_workers(2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "1"), ("RANK", "1"), ("SLURM_PROCID", "3"), ("RANK", "x")])
+def test_a_rank_that_somebody_left_in_the_environment_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
+    """The header was missing, and a traceback of TensorBoard's followed."""
+    for other in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    assert ranks.rank() == 0, "or nobody would say it"
+    with pytest.raises(ConfigError, match=f"^{name}={value} in the environment is not allowed"):
+        trainers.meet({"trainer": {"devices": 1, "val_check_interval": 1, "max_steps": 1}})
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
@@ -286,13 +372,6 @@ def test_a_run_that_was_measured_otherwise_is_trained_again_for_a_table(tmp_path
     assert not finished(config(tmp_path, seed=1))
 
 
-@pytest.mark.parametrize("name", ["max_epochs", "max_time", "min_steps", "min_epochs"])
-def test_a_run_ends_after_its_steps_and_nothing_else(tmp_path: Path, name: str):
-    """One that max_epochs had ended early was called finished, with a learning rate that had not come down."""
-    with pytest.raises(ConfigError, match=f"trainer.{name} is 2, but a run ends after trainer.max_steps"):
-        trainers.settings(config(tmp_path, **{f"trainer__{name}": 2}))
-
-
 def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
     (tmp_path / "text").mkdir()
     tiny_text.write(tmp_path / "text")
@@ -310,7 +389,7 @@ def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyP
     for number, wanted in enumerate([True, True]):  # the parent, and a child, which inherits its environment
         monkeypatch.setattr(sys, "excepthook", None)
         command_line.prepare(["--help"])
-        assert (hooks() is command_line._say) is wanted, number
+        assert (getattr(hooks(), "func", None) is command_line._say) is wanted, number
     monkeypatch.setattr(sys, "excepthook", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.delenv(command_line.OURS)
@@ -331,19 +410,19 @@ def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypa
     strategy = SimpleNamespace(broadcast=lambda value: value)
     trainer: Any = SimpleNamespace(global_step=1, loggers=[], save_checkpoint=save, strategy=strategy)
     latest = Latest(tmp_path / "last.ckpt", minutes=2)
-    latest.on_train_start(trainer, Any)
+    latest.on_train_start(trainer, trainer)
     while now[0] < 3000:
         now[0] += 10.0
         trainer.global_step += 1
-        latest.on_train_batch_start(trainer, Any, None, 0)
+        latest.on_train_batch_start(trainer, trainer, None, 0)
     assert saves == [190.0, 1460.0, 2730.0], "once after two minutes, then a minute in every twenty-one"
 
 
 def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
     """Lightning has its own handlers until then, and a SIGTERM was reported as Ctrl-C."""
-    assert fit._code(SIGTERMException()) == 128 + signal.SIGTERM
-    assert fit._code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
-    assert fit._code(SystemExit(1)) == 128 + signal.SIGINT
+    assert fit._exit_code(SIGTERMException()) == 128 + signal.SIGTERM
+    assert fit._exit_code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
+    assert fit._exit_code(SystemExit(1)) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,19 @@ import tiny_text
 import torch
 from short_runs import BY_MODEL, TINY, composed
 
+from gsm import plots
 from gsm.config.check import ConfigError
-from gsm.config.load import CheckpointError, read_checkpoint
-from gsm.evaluation import checkpoints, commands, plots
+from gsm.config.load import CheckpointError, digest, read_checkpoint
+from gsm.evaluation import checkpoints, commands
 from gsm.evaluation.ruler import Ruler
-from gsm.experiments import experiment as experiments
-from gsm.experiments import trials, weights
-from gsm.experiments.asked import parse_runs, read_arms
-from gsm.experiments.experiment import train_all
-from gsm.experiments.fit import train
-from gsm.experiments.jobs import Job
-from gsm.experiments.trials import Experiment, Trial
+from gsm.experiments import execute as experiments
+from gsm.experiments import runs as planned
+from gsm.experiments.entries import parse_runs, read_arms
+from gsm.experiments.execute import train_all
+from gsm.experiments.runs import Experiment, Run, Trial
 from gsm.files import write_json
 from gsm.training.resume import FORMAT, STATE
+from gsm.training.run import train
 
 # The second one does not learn.
 EXTEND = "{after: train, data.context: 64, trainer.max_steps: 1, optimizer.learning_rate: 0.0}"
@@ -36,14 +36,14 @@ ARMS = "arms={one: [], two: ['++runs.extend.data.batch_size=2']}"
 class InThisProcess:
     """In place of a child process."""
 
-    def __init__(self, job: Job, environment: object = None, follow: bool = False) -> None:
-        self.code = self.run(job)
+    def __init__(self, run: Run, environment: object = None, follow: bool = False) -> None:
+        self.code = self.run(run)
 
-    def run(self, job: Job) -> int:
-        if job.log.name == "train.log":
-            train(composed(job.command))
+    def run(self, run: Run) -> int:
+        if run.config:
+            train(composed(run.command))
         else:
-            commands.call(job.command[2:])
+            commands.call(run.command[2:])
         return 0
 
     def poll(self) -> int:
@@ -66,16 +66,16 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     class Pretends(InThisProcess):
-        def run(self, job: Job) -> int:
-            if f"fails {job.name}" in names:
+        def run(self, run: Run) -> int:
+            if f"fails {run.name}" in names:
                 return 3
-            names.append(job.name)
-            if job.log.name == "train.log":
-                pretend(composed(job.command))
+            names.append(run.name)
+            if run.config:
+                pretend(composed(run.command))
             else:
                 measured = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
                 measured |= {"place": "document", "by_position": []}
-                write_json(job.log.parent / "evaluation.json", {"text": measured})
+                write_json(run.folder / "evaluation.json", {"text": measured})
             return 0
 
     monkeypatch.setattr(experiments, "Child", Pretends)
@@ -91,7 +91,7 @@ def pretend(config: dict[str, Any]) -> None:
         STATE: {"world": 1},
         "state_dict": {},
         "global_step": 1,
-        "started_from": weights.digest(config["start_from"]),
+        "started_from": digest(config["start_from"]),
     }
     torch.save({**known, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
 
@@ -101,7 +101,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     """What a command with these overrides asks for."""
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(trials, "compose", lambda overrides: composed(tuple(overrides)))
+    monkeypatch.setattr(planned, "compose", lambda overrides: composed(tuple(overrides)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
@@ -151,7 +151,7 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     long = "long: {after: stable, start_fresh: false, trainer.max_steps: 20}"
     made = asked(f"runs={{{stable}, {short}, {long}}}", *wsd)
     train_all(made)
-    assert "Going on from" in (said := capsys.readouterr().out) and "jumps to the curve" not in said
+    assert "Going on from" in (said := capsys.readouterr().out) and "schedules jump" not in said
     for name, steps in (("short", 12), ("long", 20)):
         train_all(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1"))
         alone = read_checkpoint(asked(f"name={name}", "seeds=1").folder / "gsm/seed0")
@@ -163,19 +163,6 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     assert only(made).finished()
     other = asked(f"runs={{{stable}, {short.replace('false', 'true')}}}", *wsd)
     assert not only(other).finished(), "with a fresh optimiser it is another run"
-
-
-def test_a_branch_takes_the_time_of_its_own_steps(asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
-    def seconds(config: dict[str, Any], begin: int, gpu: bool) -> float:
-        return 60.0 * (config["trainer"]["max_steps"] - begin)
-
-    monkeypatch.setattr(experiments.pace, "seconds", seconds)
-    runs = (
-        "runs={stable: {trainer.max_steps: 9}, short: {after: stable, start_fresh: false, trainer.max_steps: 12}, "
-        "fresh: {after: stable, trainer.max_steps: 2}}"
-    )
-    made = asked(runs)
-    assert "takes about 14 minutes here" in experiments._Work(made, made.trials()).takes()
 
 
 def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: Callable[..., Experiment]):
@@ -209,7 +196,7 @@ def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Calla
     assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
 
 
-def test_what_two_arms_train_alike_is_trained_once(
+def test_a_run_that_two_arms_share_is_trained_once_in_the_folder_of_the_first(
     asked: Callable[..., Experiment], done: list[str], capsys: pytest.CaptureFixture[str]
 ):
     """Also where one command trains the one arm, and another command the other, whichever was first."""
@@ -226,7 +213,8 @@ def test_what_two_arms_train_alike_is_trained_once(
     for arm in ("arm=two", "arm=one"):
         train_all(asked(THREE, ARMS, "name=again", arm))
     assert done == [
-        *(f"two/seed0/{name}" for name in ("train", "extend", "loss")),
+        "one/seed0/train",
+        *(f"two/seed0/{name}" for name in ("extend", "loss")),
         "one/seed0/extend",
         "one/seed0/loss",
     ]
@@ -256,31 +244,26 @@ def test_a_run_that_fails_stops_no_other_arm_and_the_same_command_goes_on_there(
 def test_a_run_that_chooses_a_group_drops_what_was_said_of_it(asked: Callable[..., Experiment]):
     """data.path=... is for the text of the main training, and questions take no path."""
     made = asked("runs={train: null, tune: {after: train, /data: ruler, data.answers: cot, data.template: short}}")
-    jobs: Any = only(made).jobs
-    config = jobs["tune"].config["data"]
+    runs: Any = only(made).runs
+    config = runs["tune"].config["data"]
     assert (config["answers"], config["template"]) == ("cot", "short") and "path" not in config
-    assert jobs["train"].config["data"]["batch_size"] == 4
-
-
-def test_what_every_run_says_otherwise_is_known(asked: Callable[..., Experiment]):
-    both = "runs={a: {trainer.max_steps: 2}, b: {after: a, trainer.max_steps: 1, optimizer.warmup_steps: 1}}"
-    assert experiments._without_effect(only(asked(both))) == ["trainer.max_steps=30"]
+    assert runs["train"].config["data"]["batch_size"] == 4
 
 
 def test_a_value_of_one_run_can_be_given_on_the_command_line(asked: Callable[..., Experiment]):
     given = ("++runs.train.trainer.max_steps=7", "++runs.loss.evaluate.sequences=2", "trainer.max_steps=9")
-    jobs: Any = only(asked(THREE, *given)).jobs
-    assert [jobs[name].config["trainer"]["max_steps"] for name in ("train", "extend")] == [7, 1]
-    assert jobs["loss"].words == ("context=64", "sequences=2")
+    runs: Any = only(asked(THREE, *given)).runs
+    assert [runs[name].config["trainer"]["max_steps"] for name in ("train", "extend")] == [7, 1]
+    assert runs["loss"].words == ("context=64", "sequences=2")
 
 
 def test_a_run_can_be_left_out_or_be_a_checkpoint_that_is_there(asked: Callable[..., Experiment], done: list[str]):
     """In place of the main training, or of all of it, where only measuring is left."""
     train_all(asked("runs={train: null}", "name=first"))
-    first = only(asked("runs={train: null}", "name=first")).jobs["train"].folder
-    jobs: Any = only(asked(THREE, f"runs.train={first}", "~runs.loss")).jobs
-    assert list(jobs) == ["extend"] and jobs["extend"].after is None
-    assert jobs["extend"].config["start_from"] == str(first / "checkpoints/last.ckpt")
+    first = only(asked("runs={train: null}", "name=first")).runs["train"].folder
+    runs: Any = only(asked(THREE, f"runs.train={first}", "~runs.loss")).runs
+    assert list(runs) == ["extend"] and runs["extend"].after is None
+    assert runs["extend"].config["start_from"] == str(first / "checkpoints/last.ckpt")
     del done[:]
     measured = asked(THREE, f"runs.extend={first}", "~runs.train")
     train_all(measured)
@@ -319,8 +302,8 @@ def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_wo
     asked: Callable[..., Experiment], wanted: str
 ):
     made = asked(f"runs={{a: null, ask: {{after: a, evaluate: {wanted}}}}}", "++runs.ask.evaluate.ruler.examples=5")
-    jobs: Any = only(made).jobs
-    assert commands.choose(jobs["ask"].words) == (Ruler, ["examples=5"])
+    runs: Any = only(made).runs
+    assert commands.choose(runs["ask"].words) == (Ruler, ["examples=5"])
 
 
 def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):
@@ -348,7 +331,7 @@ def test_values_come_through_the_command_line_as_they_are():
         ({"a": {"data": "ruler"}}, "runs.a.data is 'ruler', but data is a group: write /data: ruler"),
         ({"b": {"after": "a"}}, r"runs.b is after a, but no run of that name stands before it .*runs.a=PATH takes"),
         ({"a": {}, "b": {"after": "a", "evaluate": {}, "seed": 1}}, "runs.b has evaluate beside other keys"),
-        ({"a": {}, "b": {"evaluate": {}}}, "runs.b measures, but does not say what: give it after: <run>"),
+        ({"a": {}, "b": {"evaluate": {}}}, "runs.b measures, but names no run to measure: give it after: <run>"),
         ({"a": "x", "b": {"after": "a", "evaluate": {}}, "c": {"after": "b"}}, "runs.c is after b, which measures"),
         ({"a": "logs/x"}, "runs has a alone, which are there already: one has to train or to measure"),
         ({"a": {"evaluate": {"contxt": 4}}}, "runs.a.evaluate: unknown argument 'contxt'; did you mean context"),

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from small import mostly_nightly, mostly_slow
 
 import gsm
 from gsm.config import parameters
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.models.geometry import Geometry
-from gsm.models.matching import UNMENTIONED
+from gsm.models.matching import NEGLIGIBLE
 from gsm.paths import ROOT, variants
 
 # Where no number of heads comes within 2 % of the baseline's parameters: by how many percent each misses them.
@@ -64,7 +65,7 @@ def test_a_size_with_experts_can_be_had_without_them_and_the_reverse():
     [
         *(("gsm", size) for size in variants("size")),
         ("baseline", "nano"),
-        *(pytest.param("baseline", size, marks=pytest.mark.slow) for size in variants("size") if size != "nano"),
+        *(pytest.param("baseline", size, marks=pytest.mark.nightly) for size in variants("size") if size != "nano"),
         *((model, "nano") for model in variants("model") if model not in ("gsm", "baseline")),
     ],
 )
@@ -74,8 +75,11 @@ def test_the_parts_sum_to_the_parameters_there_are(model, size):
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
 
 
-@pytest.mark.parametrize("size", ["nano", *(pytest.param(size, marks=pytest.mark.slow) for size in ("pico", "0p5b"))])
-@pytest.mark.parametrize("name", [name for name in variants("model") if name not in ("gsm", "baseline")])
+COMPARATORS = [name for name in variants("model") if name not in ("gsm", "baseline")]
+
+
+@pytest.mark.parametrize("size", mostly_nightly(["nano", "pico", "0p5b"], "nano"))
+@pytest.mark.parametrize("name", mostly_slow(COMPARATORS, "transformer", "mamba3"))
 def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(name, size):
     model, baseline = model_of(name, size), model_of("baseline", size)
     total, goal = (one.parameter_report().total for one in (model, baseline))
@@ -84,7 +88,7 @@ def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(
         assert NOT_MATCHED[name, size] == round(100 * (total / goal - 1), 1)
         assert f"{abs(total - goal):,} parameters" in model.parameter_note
     else:
-        assert abs(total - goal) <= UNMENTIONED * goal and "parameters" not in model.parameter_note
+        assert abs(total - goal) <= NEGLIGIBLE * goal and "parameters" not in model.parameter_note
 
 
 @pytest.mark.parametrize("size", ["0p5b", "1p5b", "8b_a1p5b"])

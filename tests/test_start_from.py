@@ -13,10 +13,9 @@ import torch
 from short_runs import BY_MODEL, TINY
 
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, read_checkpoint
-from gsm.experiments import weights
-from gsm.experiments.fit import open_data, train
+from gsm.config.load import CheckpointError, digest, read_checkpoint
 from gsm.experiments.folder import finished
+from gsm.training.run import open_data, train
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):
     (tmp_path / "broken.ckpt").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="is truncated or damaged, or no checkpoint"):
-        weights.digest(tmp_path / "broken.ckpt")
+        digest(tmp_path / "broken.ckpt")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        weights.digest(tmp_path / "lost.ckpt")
-    assert weights.digest(None) is None
+        digest(tmp_path / "lost.ckpt")
+    assert digest(None) is None

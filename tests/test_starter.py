@@ -19,13 +19,14 @@ from test_experiment import composed as toy
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.experiments import trainers
-from gsm.experiments.experiment import started_by
-from gsm.experiments.jobs import Child, Job, tail
-from gsm.experiments.trials import Experiment
+from gsm.experiments.execute import started_by
+from gsm.experiments.jobs import Child, tail
+from gsm.experiments.runs import Experiment, Run
 from gsm.paths import ROOT
+from gsm.training import trainer as trainers
 
-TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+PYTHON = f'"{sys.executable}"'  # in quotes, since the clone with its environment may lie anywhere
+TORCHRUN = f'"{Path(sys.executable).parent / "torchrun"}"'
 WORDS = [
     "trainer=context", "trainer.accelerator=cpu", "size=pico", "data=needle", "optimizer=adamw", "data.batch_size=2",
     "trainer.max_steps=80", "trainer.val_check_interval=40", "trainer.log_every_n_steps=4",
@@ -83,7 +84,8 @@ def test_phases_of_several_processes_follow_one_another_and_go_on_after_a_signal
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "Going on with the unfinished run" in said, said
     assert steps_of(folder) == {"train": 80, "extend": 4}
-    assert "2 x cpu" in said and f"{TORCHRUN} --standalone --nproc-per-node=2" in said
+    command = f"{TORCHRUN} --standalone --nproc-per-node=2"
+    assert "device   2 x " in said and command.replace('"', "") in said.replace("'", "").replace('"', "")
 
 
 @pytest.mark.slow
@@ -96,7 +98,7 @@ def test_a_run_may_be_one_of_several_nodes(tmp_path: Path):
     said, _ = done.communicate(timeout=400)
     assert done.returncode == 0, said
     (folder,) = tmp_path.glob(FOLDER)
-    assert steps_of(folder) == {"train": 80, "extend": 4} and "2 x cpu" in said
+    assert steps_of(folder) == {"train": 80, "extend": 4} and "device   2 x " in said
 
 
 @pytest.mark.parametrize("starter", ["no_such_command --here", "torchrun 'unclosed"])
@@ -112,7 +114,7 @@ def test_without_one_it_is_this_python():
 def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_end(tmp_path: Path):
     """srun answers the first SIGINT by telling how its tasks are."""
     said = 'trap "echo TERM" TERM; trap "echo USR1" USR1; echo ready; sleep 2 & wait; wait; wait'
-    child = Child(Job("one", ("/bin/bash", "-c", said), tmp_path / "log", starter=True))
+    child = Child(Run("one", tmp_path, ("/bin/bash", "-c", said), starter=True))
     for count, wanted in ((1, "USR1"), (2, "TERM")):
         while len(child.tail()) <= count:  # the line of the command, and what it has said so far
             time.sleep(0.05)
@@ -126,32 +128,32 @@ def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("starter", [TORCHRUN, f"{sys.executable} -m torch.distributed.run"])
+@pytest.mark.parametrize("starter", [TORCHRUN, f"{PYTHON} -m torch.distributed.run"])
 def test_torchrun_passes_on_a_clusters_warning_however_it_is_started(tmp_path: Path, starter: str):
     """Unless told to, it dies of this signal at once, and its workers stay. Workers are not this process's children:
     told to leave with it, they would at once."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     words = (*started_by(starter), "--standalone", "--nproc-per-node=1", str(worker))
-    child = Child(Job("one", words, tmp_path / "log", starter=True))
+    child = Child(Run("one", tmp_path, words, starter=True))
     try:
         assert until(lambda: "ready" in child.tail(), 90), child.tail()
         child.forward([signal.SIGUSR1])
         assert until(lambda: child.poll() is not None, 60)
-        assert "saved" in (tmp_path / "log").read_text().splitlines(), child.tail()
+        assert "saved" in (tmp_path / "evaluate.log").read_text().splitlines(), child.tail()
     finally:
-        child.end()
+        child.forward([signal.SIGUSR1, signal.SIGTERM])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_what_starts_others_leaves_with_a_parent_that_was_killed(tmp_path: Path):
-    log = tmp_path / "log"
+    log = tmp_path / "evaluate.log"
     program = f"""
 import time
 from pathlib import Path
-from gsm.experiments import jobs
+from gsm.experiments import jobs, runs
 said = "trap 'echo TERM; exit' TERM; echo $$; sleep 100 & wait"
-jobs.Child(jobs.Job("one", ("/bin/bash", "-c", said), Path({str(log)!r}), starter=True))
+jobs.Child(runs.Run("one", Path({str(log.parent)!r}), ("/bin/bash", "-c", said), starter=True))
 time.sleep(100)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
@@ -161,7 +163,7 @@ time.sleep(100)
     assert until(lambda: tail(log)[2:]) == ["TERM"]
 
 
-@pytest.mark.parametrize("starter", [None, f"{sys.executable} -m torch.distributed.run"])
+@pytest.mark.parametrize("starter", [None, f"{PYTHON} -m torch.distributed.run"])
 @pytest.mark.parametrize("runs", [[], ["++runs={train: null}"]])
 def test_an_experiments_trainings_know_whether_they_have_a_starter(
     tmp_path: Path, starter: str | None, runs: list[str]
@@ -169,8 +171,8 @@ def test_an_experiments_trainings_know_whether_they_have_a_starter(
     given = ["size=pico", "data=needle", "trainer=cpu", f"logs={tmp_path}", *runs]
     given += [f"starter='{starter}'"] if starter else []
     (trial,) = Experiment(compose(given), given, started_by(starter)).trials()
-    (job,) = trial.jobs.values()
-    assert job.command[0] == sys.executable and job.starter == bool(starter)
+    (run,) = trial.runs.values()
+    assert run.command[0] == sys.executable and run.starter == bool(starter)
 
 
 def until(found: Callable[[], Any], seconds: float = 20) -> Any:

@@ -21,8 +21,8 @@ from adversary.damage import same
 from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
 
 import gsm.training.callbacks.checkpoints as files
-from gsm.experiments import report
 from gsm.files import PARTIAL
+from gsm.training import report
 from gsm.training.callbacks.interruption import SAME
 from gsm.training.resume import STATE
 
@@ -152,6 +152,19 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
     assert_same_run(folder, straight)
 
 
+def test_a_hangup_saves_first(home: Path, processes: Any):
+    """A terminal that was closed killed the run."""
+    child = started(processes, arguments(home, "hangup"), home / "hangup.log", partial(hung_up, "training_step", 3))
+    child.join()
+    assert child.exitcode == 129, (home / "hangup.log").read_text()
+    assert "interrupted at step 3 of 30, and saved; to go on:" in (home / "hangup.log").read_text()
+
+
+def hung_up(method: str, count: int) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
+    sent(signal.SIGHUP, method, count)
+
+
 def signalled_twice() -> None:
     """The second signal comes while the first is still being waited for."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -166,6 +179,7 @@ def test_a_second_signal_ends_a_run_at_once(home: Path, processes: Any):
     child = started(processes, arguments(home, "twice", "callbacks=default"), home / "twice.log", injected)
     child.join(50)
     assert child.exitcode == -signal.SIGTERM, "it went on sleeping"
+    assert "interrupted at step 1 of 30; nothing was saved; once more:" in (home / "twice.log").read_text()
 
 
 def wait_for_progress(folder: Path, child: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gsm.experiments.table import read_runs, shown, summarise
+from gsm.experiments.table import read_runs, summarise
+from gsm.tables import shown
 
 
 def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:
@@ -72,3 +73,23 @@ def test_a_wide_table_goes_on_below(tmp_path: Path):
 )
 def test_numbers_have_the_digits_that_matter(value: float | None, text: str):
     assert shown(value) == text
+
+
+def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path):
+    losses = {"first": (1.0, 1.1, 1.2), "lower": (0.5, 0.61, 0.7), "near": (1.02, 1.08, 1.21)}
+    for arm, values in losses.items():
+        for seed, value in enumerate(values):
+            write_run(tmp_path, arm, seed, val_loss=value, parameters=value)
+    write_run(tmp_path, "alone", 0, val_loss=9.0, parameters=9)
+    arms = ["first", "lower", "near", "alone"]
+    (said,) = summarise(read_runs(tmp_path), ["val_loss"], arms).verdicts()
+    assert said.startswith(
+        "val_loss (lower is better), beside first: better: lower (-0.4967 [-0.5110, -0.4823], 3 seeds); "
+    )
+    assert "; cannot be told apart: near (" in said
+    assert said.endswith("3 seeds), alone (+8.0000, one seed)")
+    (said,) = summarise(read_runs(tmp_path), ["parameters"], arms).verdicts()
+    assert "; " in said and "parameters, beside first: lower: lower (" in said, "no direction is better"
+    pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
+    assert "cannot be told apart: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
+    assert summarise(pair, ["val_loss", "overlap.mean"]).meanings()[1].startswith("overlap.mean: fraction of")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from small import MEMORIES, SHALLOW, assert_same, build, mostly_slow, random_tokens
+from small import MEMORIES, SHALLOW, assert_same, build, mostly_nightly, random_tokens
 
 from gsm.engine import Engine
 from gsm.tape import Tapes
@@ -80,13 +80,13 @@ def test_what_is_drawn_is_drawn_again():
     ],
 )
 def test_a_call_that_looks_at_a_value_is_refused(look):
-    with pytest.raises(RuntimeError, match="looks at a value while a call is recorded"):
+    with pytest.raises(RuntimeError, match="reads a value while a call is recorded"):
         recorded(lambda: look(torch.ones(3)) * torch.ones(3))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", mostly_slow(MEMORIES, *QUICK))
+@pytest.mark.parametrize("case", mostly_nightly(MEMORIES, *QUICK))
 def test_an_engine_on_a_cpu_decodes_what_the_model_does_bit_for_bit(case, threads):
     """In float32, so with compiled loops where they are installed."""
     model, token_BT = build(case, geometry=SHALLOW).float(), random_tokens(2, 24)
@@ -102,7 +102,7 @@ def test_an_engine_on_a_cpu_decodes_what_the_model_does_bit_for_bit(case, thread
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", mostly_slow(MEMORIES, *QUICK))
+@pytest.mark.parametrize("case", mostly_nightly(MEMORIES, *QUICK))
 def test_a_step_has_room_for_twice_the_tokens_when_it_is_full(case):
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(2, 24)
     engine, rooms = Engine(model, batch=2, capacity=24, graphs=Tapes(room=8)), []

@@ -22,12 +22,12 @@ from werkzeug.test import Client
 
 from gsm.config.compose import compose
 from gsm.evaluation.held_out import HeldOut
-from gsm.experiments.asked import differing
 from gsm.experiments.compare import CONTENTS
-from gsm.experiments.fit import train
-from gsm.experiments.report import BOARD
+from gsm.experiments.entries import differing
 from gsm.files import write_json
 from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, TensorBoard, charts
+from gsm.training.report import BOARD
+from gsm.training.run import train
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],
@@ -199,9 +199,15 @@ def test_what_a_resumed_run_logs_again_is_there_once(tmp_path: Path, accumulator
 def test_the_address_that_a_run_prints_gives_seeds_of_an_arm_one_colour():
     """TensorBoard 2.21 colours runs alike for which the groups of the expression are the same."""
     (pattern,) = parse_qs(urlsplit(BOARD).query)["runColorGroup"]
-    of = {run: re.match(pattern.removeprefix("regex:"), run).groups() for run in ("a/seed0", "a/seed12", "b/seed0")}
+
+    def groups(run: str) -> tuple[str, ...]:
+        found = re.match(pattern.removeprefix("regex:"), run)
+        assert found is not None
+        return found.groups()
+
+    of = {run: groups(run) for run in ("a/seed0", "a/seed12", "b/seed0")}
     assert of["a/seed0"] == of["a/seed12"] != of["b/seed0"]
-    further = [re.match(pattern.removeprefix("regex:"), f"x/a/seed{n}/{run}").groups() for n in (0, 1) for run in "tu"]
+    further = [groups(f"x/a/seed{n}/{run}") for n in (0, 1) for run in "tu"]
     assert further[0] == further[2] != further[1] == further[3], "of an arm's runs each has its colour"
 
 

@@ -98,17 +98,11 @@ def test_the_smallest_vocabulary_is_the_bytes_alone(text: Path) -> None:
 # What a hostile text makes of training.
 
 
-def test_learning_is_the_same_in_a_process_of_its_own_and_without_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of the default corpus: no piece of it is cut. A cache that was made without the bound stays valid."""
+def test_the_bound_of_a_piece_changes_nothing_for_ordinary_text(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text for text, _ in zip(standard_library().documents("train"), range(60), strict=False)]
-    assert sum(map(len, texts)) > merges.FEW
-    apart = Tokenizer.train(texts, 1024).digest
-    monkeypatch.setattr(merges, "FEW", 1 << 40)
-    here = Tokenizer.train(texts, 1024).digest
+    bounded = Tokenizer.train(texts, 1024).digest
     monkeypatch.setattr(merges, "LONGEST", 1 << 40)
-    assert apart == here == Tokenizer.train(texts, 1024).digest
+    assert bounded == Tokenizer.train(texts, 1024).digest
 
 
 def test_no_piece_of_the_default_corpus_is_as_long_as_those_that_are_cut() -> None:
@@ -132,44 +126,30 @@ def test_one_character_over_and_over_is_learned_in_seconds(text: str) -> None:
     assert time.monotonic() - begun < 20
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc whether a process lives")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupt_ends_the_training_of_a_tokenizer(number: int) -> None:
+def test_an_interrupt_ends_the_training_of_a_tokenizer() -> None:
     code = (
-        # What is started in the background of a shell ignores SIGINT, and so would this.
+        # A command in the background of a shell ignores SIGINT, and so would this one.
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import random, subprocess\nfrom gsm.data import merges\nfrom gsm.data.tokenizer import Tokenizer\n"
-        "start = subprocess.Popen.__init__\n"
-        "def init(self, *given, **options):\n"
-        "    start(self, *given, **options)\n    print(self.pid, flush=True)\n"
-        "subprocess.Popen.__init__ = init\n"
+        "import random\nfrom gsm.data.tokenizer import Tokenizer\n"
         "text = ''.join(random.Random(0).choices('abcdefghijklmnop', k=10_000_000))\n"
-        "Tokenizer.train([text], 30_000)\n"
+        "print('begins', flush=True)\nTokenizer.train([text], 30_000)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
-        assert run.stdout is not None
-        learns = int(run.stdout.readline())
+        assert run.stdout is not None and run.stdout.readline() == "begins\n"
         time.sleep(3)
-        assert run.poll() is None and is_alive(learns), "it learns for a minute"
-        run.send_signal(number)
+        assert run.poll() is None, "it learns for a minute"
+        run.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        run.wait(10)
-        assert time.monotonic() - begun < 2
-    while is_alive(learns) and time.monotonic() - begun < 10:
-        time.sleep(0.1)
-    assert not is_alive(learns)
+        run.wait(30)
+        assert time.monotonic() - begun < 5
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
+def test_an_error_of_the_library_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise ValueError("no merges")
 
-
-def test_a_process_that_ends_before_its_time_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ChildProcessError, match="the process that learns a tokenizer ended before its time, .* code 1"):
-        Tokenizer.train(["some text, and more of it. "] * 20_000, 300)
+    monkeypatch.setattr(merges, "_learn", refuse)
+    with pytest.raises(ValueError, match="no merges"):
+        Tokenizer.train(["some text"], 300)

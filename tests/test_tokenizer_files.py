@@ -133,9 +133,101 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(ValueError, match=r"a\.json' is not the tokenizer.json of a Hugging Face tokenizer"):
             Tokenizer.from_file(str(tmp_path / "a.json"))
-    (tmp_path / "a.json").write_text('{"model": {"type": "Unheard"}}')
+    (tmp_path / "a.json").write_text('{"model": {"type": "Unheard", "vocab": {}}}')
     with pytest.raises(ValueError, match="cannot be read by tokenizers"):
         Tokenizer.from_file(str(tmp_path / "a.json"))
+
+
+OF_A_CALL = {
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        **{"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "x"},
+    },
+    "post_processor": {
+        **{"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2},
+        **{"pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"], "special_tokens": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("way", ["file", "state of a file", "state of a bpe"])
+@pytest.mark.parametrize("setting", [*OF_A_CALL, "dropout"])
+def test_the_ids_of_a_text_are_those_of_the_text_alone(way: str, setting: str, tmp_path: Path) -> None:
+    """What transformers stored in the last call cut every text that a folder's tokenizer read, and filled others up."""
+    plain = json.loads(byte_level().to_str())
+    changed = {**plain, setting: OF_A_CALL.get(setting)}
+    if setting == "dropout":
+        changed = {**plain, "model": {**plain["model"], "dropout": 0.5}}
+    kind = {"state of a file": "file", "state of a bpe": "bpe"}.get(way)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    state = {"kind": kind, "json": json.dumps(changed), "end_of_text": None}
+    read = Tokenizer.from_state(state) if kind else Tokenizer.from_file(str(tmp_path))
+    expected = Tokenizer.from_file(saved(byte_level(), tmp_path)).encode_batch([*TEXTS, "x"])
+    assert read.encode_batch([*TEXTS, "x"]) == expected
+
+
+def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def many(part: dict[str, Any], key: str, count: int = 9) -> dict[str, Any]:
+    return {"type": "Sequence", key: [part] * count}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 10_000}}, "prepend 'xxx.* has 10,000 characters"),
+        ({"normalizer": many(replaced({"String": "a"}, "aa"), "normalizers")}, "512 times as long"),
+        ({"normalizer": replaced({"Regex": "x*"}, "y" * 500)}, "501 times as long"),
+        ({"decoder": many(replaced({"String": "a"}, "aa"), "decoders")}, "decoder can make a text 512 times"),
+        ({"normalizer": many({"type": "NFC"}, "normalizers", 65)}, "65 parts"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////////w=="}}, "charsmap is damaged"),
+        ({"normalizer": {"prepend": "x"}}, "without a type"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "length is 0, out of range"),
+        ({"decoder": {"type": "Strip", "content": " ", "start": 1 << 62, "stop": 0}}, "start is 4611.*out of range"),
+        ({"model": {"vocab": {"a": 1 << 30}}}, "the id 1073741824"),
+        ({"model": {"vocab": {"a": -1}}}, "the id -1"),
+        ({"model": {"max_input_chars_per_word": 1 << 40}}, "max_input_chars_per_word"),
+        ({"added_tokens": [{"id": 5, "content": "x" * 10_000}]}, "piece 'xxx.* has 10,000 characters"),
+        ({"added_tokens": "x"}, "added_tokens are no list"),
+        ({"model": []}, "holds no 'model'"),
+    ],
+)
+def test_a_description_that_would_end_the_process_is_refused_before_the_library_sees_it(
+    changes: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's tokenizer.json made the library ask for all memory, or work without an end."""
+    plain = json.loads(sentence_piece_like().to_str())
+    model = changes.get("model")
+    content = {**plain, **changes, **({"model": {**plain["model"], **model}} if isinstance(model, dict) else {})}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr("tokenizers.Tokenizer", None)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json' is not the tokenizer.json .*{sentence}"):
+        Tokenizer.from_file(str(tmp_path))
+    with pytest.raises(ValueError, match=rf"no readable 'json' \(.*{sentence}"):
+        Tokenizer.from_state({"kind": "bpe", "json": json.dumps(content)})
+
+
+def test_a_panic_of_the_library_is_one_sentence(tmp_path: Path) -> None:
+    """It is no `Exception`, and went through every handler."""
+    bpe = sentence_piece_like()
+    bpe.normalizer = normalizers.Replace(tokenizers.Regex("(a+)+$"), "b")
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: .*retry-limit"):
+        Tokenizer.from_file(saved(bpe, tmp_path)).encode("a" * 40 + "c")
+
+
+def test_a_surrogate_without_a_partner_is_the_replacement_character(tmp_path: Path) -> None:
+    for tokenizer in (Tokenizer.from_file(saved(byte_level(), tmp_path)), Tokenizer.plain_bytes()):
+        assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_a_vocabulary_without_a_letter_can_be_spelled(tmp_path: Path) -> None:
+    bpe = tokenizers.Tokenizer(models.WordLevel({"ü": 0, "</s>": 1}, unk_token="ü"))
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert Tokenizer.from_file(saved(bpe, tmp_path)).vocabulary == 2
+    assert len(Tokenizer.from_file(saved(bpe, tmp_path)).token_lengths_V) == 2
 
 
 def data_with(tokenizer: str, folder: Path, **chosen: Any) -> TextData:

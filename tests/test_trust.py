@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import mostly_nightly
 
 from gsm import notebook, paths
 from gsm.config.check import ConfigError
@@ -81,7 +82,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", mostly_nightly(PLACES, "within a part of a part"))
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_no_code_of_a_checkpoint_s_choice_runs(name, place, config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -208,9 +209,19 @@ def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("GSM_CONFIGS", str(two))
     assert compose(["size=pico", "model/writer=two"])["model"]["writer"]["_target_"] == "two_writer.Own"
-    assert "trainer.max_time is 1" in typed(tmp_path, "model/writer=two", "--config-dir", str(one)).stderr
+    assert "trainer.max_time=1 is not allowed" in typed(tmp_path, "model/writer=two", "--config-dir", str(one)).stderr
     said = typed(tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
     assert said == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("where", ["model/writer/mine.yaml", "model/_base.yaml", "mine.yaml"])
+def test_a_pipe_among_yamls_is_not_waited_for(where, tmp_path):
+    (tmp_path / "model/writer").mkdir(parents=True)
+    (tmp_path / "model/own.yaml").write_text("defaults: [gsm, _base, /mine]\n")
+    os.mkfifo(tmp_path / where)
+    with pytest.raises(ConfigError, match=f"{where} is not allowed because it is no file"):
+        compose(["model=own"], directories=[tmp_path])
 
 
 def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
@@ -223,4 +234,4 @@ def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
         assert "model.writer._target_ names 'own_writer.Own', but no yaml" in done.stderr
         assert "what is trained could not be loaded again: write a yaml" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
-    assert "trainer.max_time is 1" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
+    assert "trainer.max_time=1 is not allowed" in typed(tmp_path, *words, "--config-dir", str(own)).stderr

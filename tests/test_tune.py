@@ -17,19 +17,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from short_runs import BY_MODEL, TINY, composed
 from test_runs import InThisProcess, pretend
 
+from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
-from gsm.evaluation import checkpoints, plots
-from gsm.experiments import experiment as experiments
-from gsm.experiments import pace, trials
-from gsm.experiments.asked import read_tune
+from gsm.evaluation import checkpoints
+from gsm.experiments import execute as experiments
+from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
-from gsm.experiments.experiment import train_all
-from gsm.experiments.fit import train
-from gsm.experiments.jobs import Job
-from gsm.experiments.trials import Experiment
-from gsm.experiments.tune import Choice, Values, beyond, edge, search
+from gsm.experiments.execute import train_all
+from gsm.experiments.folder import identity
+from gsm.experiments.runs import Experiment, Run
+from gsm.experiments.tune import Choice, Grid, read_tune, search
 from gsm.files import write_json
+from gsm.training.run import train
 
 RATE = "optimizer.learning_rate"
 TUNE = f"tune={{{RATE}: [1e-3, 2e-3, 4e-3], by: val_loss}}"
@@ -37,83 +37,24 @@ ARMS = "arms={low: ['model.state_size=9'], high: []}"
 BEST = {"low": 1e-3, "high": 2e-3}  # so that the first stands at an edge
 
 
-def searched(
-    grids: dict[str, list[Any]], cost: Callable[[Values], float], grow: int = 3, possible: Any = lambda _: True
-) -> tuple[list[list[Values]], Choice]:
-    """The rounds of a search, and what has won."""
-    known: dict[str, float] = {}
-    rounds: list[list[Values]] = []
-
-    def found(values: Values) -> float | None:
-        return known.get(repr(values))
-
-    while True:
-        missing, choice = search(grids, found, possible, grow)
-        if choice:
-            return rounds, choice
-        rounds.append(missing)
-        known |= {repr(values): cost(values) for values in missing}
+def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
+    grid = Grid({"a": [1.0, 2.0, 4.0], "b": ["x", "y"]})
+    missing, choice = search(grid, lambda _: None)
+    assert choice is None and len(missing) == 6 and missing[1] == {"a": 1.0, "b": "y"}
+    choice = search(grid, lambda values: values["a"] + (values["b"] == "x"))[1]
+    assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.shown() == {"a": "1.0 (edge)", "b": "y"}
+    choice = search(grid, lambda values: abs(values["a"] - 2))[1]
+    assert choice and choice.shown() == {"a": "2.0", "b": "x"}, "the first of equal ones"
 
 
-def test_a_grid_whose_best_is_inside_is_tried_once():
-    rounds, choice = searched({"a": [1.0, 2.0, 4.0]}, lambda values: abs(values["a"] - 2))
-    assert rounds == [[{"a": 1.0}, {"a": 2.0}, {"a": 4.0}]]
-    assert choice.values == {"a": 2.0} and not choice.at_edge("a") and choice.shown() == {"a": "2.0"}
-
-
-@pytest.mark.parametrize(("best", "tried"), [(8.0, [1, 2, 4, 8, 16]), (0.5, [1, 2, 4, 0.5, 0.25])])
-def test_a_grid_grows_at_the_edge_by_the_ratio_of_its_last_two_until_the_best_is_inside(
-    best: float, tried: list[float]
-):
-    rounds, choice = searched({"a": [1.0, 2.0, 4.0]}, lambda values: abs(math.log(values["a"] / best)))
-    assert len(rounds) == 3 and choice.values == {"a": best} and choice.grids == {"a": tried}
-    assert not choice.at_edge("a")
-
-
-def test_it_grows_only_so_often_and_then_the_edge_is_marked():
-    rounds, choice = searched({"a": [1.0, 2.0]}, lambda values: -values["a"], grow=2)
-    assert [len(one) for one in rounds] == [2, 1, 1]
-    assert choice.shown() == {"a": "8.0 (edge)"}
-
-
-def test_several_keys_are_tried_in_every_combination_also_where_one_has_grown():
-    rounds, choice = searched(
-        {"a": [1, 2], "b": ["x", "y"]}, lambda values: -values["a"] + (values["b"] == "x"), grow=1
-    )
-    assert [len(one) for one in rounds] == [4, 2] and rounds[1] == [{"a": 4, "b": "x"}, {"a": 4, "b": "y"}]
-    assert choice.values == {"a": 4, "b": "y"} and choice.at_edge("a") and not choice.at_edge("b")
-
-
-def test_a_value_that_cannot_be_ends_the_growth_and_is_no_error():
-    rounds, choice = searched({"a": [1, 2]}, lambda values: -values["a"], possible=lambda values: values["a"] < 8)
-    assert choice.values == {"a": 4} and choice.at_edge("a") and len(rounds) == 2
-
-
-def test_where_the_highest_has_diverged_lower_ones_are_tried():
-    rounds, choice = searched({"a": [4.0, 8.0]}, lambda values: math.inf if values["a"] > 1 else values["a"])
-    assert choice.values["a"] == 0.5 and rounds[1:] == [[{"a": 2.0}], [{"a": 1.0}], [{"a": 0.5}]]
-    assert not searched({"a": [4.0, 8.0]}, lambda _: math.inf)[1].found
-
-
-@pytest.mark.parametrize(
-    ("values", "side", "next_one"),
-    [
-        ([3e-3, 6e-3, 1.2e-2], 1, 2.4e-2),
-        ([1e-3, 3e-3, 1e-2], 1, 0.0333),
-        ([1e-3, 3e-3, 1e-2], -1, 3.33e-4),
-        ([4, 8], 1, 16),
-        ([1, 2], -1, None),
-        ([0.0, 0.1], -1, None),
-        ([0.0, 0.1], 1, None),
-    ],
-)
-def test_the_next_value(values: list[float], side: int, next_one: float | None):
-    assert beyond(values, side) == next_one
+def test_where_everything_has_diverged_nothing_is_found():
+    choice = search(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
+    assert choice and not choice.found
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [True, False], [1.0], [None, 2.0]])
 def test_words_and_single_values_have_no_edge(values: list[Any]):
-    assert edge(values, values[0]) is None
+    assert not Choice({"a": values[0]}, {"a": values}).at_edge("a")
 
 
 class Pretends(InThisProcess):
@@ -125,13 +66,14 @@ class Pretends(InThisProcess):
     diverges: set[str] = set()
     signals: set[str] = set()
 
-    def run(self, job: Job) -> int:
-        self.started.append(job.name)
-        if any(part in job.name for part in self.fails):
+    def run(self, run: Run) -> int:
+        self.started.append(run.name)
+        if any(part in run.name for part in self.fails):
             return 3
-        config, place = self.compose(job.command), job.log.parent
-        if any(part in job.name for part in self.diverges):
-            write_json(place / "summary.json", {"status": "failed", "reason": "FloatingPointError: the loss is nan"})
+        config, place = self.compose(run.command), run.folder
+        if any(part in run.name for part in self.diverges):
+            facts = {"status": "failed", "reason": "FloatingPointError: the loss is nan", "identity": identity(config)}
+            write_json(place / "summary.json", facts)
             return 1
         leave(config, place)
         return 0
@@ -161,7 +103,7 @@ def asked(
     real: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Experiment]:
     """The same, composed in no time."""
-    monkeypatch.setattr(trials, "compose", quick)
+    monkeypatch.setattr(planned, "compose", quick)
     monkeypatch.setattr(Pretends, "compose", staticmethod(quick))
 
     def make(*given: str) -> Experiment:
@@ -180,9 +122,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exper
     monkeypatch.setattr(Pretends, "started", [])
     monkeypatch.setattr(experiments, "Child", Pretends)
     monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
-    monkeypatch.setattr(pace, "seconds", lambda *_, **__: 90.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(trials, "compose", lambda overrides: composed(tuple(overrides)))
+    monkeypatch.setattr(planned, "compose", lambda overrides: composed(tuple(overrides)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
@@ -209,7 +150,7 @@ def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_s
 ):
     train_all(made := asked("seeds=2"))
     finals = [f"{arm}/seed{seed}" for seed in (0, 1) for arm in ("low", "high")]
-    assert Pretends.started == [*FIRST, attempt("low", "0.0005"), *finals]
+    assert Pretends.started == [*FIRST, *finals]
     assert rates(asked("seeds=2")) == BEST
     for name in Pretends.started:
         config = read_checkpoint(made.folder / name)["hyper_parameters"]["config"]
@@ -230,8 +171,7 @@ def test_what_is_tuned_is_not_tuned_again_nor_trained_when_seeds_or_table_change
 def test_the_table_says_which_value_won_and_marks_the_edge(
     asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
 ):
-    tune = TUNE.replace("}", ", grow: 0}")
-    made = asked(tune, ARMS, "seeds=1", "table=[val_loss]")
+    made = asked(TUNE, ARMS, "seeds=1", "table=[val_loss]")
     table = train_all(made)
     assert table.tuned == {"low": {RATE: "0.001 (edge)"}, "high": {RATE: "0.002"}}
     assert table.text().splitlines()[:3] == [
@@ -264,25 +204,21 @@ def test_one_arm_alone_is_tuned_alone(asked: Callable[..., Experiment]):
     assert [run.arm for run in table.runs] == ["high"]
     del Pretends.started[:]
     assert {run.arm for run in train_all(asked("seeds=1")).runs} == {"low", "high"}
-    assert Pretends.started == [*FIRST[:3], attempt("low", "0.0005"), "low/seed0"]
+    assert Pretends.started == [*FIRST[:3], "low/seed0"]
 
 
-def test_the_header_says_what_will_be_tried_and_how_long_all_of_it_takes(
-    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
-):
+def test_the_header_says_what_will_be_tried(asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]):
     train_all(asked("seeds=2"))
     said = " ".join(capsys.readouterr().out.split())
     assert "experiment toy tunes low, high first, on a part of the training data, by val_loss (lowest)" in said
-    assert f"{RATE}=0.001, 0.002, 0.004; 6 attempts, and up to 3 more values" in said
-    assert "then 4 runs with what has won training takes about 15 minutes here" in said, "six and four, of 90 s each"
-    assert f"grids grow by a value: low {RATE}=0.0005" in said
-    assert f"tuned: low {RATE}=0.001; high {RATE}=0.002" in said
+    assert f"{RATE}=0.001, 0.002, 0.004; 6 attempts; then 4 runs with the best values" in said
+    assert f"tuned: low {RATE}=0.001 (edge); high {RATE}=0.002" in said
     assert f"[1/6] {FIRST[0]}: finished after" in said
 
 
 def test_two_at_a_time_are_worked_off_alike(asked: Callable[..., Experiment]):
     train_all(asked("seeds=1", "jobs=2"))
-    assert sorted(Pretends.started) == sorted([*FIRST, attempt("low", "0.0005"), "low/seed0", "high/seed0"])
+    assert sorted(Pretends.started) == sorted([*FIRST, "low/seed0", "high/seed0"])
 
 
 def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
@@ -309,9 +245,7 @@ def test_an_arm_all_of_whose_attempts_diverge_is_named_and_stops_no_other(
         train_all(asked("seeds=1"))
     assert stopped.value.code == 1 and "high/seed0" in Pretends.started and "low/seed0" not in Pretends.started
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004, 0.0005, 0.00025, 0.000125" in said
-    )
+    assert f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004" in said
 
 
 def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
@@ -329,22 +263,22 @@ def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
     assert Pretends.started == [attempt("high", "0.002"), "high/seed0"]
 
 
-@pytest.mark.parametrize("after", [0, 2, 6, 7])
+@pytest.mark.parametrize("after", [0, 2, 6])
 def test_what_was_stopped_goes_on_where_it_was(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, after: int
 ):
-    """In the grid, in what it grew by, or in the runs that follow."""
-    whole, run = [*FIRST, attempt("low", "0.0005"), "low/seed0", "high/seed0"], Pretends.run
+    """In the grid, or in the runs that follow."""
+    whole, whole_run = [*FIRST, "low/seed0", "high/seed0"], Pretends.run
 
-    def killed(self: Pretends, job: Job) -> int:
+    def killed(self: Pretends, run: Run) -> int:
         if len(self.started) == after:
             raise KeyboardInterrupt
-        return run(self, job)
+        return whole_run(self, run)
 
     monkeypatch.setattr(Pretends, "run", killed)
     with pytest.raises(KeyboardInterrupt):
         train_all(asked("seeds=1"))
-    monkeypatch.setattr(Pretends, "run", run)
+    monkeypatch.setattr(Pretends, "run", whole_run)
     train_all(asked("seeds=1"))
     assert Pretends.started == whole
 
@@ -386,11 +320,11 @@ def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_report
         "/data: ruler, data.template: short, trainer.max_steps: 1}}"
     )
     made = real(TUNE, runs, BY_MODEL)
-    tried: Any = made.attempts(["gsm"])[0].jobs
+    tried: Any = made.attempts(["gsm"])[0].runs
     assert list(tried) == ["train", "extend"]
-    assert {job.config["data"]["held_out"] for job in tried.values()} == {"tuning"}
+    assert {run.config["data"]["held_out"] for run in tried.values()} == {"tuning"}
     assert tried["extend"].config["data"]["template"] == "short"
-    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts(["gsm"])[0].jobs
+    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts(["gsm"])[0].runs
     assert list(only) == ["train"]
 
 
@@ -411,7 +345,7 @@ def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_report
             {RATE: [1, 2], "by": {"ppl/loss": "lowest"}},
             "tune.by is ppl/loss, which evaluations measure on what is report",
         ),
-        ({RATE: [1, 2], "grow": -1}, "tune.grow is -1, but has to be how often"),
+        ({RATE: [1, 2], "grow": 1}, "tune.grow=1 is not allowed .* Use a wider list"),
         ({RATE: [1, 2], "seeds": []}, r"seeds is \[\], but takes a list"),
         ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
     ],
@@ -429,9 +363,9 @@ def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_on
 
 
 def test_what_does_not_compose_is_named_before_anything_trains(real: Callable[..., Experiment]):
-    with pytest.raises(ConfigError, match="^arm low with optimizer.betas=3: .*optimizer.betas is 3"):
+    with pytest.raises(ConfigError, match="^arm low: optimizer.betas is 3"):
         train_all(real("tune={optimizer.betas: [3, 4]}", ARMS))
-    with pytest.raises(ConfigError, match="^arm gsm with .*it starts from /nowhere, where there is no checkpoint yet"):
+    with pytest.raises(ConfigError, match="^arm gsm: it starts from /nowhere, where there is no checkpoint yet"):
         train_all(real(TUNE, BY_MODEL, "start_from=/nowhere"))
     assert Pretends.started == []
 
@@ -446,21 +380,21 @@ def test_a_cluster_gets_every_attempt_as_a_job_of_its_own_and_then_the_runs(
 ):
     handed: list[list[str]] = []
 
-    def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int]:
-        jobs = [job for part in parts.values() for job in part]
-        handed.append([job.name for job in jobs])
-        return {job.name: Pretends(job).code for job in jobs}
+    def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> dict[str, int]:
+        runs = [run for part in parts.values() for run in part]
+        handed.append([run.name for run in runs])
+        return {run.name: Pretends(run).code for run in runs}
 
     monkeypatch.setattr(experiments.launcher, "launch", launch)
     train_all(asked("seeds=1"), "submitit_local")
-    assert handed == [FIRST, [attempt("low", "0.0005")], ["low/seed0", "high/seed0"]]
+    assert handed == [FIRST, ["low/seed0", "high/seed0"]]
 
 
-def trained_here(self: Pretends, job: Job) -> int:
+def trained_here(self: Pretends, run: Run) -> int:
     """In the place of ``Pretends.run``: trains, in this process."""
-    self.started.append(job.name)
+    self.started.append(run.name)
     try:
-        train(composed(job.command))
+        train(composed(run.command))
     except FloatingPointError:
         return 1
     return 0
@@ -473,7 +407,7 @@ def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
     """A rate of 300 makes the loss infinite within a few steps."""
 
     monkeypatch.setattr(Pretends, "run", trained_here)
-    tune = f"tune={{{RATE}: [3e-3, 1e-2, 300.0], grow: 0}}"
+    tune = f"tune={{{RATE}: [3e-3, 1e-2, 300.0]}}"
     table = train_all(made := real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
     assert f"diverged, and counted as the worst: gsm {RATE}=300.0" in " ".join(capsys.readouterr().out.split())
     assert table.tuned["gsm"][RATE] in ("0.003 (edge)", "0.01") and table.rows[0].runs == 1

@@ -155,12 +155,12 @@ def test_the_state_of_every_writer_has_the_same_size_at_any_length(name: str):
 
 
 def test_a_state_that_the_slots_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="state_size 7 must be a multiple of the 2 slots of a position"):
+    with pytest.raises(ValueError, match="model.writer.slots=2 is not allowed because it must divide state_size=7"):
         GSM(GEOMETRY, writer=variant("writer", "multi_slot"))
 
 
 def test_a_state_of_one_entry_is_too_small_to_predict_it():
-    with pytest.raises(ValueError, match="state_size must be at least 2 for writer delta, got 1"):
+    with pytest.raises(ValueError, match="state_size=1 is not allowed with writer delta"):
         GSM(GEOMETRY, state_size=1, writer=variant("writer", "delta"))
 
 
@@ -169,7 +169,7 @@ def test_a_writer_of_what_stages_retrieve_is_refused_where_there_are_none(name: 
     chosen = variant("writer", name)
     options = {"writer": chosen, "stages": [], "state_size": 8}
     if chosen.func.needs_stages:
-        with pytest.raises(ValueError, match=r"needs what stages retrieve, but model.stages is \[\]"):
+        with pytest.raises(ValueError, match=r"is not allowed with model.stages=\[\]"):
             GSM(GEOMETRY, **options)
     else:
         assert GSM(GEOMETRY, **options)(random_tokens(1, 3)).logits.shape == (1, 3, GEOMETRY.vocabulary)

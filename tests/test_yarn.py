@@ -94,9 +94,9 @@ def test_a_model_takes_the_weights_of_one_without_it(case: str):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"beta_fast": 1.0}, "yarn_beta_fast 1.0 must be above yarn_beta_slow 1.0"),
-        ({"beta_slow": 0.0}, "yarn_beta_slow 0.0, and that above 0"),
-        ({"mscale": -1.0}, r"yarn_mscale must be at least 0 \(0: no attention temperature\), got -1.0"),
+        ({"beta_fast": 1.0}, "yarn_beta_fast=1.0 is not allowed with yarn_beta_slow=1.0"),
+        ({"beta_slow": 0.0}, "yarn_beta_slow=0.0 .* yarn_beta_slow > 0"),
+        ({"mscale": -1.0}, r"yarn_mscale=-1.0 is not allowed. Use at least 0 \(0: no attention temperature\)"),
     ],
 )
 def test_what_cannot_be_is_said(wrong: dict[str, Any], said: str):

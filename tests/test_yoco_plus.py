@@ -61,7 +61,7 @@ def test_a_fresh_layer_is_plain_attention():
 
 
 def test_a_scale_that_cannot_be_is_named():
-    with pytest.raises(ValueError, match="scale must lie above 0, got 0"):
+    with pytest.raises(ValueError, match="scale=0.0 is not allowed because weights are divided by it"):
         layer(first=False, scale=0.0)
 
 

@@ -20,7 +20,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "blimp": [
         {"UID": uid, "sentence_good": f"{name} sees herself.", "sentence_bad": f"{name} see herself."}
-        for uid, name in (("agreement", "Mary"), ("agreement", "The old queen"), ("anaphor", "Ann"))
+        for uid, name in (("causative", "Mary"), ("causative", "The old queen"), ("passive_1", "Ann"))
     ],
     "hellaswag_validation": [
         {"activity_label": "Baking", "ctx_a": "She takes an egg.", "ctx_b": "she", "label": "2",
@@ -34,13 +34,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
          "option2": "box", "answer": "1"},
     ],
     "mmlu_test": [
-        {"question": " What is 1 + 1? ", "subject": "simple_sums", "choices": ["1", "2", "3", "4"], "answer": 1},
-        {"question": "What is 2 + 2?", "subject": "simple_sums", "choices": ["1", "2", "3", "4"], "answer": 3},
-        {"question": "Who rules?", "subject": "law", "choices": ["he", "she", "it", "they"], "answer": 0},
+        {"question": " What is 1 + 1? ", "subject": "astronomy", "choices": ["1", "2", "3", "4"], "answer": 1},
+        {"question": "What is 2 + 2?", "subject": "astronomy", "choices": ["1", "2", "3", "4"], "answer": 3},
+        {"question": "Who rules?", "subject": "anatomy", "choices": ["he", "she", "it", "they"], "answer": 0},
     ],
     "mmlu_dev": [
         {"question": f"Is it {n}?", "subject": subject, "choices": ["yes", "no", "so", "lo"], "answer": n % 4}
-        for subject in ("law", "simple_sums") for n in range(6)
+        for subject in ("anatomy", "astronomy") for n in range(6)
     ],
     "openbookqa_test": [{**ARC, "question_stem": "The tides are pulled by", "answerKey": " B"}],
     "lambada_openai_test": [{"text": "He lost the ring. All night he looked for the ring"}, {"text": "We sang a song"}],

@@ -1,5 +1,5 @@
 """How fast our models are beside one that nobody here wrote: DeepSeek-V4 in transformers, with the same widths, or
-Llama with as many parameters and layers.
+Llama with the same number of parameters and layers.
 
 Both run in one process, in float32, with random weights, and take turns: a step of training (forward, backward,
 clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding, after a prompt or after a
@@ -10,7 +10,7 @@ feed-forward is as wide as gives it the parameters of ours. It attends by PyTorc
 
 Of DeepSeek-V4 are taken over: vocabulary, width, depth, heads, entries and their rotated channels, query and output
 ranks, window, index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, the tied
-embedding. What is left is how V4 differs from V4.1, which the baseline follows, and how the library computes it:
+embedding. Left are the differences of V4 from V4.1, which the baseline follows, and of the library's way to compute:
 
 * Every layer behind the window-only ones pools a bank of its own, over groups that overlap (two projections of width
   2C), pools index keys of its own likewise, and searches them. The baseline's layers share three banks.
@@ -28,6 +28,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 
 from gsm.cache.synthetic import synthetic_memory
 from gsm.config.load import instantiate
-from gsm.costs.room import available_bytes
 from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
@@ -46,17 +46,16 @@ from gsm.training.heap import keep_freed
 from gsm.training.optimizer import AdamW
 from gsm_kernels import explain
 
-from . import entries, machine, results
-from .entries import Entry, Model
-from .results import Results, Row, quartiles, read, table, usual_path
+from . import machine, models, results
+from .models import Entry, Model
+from .models import read as read_models
+from .results import Asked, Row, quartiles, read, table
 from .timing import WARM_UP, Moment, Run, spread, take_moments, take_turns
 
 WORK = ("step", "prefill", "decode")
 MADE_UP = "decode, made up"  # after a memory that nothing was read into: where reading would take too long
 DECODED = 16  # tokens of a lap
 CLIP = 1.0
-PROBE = 256  # tokens; from one, two and three times as many follows what a longer sequence keeps
-BEYOND_KEPT = 1.25  # what a step takes at its peak, as a multiple of what its forward pass keeps
 HEAD = (
     "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours: of the medians (quartiles of rounds)",
     "by processor time", "kept, GiB: ours, theirs",
@@ -64,7 +63,7 @@ HEAD = (
 
 
 class Contender(Protocol):
-    """What is measured of a model: `chosen` are the implementations that it runs with."""
+    """A model that is measured; `chosen` are its implementations of operations."""
 
     model: Any
     chosen: Any
@@ -74,11 +73,11 @@ class Contender(Protocol):
         ...
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """What a step of training minimises."""
+        """Return the loss of a step of training."""
         ...
 
     def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
-        """Logits of the last position, [B, 1, V], and a memory with room for so many more tokens."""
+        """Logits of the last position, [B, 1, V], and a memory with room for more tokens."""
         ...
 
     def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
@@ -86,7 +85,7 @@ class Contender(Protocol):
         ...
 
     def made_up(self, tokens: int, room: int) -> Any:
-        """A memory of one sequence that looks as if so many tokens had been read, with room for more."""
+        """Return a memory of one sequence in the form that these tokens would leave, with room for more."""
         ...
 
 
@@ -101,7 +100,7 @@ class Ours:
         return self.model.parameter_groups()
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Cross-entropy and what else the model learns by."""
+        """Return cross-entropy and the other losses of the model."""
         out = self.model(tokens_BT, targets=targets_BT)
         return torch.stack([out.loss, *out.losses.values()]).sum()
 
@@ -127,7 +126,7 @@ class Theirs:
 
     Args:
         model: the model.
-        chosen: what it runs with.
+        chosen: its implementations.
     """
 
     def __init__(self, model: Any, chosen: Mapping[str, str]):
@@ -158,7 +157,7 @@ class Theirs:
 
     def _read(self, tokens_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
         out = self.model(input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits, out.past_key_values
+        return out.logits[:, -1:], out.past_key_values
 
     def made_up(self, tokens: int, room: int) -> Any:
         """Raises ValueError: the library has no such thing for this model."""
@@ -221,11 +220,11 @@ class Llama(Theirs):
         return cache
 
 
-CLIENTS = ("deepseek_v4", "llama")
+CLIENTS: dict[str, Any] = {"deepseek_v4": DeepseekV4, "llama": Llama}
 
 
 def library() -> Any:
-    """The library. Raises ModuleNotFoundError, with the remedy, where it is missing or does not know the model yet."""
+    """Return the library. Raises ModuleNotFoundError, with the remedy, where it is missing or too old."""
     remedy = "which is not installed: pip install -c constraints.txt -e '.[clients]'"
     try:
         found = import_module("transformers")
@@ -238,7 +237,7 @@ def library() -> Any:
 
 
 def configuration(geometry: Geometry, **changes: Any) -> Any:
-    """The library's configuration that comes nearest to a geometry; ``changes`` replace single fields.
+    """Return the library's configuration that comes nearest to a geometry; ``changes`` replace single fields.
 
     Raises:
         ValueError: for a feed-forward width that is odd, or a YaRN factor, which is not taken over.
@@ -254,8 +253,6 @@ def configuration(geometry: Geometry, **changes: Any) -> Any:
         "vocab_size": geometry.vocabulary,
         "hidden_size": geometry.dim,
         "num_hidden_layers": geometry.depth,
-        "layer_types": ["sliding_attention" if role == "window" else sparse for role in roles],
-        "compress_rates": {sparse: geometry.encoder_ratio, "heavily_compressed_attention": 128},
         "num_attention_heads": geometry.heads,
         "head_dim": geometry.entry_dim,
         "partial_rotary_factor": geometry.rotary_dim / geometry.entry_dim,
@@ -265,6 +262,8 @@ def configuration(geometry: Geometry, **changes: Any) -> Any:
         "o_groups": geometry.output_groups,
         "o_lora_rank": geometry.output_rank,
         "sliding_window": geometry.window,
+        "layer_types": ["sliding_attention" if role == "window" else sparse for role in roles],
+        "compress_rates": {sparse: geometry.encoder_ratio, "heavily_compressed_attention": 128},
         "index_n_heads": geometry.index_heads,
         "index_head_dim": geometry.index_dim,
         "index_topk": geometry.top_k,
@@ -281,12 +280,34 @@ def configuration(geometry: Geometry, **changes: Any) -> Any:
     return library().DeepseekV4Config(**{**fields, **changes})
 
 
+@dataclass(frozen=True)
+class Job:
+    """A measurement: which model beside which client, of which size, with how many sequences of how many tokens, of
+    which kind of work (``step``, ``prefill``, ``decode`` or MADE_UP), and the largest numbers of rounds and seconds."""
+
+    of: Model
+    client: str
+    size: str
+    batch: int
+    context: int
+    work: str
+    rounds: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        beside = "" if self.client == "deepseek_v4" else f" beside {self.client}"
+        return f"{self.of.name} {self.size}{beside}, {self.batch} x {self.context}, {self.work}"
+
+    def about(self) -> dict[str, Any]:
+        """Return the constants of its row; ``tokens`` are those that a lap decodes."""
+        about = {"model": self.of.name, "client": self.client, "size": self.size, "batch_size": self.batch}
+        tokens = DECODED if self.work in ("decode", MADE_UP) else 1
+        return {**about, "context": self.context, "work": self.work, "dtype": "float32", "tokens": tokens}
+
+
 def run(
-    device: str = "auto",
-    output: str = "",
-    results: str = "",
-    force: bool = False,
-    minutes: float = 7.5,
     models: Sequence[Entry] = ("baseline",),
     sizes: Sequence[str] = ("nano", "tiny"),
     contexts: Sequence[int] = (1024, 4096),
@@ -296,28 +317,20 @@ def run(
     batch_size: int = 1,
     rounds: int = 5,
     seconds: float = 60.0,
+    **asked: Any,
 ) -> Path:
     """Measure each pair, print the table and write it beside the JSON file; return that file.
 
-    Args:
-        device, output, results, force, minutes: as in configs/benchmark.yaml.
-        models: entries (``entries.read``), each measured against the client.
-        sizes: variants of the group ``size``.
-        contexts: tokens of a sequence.
-        work: of ``step``, ``prefill``, ``decode``.
-        made_up: lengths of memories that nothing was read into, after which one sequence is decoded.
-        client: whom they are measured against, of CLIENTS.
-        batch_size: sequences.
-        rounds: turns that each takes.
-        seconds: after which no further round begins, once there were three.
+    Args: as in configs/benchmark/clients.yaml and configs/benchmark.yaml.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         ValueError: a value out of range, or a file of another benchmark.
-        KeyboardInterrupt: after the table of what there is was made.
+        Exception: the first that a row raised, once the others were measured.
     """
-    if results:
-        return _show(Path(results))
+    how = Asked(**asked)
+    if how.results:
+        return _show(Path(how.results))
     if min(batch_size, rounds, *contexts, *made_up) < 1 or not set(work) <= set(WORK):
         raise ValueError(
             f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}, made_up {list(made_up)}: give 1 or "
@@ -327,93 +340,52 @@ def run(
         raise ValueError(
             f"client {client!r}: there are {', '.join(CLIENTS)}; made_up {list(made_up)} is for client=llama"
         )
-    where = machine.chosen(device)
-    facts = machine.facts(where, models=True)
-    facts["versions"] |= {"transformers": library().__version__}
-    file = Results(Path(output) if output else usual_path(facts, "clients"), facts, minutes)
+    where = machine.chosen(how.device)
+    file = how.open("clients", where)
+    file.facts["versions"] |= {"transformers": library().__version__}
+    pairs = [(size, one) for size in sizes for one in read_models(models) if one.trained_size in (None, size)]
+    tasks = [*((batch_size, *one) for one in itertools.product(contexts, work)), *((1, n, MADE_UP) for n in made_up)]
     rows = {}
-    pairs = entries.at_sizes(entries.read(models), sizes, "sizes")
-    asked = [
-        *((batch_size, *one) for one in itertools.product(contexts, work)),
-        *((1, one, MADE_UP) for one in made_up),
-    ]
-    for (size, model), (batch, context, task) in itertools.product(pairs, asked):
-        beside = "" if client == CLIENTS[0] else f" beside {client}"
-        row = f"{model.name} {size}{beside}, {batch} x {context}, {task}"
-        rows[row] = partial(measure, model, client, size, batch, context, task, rounds, seconds, where)
-        file.given[row] = model.given
-    return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=force, show=_show)
+    for (size, model), (batch, context, task) in itertools.product(pairs, tasks):
+        job = Job(model, client, size, batch, context, task, rounds, seconds)
+        rows[job.name], file.given[job.name] = (job.about(), partial(measure, job, where)), model.given
+    return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=how.force, show=_show)
 
 
-def measure(
-    of: Model,
-    client: str,
-    size: str,
-    batch: int,
-    context: int,
-    task: str,
-    rounds: int,
-    seconds: float,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The row of one pair and one kind of work, as plain containers."""
-    row = {
-        "model": of.name,
-        "client": client,
-        "size": size,
-        "batch_size": batch,
-        "context": context,
-        "work": task,
-        "dtype": "float32",
-    }
-    row |= {"tokens": DECODED if task in ("decode", MADE_UP) else 1}  # that a lap decodes
-    gc.collect()  # what the row before has left
-    found = machine.in_memory(lambda: _found(of, client, size, batch, context, task, rounds, seconds, device))
-    if found is not None:
-        return {**row, **found}
-    ways = f"batch_size={batch // 2}" if batch > 1 else f"contexts=[{max(1, context // 2)}]"
-    return {**row, "failed": f"out of memory with {batch} x {context} tokens; try {ways}"}
+def measure(job: Job, device: torch.device) -> dict[str, Any]:
+    """Return the row of one pair and one kind of work, as plain containers."""
+    gc.collect()  # the memory of the row before
+    row = machine.in_memory(lambda: _measured(job, device))
+    if row is not None:
+        return row
+    ways = f"batch_size={job.batch // 2}" if job.batch > 1 else f"contexts=[{max(1, job.context // 2)}]"
+    return {"failed": f"out of memory with {job.batch} x {job.context} tokens; try {ways}"}
 
 
-def _found(
-    of: Model,
-    client: str,
-    size: str,
-    batch: int,
-    context: int,
-    task: str,
-    rounds: int,
-    seconds: float,
-    device: torch.device,
-) -> dict[str, Any]:
-    """What there is to say of a pair, and its times; or why a step was not begun."""
-    config = of.config(size)
+def _measured(job: Job, device: torch.device) -> dict[str, Any]:
+    """Return the properties of a pair, and its times."""
+    config = job.of.config(job.size)
     geometry: Geometry = instantiate(config["size"], "size")
-    ours = Ours(of.build(size, device=device))
-    make_theirs = {"deepseek_v4": DeepseekV4, "llama": Llama}[client]
+    ours = Ours(job.of.build(job.size, device=device))
     with torch.device(device):
-        theirs = make_theirs(geometry, sum(p.numel() for p in ours.model.parameters()))
+        theirs = CLIENTS[job.client](geometry, sum(p.numel() for p in ours.model.parameters()))
     pair: dict[str, Contender] = {"ours": ours, "theirs": theirs}
     parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
     row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
-    tokens_BT = torch.randint(geometry.vocabulary, (batch, context + 1), device=device)
-    if task == "step":
-        needed = BEYOND_KEPT * max(estimated_bytes(one, tokens_BT) for one in pair.values())
-        if needed > (there := available_bytes(device)):
-            sizes = f"{needed / 2**30:.3g} GiB besides the weights, of {there / 2**30:.3g}"
-            return {**row, "failed": f"a step needs about {sizes} that there are"}
+    tokens_BT = torch.randint(geometry.vocabulary, (job.batch, job.context + 1), device=device)
+    if job.work == "step":
         row["kept_gib"] = {who: kept_bytes(one, tokens_BT) / 2**30 for who, one in pair.items()}
         optimizer = instantiate(config["optimizer"], "optimizer")
         runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
     else:
-        make = {"prefill": _prefill, "decode": _decode, MADE_UP: _decode_made_up}[task]
-        runs = {who: make(one, tokens_BT[:, :-1], rounds) for who, one in pair.items()}
-    return {**row, **paired(runs, device, rounds, seconds)}
+        make = {"prefill": _prefill, "decode": _decode, MADE_UP: _decode_made_up}[job.work]
+        runs = {who: make(one, tokens_BT[:, :-1], job.rounds) for who, one in pair.items()}
+    return {**row, **paired(runs, device, job.rounds, job.seconds)}
 
 
 def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> Run:
-    """One step of training on tokens of which each is the target of the one before; what is freed is kept, as by
-    ``train.py``, for both."""
+    """Return one step of training on tokens, each the target of the token before it. Freed memory stays with the
+    process, as in ``train.py``, for both models."""
     keep_freed()
     contender.model.train()
     adamw = optimizer.build(contender.groups())
@@ -447,20 +419,8 @@ def _compared(times: Mapping[str, Sequence[float]], clock: str) -> dict[str, Any
     return {**found, f"{clock}ratio": spread(ratios)._asdict()}
 
 
-def estimated_bytes(contender: Contender, tokens_BT: Tensor) -> float:
-    """What ``kept_bytes`` would say, without running more than ``3 PROBE`` tokens: from the parabola through three
-    shorter sequences, since no tensor of a model has more than two dimensions of the sequence. (DeepSeek-V4 at nano,
-    1,024 tokens: 2 % below what it keeps.)"""
-    length = tokens_BT.shape[1] - 1
-    if length <= 3 * PROBE:
-        return kept_bytes(contender, tokens_BT)
-    first, second, third = (kept_bytes(contender, tokens_BT[:, : times * PROBE + 1]) for times in (1, 2, 3))
-    steps, bend = length / PROBE - 1, third - 2 * second + first
-    return first + steps * (second - first) + steps * (steps - 1) / 2 * bend
-
-
 def kept_bytes(contender: Contender, tokens_BT: Tensor) -> int:
-    """What the forward pass of a step keeps for the backward pass, besides parameters."""
+    """Return the bytes that the forward pass of a step keeps for the backward pass, without parameters."""
     contender.model.train()
     return machine.saved_bytes(
         lambda: contender.loss(tokens_BT[:, :-1], tokens_BT[:, 1:]), contender.model.parameters()
@@ -507,7 +467,7 @@ def _show(path: Path) -> Path:
     counts = "; ".join(f"{name} {both['ours']:,}, theirs {both['theirs']:,}" for name, both in sizes.items())
     threads = f"{content['threads']} threads, float32." if "threads" in content else "float32."
     opening = f"{results.measured_on(content)} {threads}"
-    about = entries.described(rows.values())
+    about = models.described(rows.values())
     cells = [_cells(*row) for row in rows.items()]
     return results.publish(path, opening, f"Parameters: {counts}.", about, table(HEAD, cells))
 
@@ -518,12 +478,12 @@ def _cells(name: str, row: Row) -> tuple[str, ...]:
         return name, f"failed: {row['failed']}", "", "", "", kept
     both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
     ratio, processor = _ratio(row, ""), _ratio(row, "processor_") if "processor_ratio" in row else ""
-    what = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
-    return what, *both, ratio, processor, kept
+    title = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
+    return title, *both, ratio, processor, kept
 
 
 def _ratio(row: Row, clock: str) -> str:
-    """Their time over ours: that of the medians in the table, and the quartiles of what it was round by round."""
+    """Return the client's time over ours: the ratio of the medians, and the quartiles of the ratios of rounds."""
     theirs, ours = (row[f"{clock}{who}_ms"]["median"] for who in ("theirs", "ours"))
     rounds = row[f"{clock}ratio"]
     return f"{theirs / ours:.4g} ({rounds['low']:.4g} to {rounds['high']:.4g})"

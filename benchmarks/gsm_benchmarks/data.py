@@ -1,8 +1,8 @@
-"""How many tokens a second one process makes into batches, beside what a GPU wants that trains on them.
+"""How many tokens a second one process makes into batches, beside the number that a GPU trains on.
 
 text      files of the standard library, read, tokenised and written to the cache
 parquet   the same text as a parquet file
-cached    batches cut out of what the cache holds: what training itself waits for
+cached    batches cut out of the cache: training waits for these alone
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
 ) -> Path:
     """Measure each source, print the table and write it beside the JSON file; return that file.
 
-    Args: as in configs/benchmark/data.yaml and configs/benchmark.yaml, which say what they mean.
+    Args: as in configs/benchmark/data.yaml and configs/benchmark.yaml.
 
     Raises:
         ValueError: an unknown source, or a number below 1. ModuleNotFoundError: pyarrow is missing, for ``parquet``.
@@ -56,10 +56,10 @@ def run(
             f"{', '.join(MEASURES)}, and 1 or more"
         )
     shape = compose([f"size={size}"])["size"]
-    file = how.open("data", torch.device("cpu"), models=True)
+    file = how.open("data", torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), shape["vocabulary"], shape["context"], tokens, batch_size)
-        rows = {name: partial(measure, bench, name, rounds) for name in sources}
+        rows = {name: ({"source": name}, partial(measure, bench, name, rounds)) for name in sources}
         protocol = {"size": size, "tokens": tokens, "batch_size": batch_size, "rounds": rounds}
         return file.fill(rows, protocol, force=how.force, show=show)
 
@@ -94,7 +94,7 @@ class Bench:
         return lambda: self.encode(corpus)
 
     def cached(self) -> Callable[[], int]:
-        """A pass over what was encoded before."""
+        """A pass over encoded text."""
         kept = str(self.folder / "kept")
         data = TextData(
             **self.numbers, tokenizer=self.tokenizer, corpus=self.corpus, max_tokens=self.tokens, cache_dir=kept
@@ -119,7 +119,7 @@ def measure(bench: Bench, source: str, rounds: int) -> dict[str, Any]:
         rates.append(tokens / (time.perf_counter() - start))
         processor.append(tokens / max(time.process_time() - worked, 1e-9))
     medians = {"tokens_per_second": statistics.median(rates), "by_processor_time": statistics.median(processor)}
-    return {"source": source, "tokens": tokens, "rates": rates, **medians}
+    return {"tokens": tokens, "rates": rates, **medians}
 
 
 def show(path: Path) -> Path:
@@ -133,6 +133,8 @@ def show(path: Path) -> Path:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if row.get("failed"):
+        return row["source"], f"failed: {row['failed']}"
     rates, speed = row["rates"], row["tokens_per_second"]
     spread = f"{min(rates):,.0f}, {max(rates):,.0f}"
     processor = f"{row['by_processor_time']:,.0f}"

@@ -1,13 +1,12 @@
-"""How fast models read a prompt and go on from it, and what they keep: the paper's protocol, one row at a time.
+"""How fast models read a prompt and decode after it, and their memory: the paper's protocol (appendix A.3).
 
-A request reads a prompt, then so many tokens follow one by one, each of them given. What is timed is what the paper
-times (appendix A.3): prefill, from an empty memory to the logits of the prompt's last token and a
-memory that is ready; then the given tokens, each with its logits and with what it leaves in the memory. The device has
-finished when a clock is read. On a CPU the processor's own time is noted beside that of the wall: it hardly changes
-where other programs run too.
+A request reads a prompt, then tokens of the text follow one by one. Two times are taken: prefill, from an empty memory
+to the logits of the last token of the prompt and a memory that is ready; and decoding, of each token after it. The
+device has finished when a clock is read. On a CPU the processor time is noted beside the time of the wall: it hardly
+changes where other programs run too.
 
-The runs of all cases of a length that fit beside each other alternate, so that what disturbs a machine for a while
-disturbs all of them, and their ratios stay what they are. B requests at once, T tokens.
+The runs of all cases of a length alternate, as far as they fit beside each other: a disturbance of the machine then
+disturbs all of them, and their ratios stay. B requests at once, T tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,27 +33,39 @@ from gsm.engine import Engine
 from gsm.models.base import LanguageModel
 from gsm_kernels import explain
 
-from . import entries, inference_report, machine, timing
-from .counters import Operations, counting, kernels
-from .entries import Entry, Model
-from .inference_report import short
+from . import machine, models, results, timing
 from .machine import watching
-from .results import Asked, Errors, sentence
+from .models import Entry, Model, one_size
+from .models import read as read_models
+from .pictures import panels
+from .results import Asked, Row, mark, rate, read, short, table
 from .timing import Moment, now, rotated, spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gsm.plots import Style
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
 SYNTHETIC = {"cuda": [4096, 65536, 262144], "cpu": [1024, 65536]}
 SIZES, DTYPES = {"cuda": "1p5b", "cpu": "nano"}, {"cuda": "bfloat16", "cpu": "float32"}
 WIDTHS = ("float32", "bfloat16", "float16", "float64")
 STDLIB, RANDOM = "stdlib", "random"
-COUNTED = 1  # token more than a request takes, with which operations are counted
+HEAD = (
+    "request", "prefill, tokens/s", "ms (quartiles)", "of a product's rate", "of the floor", "decode, tokens/s",
+    "ms a token (quartiles)", "of the floor", "cache, MiB", "peak GiB",
+)  # fmt: skip
+AGAINST = (
+    "against", "tokens", "prefill, x as fast", "by processor time", "by FLOPs", "decode, x as fast",
+    "by processor time", "by bytes", "cache, x",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How is measured: size of the models, requests at once, tokens of a prompt that are read at a time, tokens that
-    follow it, runs that are not timed and that are, seconds after which a case gets no more of them than one that is,
-    type of the weights, and the text."""
+    """The way of measuring: size of the models, requests at once, tokens of a prompt that are read at a time, tokens
+    that follow it, runs that are not timed and that are, seconds after which a case gets no further run, type of the
+    weights, and the text."""
 
     size: str
     batch: int
@@ -69,21 +80,21 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: ``read``, a whole request; ``unpruned``, a prompt of which every layer computes every row;
-    ``decode``, given tokens alone, after a synthetic memory."""
+    """A measurement: ``read``, a whole request; ``unpruned``, a prompt of which every layer computes every row;
+    ``decode``, tokens alone, after a synthetic memory."""
 
     model: str
     tokens: int
     kind: str
 
     def name(self, protocol: Protocol) -> str:
-        """The name of its row."""
+        """Return the name of its row."""
         at_once = f"{protocol.batch} x " if protocol.batch > 1 else ""
         return f"{self.model} {protocol.size}, {at_once}{short(self.tokens)}, {self.kind}"
 
 
 def run(
-    models: Sequence[Entry] = entries.ALL,
+    models: Sequence[Entry] = models.ALL,
     size: str | None = None,
     lengths: Sequence[int] | None = None,
     synthetic_lengths: Sequence[int] | None = None,
@@ -98,74 +109,60 @@ def run(
     text: str = STDLIB,
     **asked: Any,
 ) -> Path:
-    """Measure each case, print the table, write it and the pictures beside the JSON file; return that file.
+    """Measure each case, print the table, write it and the picture beside the JSON file; return that file.
 
-    Args: as in configs/benchmark/inference.yaml and configs/benchmark.yaml, which say what they mean.
+    Args: as in configs/benchmark/inference.yaml and configs/benchmark.yaml.
 
     Raises:
         ValueError: a value out of range, or a file of another benchmark.
         FileNotFoundError: there is no such text.
-        KeyboardInterrupt: after the table of what there is was made.
-        Exception: the first that a case raised, once the others were measured; machine.Lost at once, where the GPU
-            takes no more work from this process.
+        Exception: the first that a case raised, once the others were measured.
     """
     how = Asked(**asked)
     if how.results:
-        return inference_report.show(Path(how.results))
-    counts = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs}
-    wrong = [f"{name} {value}" for name, value in counts.items() if value < 1] + ["warm_up"] * (warm_up < 0)
-    if wrong or min([*(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
-        raise ValueError(f"{', '.join(wrong) or 'a length'}: give 1 or more")
+        return show(Path(how.results))
+    counts = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs, "warm_up": warm_up + 1}
+    if min([*counts.values(), *(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
+        raise ValueError(f"{counts}, lengths {lengths}, {synthetic_lengths}: give 1 or more, and warm_up 0 or more")
     if dtype not in (None, *WIDTHS):
-        raise ValueError(f"dtype is '{dtype}'; say {', '.join(WIDTHS)}, or null for what suits the device")
+        raise ValueError(f"dtype={dtype} is not allowed. Use {', '.join(WIDTHS)}, or null")
     where = machine.chosen(how.device)
-    kind = where.type
-    known = entries.read(models)
-    further = [name for name in unpruned if name not in {model.name for model in known}]
-    known += entries.read(further) if further else []
-    size, dtype = entries.one_size(known, size, SIZES[kind]), dtype or DTYPES[kind]
+    known = read_models(models)
+    names = [model.name for model in known]
+    if not set(unpruned) <= set(names):
+        raise ValueError(f"unpruned={list(unpruned)} is not allowed, because models are {names}. Use names of models")
+    size, dtype = one_size(known, size, SIZES[where.type]), dtype or DTYPES[where.type]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
     cases = plan(
-        [model.name for model in known[: len(models)]],
-        LENGTHS[kind] if lengths is None else lengths,
-        SYNTHETIC[kind] if synthetic_lengths is None else synthetic_lengths,
+        names,
+        LENGTHS[where.type] if lengths is None else lengths,
+        SYNTHETIC[where.type] if synthetic_lengths is None else synthetic_lengths,
         unpruned,
-        first=size == inference_report.SIZE,
     )
-    file = how.open("inference", where, models=True)
-    served, errors = _served(known, protocol, where), Errors()
-    file.given = {case.name(protocol): model.given for case in cases for model in known if model.name == case.model}
-    left = [case for case in cases if how.force or not file.measured(case.name(protocol), asdict(protocol))]
-    groups = _groups(left, lambda case: file.times(case.name(protocol)))
-    try:
-        for group in file.in_time(groups, lambda group: max(file.times(case.name(protocol)) for case in group)):
-            names = [case.name(protocol) for case in group]
-            print(f"in turns: {'; '.join(names)}", flush=True)
-            with errors.kept("; ".join(names)), file.trying(*names):
-                for case, row in take_turns(group, served):
-                    how = {"protocol": asdict(protocol), "kernels": explain(), "clocks": machine.clocks(where)}
-                    file.add(case.name(protocol), {**row, **how})
-    finally:
-        if file.rows:
-            inference_report.show(file.path)
-    errors.raise_first()
+    file, served = how.open("inference", where), _served(known, protocol, where)
+    by_row = {case.name(protocol): case for case in cases}
+    file.given = {name: model.given for name, case in by_row.items() for model in known if model.name == case.model}
+    with file.shown(show):
+        left = [by_row[name] for name in file.left(by_row, asdict(protocol), how.force)]
+        for _, group in groupby(left, key=lambda case: (case.tokens, case.kind == "decode")):
+            _measure([*group], file, served, protocol)
     return file.path
 
 
-def plan(
-    models: Sequence[str],
-    lengths: Sequence[int],
-    synthetic_lengths: Sequence[int],
-    unpruned: Sequence[str] = (),
-    first: bool = False,
-) -> list[Case]:
-    """All cases, length by length; of a length those that take seconds first.
+def _measure(cases: Sequence[Case], file: results.Results, served: Callable[[str], Served], protocol: Protocol) -> None:
+    """Measure cases in turns and add their rows."""
+    rows = {case.name(protocol): {**vars(case), "protocol": asdict(protocol)} for case in cases}
+    print(f"in turns: {'; '.join(rows)}", flush=True)
+    with file.measuring(rows):
+        for case, row in take_turns(cases, served):
+            name = case.name(protocol)
+            file.add(name, {**rows[name], **row, "kernels": explain()})
 
-    Args:
-        models: by name.
-        lengths, synthetic_lengths, unpruned: as in ``run``.
-        first: whether cases with goals come before all others, and of these decoding alone.
-    """
+
+def plan(
+    models: Sequence[str], lengths: Sequence[int], synthetic_lengths: Sequence[int], unpruned: Sequence[str] = ()
+) -> list[Case]:
+    """Return all cases, length by length; of a length those first that take seconds. Arguments as of ``run``."""
     cases = []
     for tokens in sorted({*lengths, *synthetic_lengths}):
         if tokens in synthetic_lengths:
@@ -173,41 +170,28 @@ def plan(
         if tokens in lengths:
             cases += [Case(model, tokens, "read") for model in models]
             cases += [Case(model, tokens, "unpruned") for model in unpruned]
-
-    def place(case: Case) -> int:
-        wanted = first and inference_report.first(case.model, case.tokens, case.kind)
-        return (0 if case.kind == "decode" else 1) if wanted else 2
-
-    return sorted(cases, key=place)
-
-
-def _groups(cases: Sequence[Case], times: Callable[[Case], int]) -> list[list[Case]]:
-    """What is measured in turns: neighbours of one length that read prompts, or that decode after synthetic memories.
-    What has failed or not ended before, by itself: one of those took the others with it."""
-    new = [case for case in cases if not times(case)]
-    groups = groupby(new, key=lambda case: (case.tokens, case.kind == "decode"))
-    return [*(list(group) for _, group in groups), *([case] for case in cases if times(case))]
+    return cases
 
 
 def _served(models: Sequence[Model], protocol: Protocol, device: torch.device) -> Callable[[str], Served]:
-    """The models by name, each built when it is asked for, and kept: at every length all of them run."""
+    """Return the models by name. Each is built when it is first needed, and kept: at every length all of them run."""
 
     @cache
     def roof() -> timing.Ceilings:
         return timing.ceilings(device)
 
     @cache
-    def made(name: str) -> Served:
+    def build(name: str) -> Served:
         with _default(getattr(torch, protocol.dtype)):
             model = next(one for one in models if one.name == name).build(protocol.size, device=device)
         return Served(model, protocol, prompts(protocol.text, model.vocabulary), roof())
 
-    return made
+    return build
 
 
 @contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block, parameters are made in this type: there is no time at which a model takes up more."""
+    """Inside the block, parameters are made in this type; a model never takes more memory than that."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -217,19 +201,19 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Text(NamedTuple):
-    """Token ids, int64 [N], and what they are."""
+    """Token ids, int64 [N], and the name of their source."""
 
     ids_N: Tensor
     name: str
 
     def cut(self, batch: int, length: int) -> Tensor:
-        """int64 [batch, length]: one stretch of the text behind the other, from the beginning again where it ends."""
+        """Return int64 [batch, length]: stretches of the text in order, from the beginning again at its end."""
         count = batch * length
         return self.ids_N.repeat(-(-count // len(self.ids_N)))[:count].view(batch, length)
 
 
 def prompts(source: str, vocabulary: int) -> Text:
-    """The text that a size reads, gone through again and again where it is too short.
+    """Return the text that a size reads.
 
     Args:
         source: ``stdlib``, Python's standard library; ``random``, ids drawn uniformly; else a folder or a file of
@@ -254,8 +238,8 @@ class Served:
     Args:
         model: in the type of the protocol, on the device.
         protocol: how it is measured.
-        text: what it reads.
-        roof: what the device can do.
+        text: its prompts.
+        roof: the highest rates of the device.
     """
 
     def __init__(self, model: LanguageModel, protocol: Protocol, text: Text, roof: timing.Ceilings) -> None:
@@ -265,86 +249,85 @@ class Served:
         self.weights = sum(p.numel() * p.element_size() for p in model.parameters())
         self.room = Room(self.cache_bytes, protocol.chunk, protocol.batch, GUESS * model.dim * self.dtype.itemsize)
 
-    def capacity(self, tokens: int) -> int:
-        """Tokens that the memory of a request to so many has room for."""
-        return tokens + self.protocol.steps + COUNTED
-
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of that memory after the given tokens, by the formula."""
-        read, capacity = tokens + self.protocol.steps, self.capacity(tokens)
-        return self.cost.cache_bytes(read, self.dtype, self.protocol.batch, capacity).total()
+        """Return the bytes of a memory after the prompt and the tokens behind it, by the formula."""
+        whole = tokens + self.protocol.steps
+        return self.cost.cache_bytes(whole, self.dtype, self.protocol.batch, whole).total()
 
     def engine(self, tokens: int) -> Engine:
-        """An engine with that memory, empty."""
+        """Return an engine with an empty memory for a prompt and the tokens behind it."""
         batch, chunk = self.protocol.batch, self.protocol.chunk
-        return Engine(self.model, batch=batch, capacity=self.capacity(tokens), chunk=chunk)
+        return Engine(self.model, batch=batch, capacity=tokens + self.protocol.steps, chunk=chunk)
 
-    def cut(self, tokens: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """A prompt [B, T], the tokens that follow it, and one more to count with, [B] each."""
-        ids_BT = self.text.cut(self.protocol.batch, self.capacity(tokens)).to(self.device)
-        *given, counted_B = ids_BT[:, tokens:].T.contiguous()
-        return ids_BT[:, :tokens].contiguous(), given, counted_B
-
-    def facts(self) -> dict[str, Any]:
-        """What is the same in every row."""
-        about = {"protocol": asdict(self.protocol), "weight_bytes": self.weights, "text": self.text.name}
-        return {**about, "ceilings": self.roof._asdict()}
+    def cut(self, tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return a prompt [B, T], and the tokens that follow it, [B] each."""
+        ids_BT = self.text.cut(self.protocol.batch, tokens + self.protocol.steps).to(self.device)
+        return ids_BT[:, :tokens].contiguous(), list(ids_BT[:, tokens:].T.contiguous())
 
 
 class Request(ABC):
-    """A case that is ready to be run again and again; one class for each kind.
+    """A case that can be run again and again; one class for each kind.
 
     Attributes:
-        times: what every timed run took, by what was timed.
-        runs: how many there were to warm up, and how many timed (``runs``); under the protocol's names.
-        extra: bytes that it took at most besides the weights; None where the system does not say.
+        times: of every timed run, by ``prefill`` and ``decode``.
+        runs: how many runs were not timed (``warm_up``) and were (``runs``).
+        extra: most bytes beside the weights; None where the system does not report it.
     """
+
+    memories = 1  # that it holds
 
     def __init__(self, served: Served, tokens: int) -> None:
         self.served, self.tokens = served, tokens
         self.times: dict[str, list[Moment]] = {}
         self.runs = {"warm_up": 0, "runs": 0}
+        self.spent = 0.0  # seconds
         with watching(served.device) as built:
-            self.prompt_BT, self.given, self.counted_B = served.cut(tokens)
+            self.prompt_BT, self.given = served.cut(tokens)
             self.prepare()
         self._built, self.extra = built.extra, built.extra
 
     def run(self, timed: bool) -> None:
-        """Once through everything."""
+        """Run once, unless the time of the case is over and it has been timed."""
+        if self.spent > self.served.protocol.seconds and (self.times or not timed):
+            return
+        start = time.monotonic()
         with watching(self.served.device) as peak, torch.no_grad():
             laps = self.lap()
+        self.spent += time.monotonic() - start
         self.runs["runs" if timed else "warm_up"] += 1
         if self.extra is not None and self._built is not None and peak.extra is not None:
             self.extra = max(self.extra, self._built + peak.extra)
-        for what, took in laps.items() if timed else ():
-            self.times.setdefault(what, []).append(took)
+        for part, took in laps.items() if timed else ():
+            self.times.setdefault(part, []).append(took)
 
     def row(self) -> dict[str, Any]:
-        """What the runs have shown, as plain containers."""
-        gib = None if self.extra is None else (self.served.weights + self.extra) / 2**30
-        return {**self.served.facts(), **self.found(), "runs": self.runs, "peak_gib": gib}
+        """Return the part of a row that the runs have shown, as plain containers."""
+        served = self.served
+        about = {"weight_bytes": served.weights, "text": served.text.name, "ceilings": served.roof._asdict()}
+        gib = None if self.extra is None else (served.weights + self.extra) / 2**30
+        return {**about, **self.measured(), "runs": self.runs, "peak_gib": gib}
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes what all runs use."""
+        """Make the memory, which all runs use."""
 
     @abstractmethod
     def lap(self) -> dict[str, Moment]:
-        """One run; what it took, by what was timed."""
+        """Run once; return the time of each part."""
 
     @abstractmethod
-    def found(self) -> dict[str, Any]:
-        """The part of a row that this kind of request shows."""
+    def measured(self) -> dict[str, Any]:
+        """Return the part of a row that this kind of request has."""
 
-    def spreads(self, what: str) -> tuple[float, dict[str, Any]]:
-        """Seconds that something took, the median; the spread of milliseconds as a row has it, and each run's."""
-        wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[what], strict=True))
+    def spreads(self, part: str) -> tuple[float, dict[str, Any]]:
+        """Return the median in seconds, and the spread of milliseconds as a row has it, with each run's."""
+        wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[part], strict=True))
         own = processor if self.served.device.type == "cpu" else None
         return wall["median"] / 1e3, {"ms": wall, "processor_ms": own}
 
     def prefilled(self, parts: Parts) -> dict[str, Any]:
-        """Times, FLOPs and rates of prompts, of which each takes these FLOPs. They move at least the bytes that a
-        pruned prefill does: with the FLOPs, that is the floor."""
+        """Return times, FLOPs and rates of prompts that take these FLOPs each. They move at least the bytes of a pruned
+        prefill; both together give the floor."""
         served, (seconds, times) = self.served, self.spreads("prefill")
         protocol, flops = served.protocol, served.protocol.batch * parts.total()
         moved = served.cost.prefill_bytes(self.tokens, protocol.chunk, served.dtype, protocol.batch).total()
@@ -359,15 +342,15 @@ class Request(ABC):
 
 
 class Unpruned(Request):
-    """A prompt of which every layer computes every row, in the same chunks; logits of the last one. But for the rows it
-    is what ``LanguageModel.prefill`` does."""
+    """A prompt of which every layer computes every row, in the same chunks. Apart from the rows it does the work of
+    ``LanguageModel.prefill``."""
 
     def prepare(self) -> None:
-        """The memory."""
+        """Make the memory."""
         self.memory = self.served.model.start(self.served.protocol.batch, self.tokens)
 
     def lap(self) -> dict[str, Moment]:
-        """One prompt, from an empty memory."""
+        """Read one prompt into an empty memory."""
         model, memory, out, start = self.served.model, self.memory, None, now(self.served.device)
         memory.rewind(model.start(self.served.protocol.batch, capacity=1))
         for part_BT in self.prompt_BT.split(self.served.protocol.chunk, dim=1):
@@ -376,207 +359,269 @@ class Unpruned(Request):
         out.head(out.hidden_BRD[:, -1:])
         return {"prefill": now(self.served.device).since(start)}
 
-    def found(self) -> dict[str, Any]:
-        """The prefill."""
+    def measured(self) -> dict[str, Any]:
+        """Return the prefill."""
         every, last = (self.served.cost.forward_flops(self.tokens, rows=rows) for rows in (self.tokens, 1))
         return {"prefill": self.prefilled(Parts(every | {"head": last["head"]}))}
 
 
 class Decode(Request):
-    """The given tokens alone, after a memory that looks as if so many tokens had been read."""
+    """Tokens alone, after a memory of random numbers that has the form of one into which a prompt was read."""
 
     synthetic = True
+    memories = 2  # the random one is copied into that of the engine
 
     def prepare(self) -> None:
-        """The engine, and the memory that every run begins with."""
+        """Make the engine, and the memory with which every run begins."""
         self.engine = self.served.engine(self.tokens)
         generator = torch.Generator(self.served.device).manual_seed(0)
-        capacity, batch = self.served.capacity(self.tokens), self.served.protocol.batch
+        capacity, batch = self.tokens + self.served.protocol.steps, self.served.protocol.batch
         self.prefix = synthetic_memory(self.served.model, self.tokens, capacity, batch, generator)
         self.engine.load(self.prefix)  # no prompt will be read: decoding alone is recorded
         self.engine.warm_up()
 
     def lap(self) -> dict[str, Moment]:
-        """The given tokens."""
+        """Decode the tokens."""
         self.engine.load(self.prefix)
-        return self.go_on()
+        return self.decode()
 
-    def go_on(self) -> dict[str, Moment]:
-        """Decodes the given tokens; what one took, on average."""
+    def decode(self) -> dict[str, Moment]:
+        """Decode the tokens; return the mean time of one."""
         start = now(self.served.device)
         for token_B in self.given:
             self.engine.decode(token_B)
         return {"decode": now(self.served.device).since(start, parts=len(self.given))}
 
-    def found(self) -> dict[str, Any]:
-        """Times, bytes and rates of a token; what is kept; what one token more asks of the device."""
+    def measured(self) -> dict[str, Any]:
+        """Return times, bytes and rates of a token, and the bytes of the memory."""
         served, memory = self.served, self.engine.memory
         kept = {"bytes": memory.nbytes(), "formula": served.cache_bytes(self.tokens), "parts": memory.breakdown()}
         (seconds, times), batch = self.spreads("decode"), served.protocol.batch
-        read = served.cost.decode_bytes(self.tokens, served.dtype, batch).total()
-        launched, whole, decoder = self.counted()
+        moved = served.cost.decode_bytes(self.tokens, served.dtype, batch).total()
         decode = {
             **times,
             "tokens_per_second": batch / seconds,
             "flops": batch * served.cost.decode_flops(self.tokens).total(),
-            "bytes": read,
-            "share_of_floor": read / served.roof.bytes / seconds,
-            "kernels": launched,
-            "operations": whole["operations"],
+            "bytes": moved,
+            "share_of_floor": moved / served.roof.bytes / seconds,
         }
-        return {"decode": decode, "decoder": decoder, "cache": kept, "synthetic": self.synthetic}
-
-    @torch.no_grad()
-    def counted(self) -> tuple[int | None, Mapping[str, int], Mapping[str, int]]:
-        """Kernels of one token, without a graph; operations and bytes, of the whole model and of the decoder."""
-        model = self.served.model
-
-        def call() -> None:
-            model(self.counted_B[:, None], memory=self.engine.memory, rows=1).logits  # noqa: B018
-
-        with counting(model.get_submodule("decoder")) as inside, Operations() as whole:
-            launched = kernels(call, self.served.device)
-        return launched, whole.found(), inside.found()
+        return {"decode": decode, "cache": kept, "synthetic": self.synthetic}
 
 
 class Read(Decode):
-    """A whole request: a prompt is read, and the given tokens follow."""
+    """A whole request: a prompt is read, and tokens follow."""
 
     synthetic = False
+    memories = 1
 
     def prepare(self) -> None:
-        """The engine, with its graphs."""
+        """Make the engine, with its graphs."""
         self.engine = self.served.engine(self.tokens)
         self.engine.warm_up()
 
     def lap(self) -> dict[str, Moment]:
-        """Prefill, from an empty memory, then the given tokens."""
+        """Prefill into an empty memory, then decode the tokens."""
         start = now(self.served.device)
         self.engine.reset()
         self.engine.prefill(self.prompt_BT)
-        return {"prefill": now(self.served.device).since(start), **self.go_on()}
+        return {"prefill": now(self.served.device).since(start), **self.decode()}
 
-    def found(self) -> dict[str, Any]:
-        """The prefill, and what a token shows."""
+    def measured(self) -> dict[str, Any]:
+        """Return the prefill, and the part of decoding."""
         parts = self.served.cost.prefill_flops(self.tokens, self.served.protocol.chunk)
-        return {"prefill": self.prefilled(parts), **super().found()}
+        return {"prefill": self.prefilled(parts), **super().measured()}
 
 
 KINDS: dict[str, type[Request]] = {"read": Read, "unpruned": Unpruned, "decode": Decode}
-MEMORIES = {"read": 1, "unpruned": 1, "decode": 2}  # that a request holds: a synthetic one is copied into the engine's
-
-
-class Entrant:
-    """A case in its turn: a request that runs, or the reason why it does not."""
-
-    def __init__(self, case: Case, served: Served) -> None:
-        self.case, self.served = case, served
-        self.request: Request | None = None
-        self.failed: str | None = None
-        self.error: Exception | None = None
-        self.spent = 0.0  # seconds
-
-    def fits(self) -> bool:
-        """Whether there is memory for it now."""
-        need = self.served.room.needed(self.case.tokens, MEMORIES[self.case.kind])
-        return need <= available_bytes(self.served.device)
-
-    def begin(self) -> None:
-        """Make the request ready; refuse one for which there is no memory, before the machine suffers from it."""
-        if self.fits():
-            make = KINDS[self.case.kind]
-            self._attempt(lambda: setattr(self, "request", make(self.served, self.case.tokens)))
-        else:
-            self._refuse()
-
-    def run(self, timed: bool) -> None:
-        """One run, unless it has failed, or its time is over and it has been timed."""
-        over = self.spent > self.served.protocol.seconds
-        if self.request is None or over and (self.request.times or not timed):
-            return
-        start = time.monotonic()
-        self._attempt(lambda: self.request and self.request.run(timed))
-        self.spent += time.monotonic() - start
-
-    def row(self) -> dict[str, Any]:
-        """What was found, and how much memory a request takes, for the next one."""
-        row: dict[str, Any] = {**vars(self.case)}
-        self._attempt(lambda: self.request and row.update(self.request.row()))
-        if self.request is None:
-            return {**row, **self.served.facts(), "failed": self.failed}
-        if self.case.kind == "read":
-            self.served.room.learn(self.request.extra, self.case.tokens)
-        return row
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        """Run a call; of what goes wrong, only what has lost the GPU concerns the others. The call must not hold on to
-        the request, which is to be free when it is said what would fit."""
-        errors = Errors()
-        with errors.kept(f"{self.case.model}, {short(self.case.tokens)}, {self.case.kind}"):
-            if machine.in_memory(lambda: (call(),)):
-                return
-        self.request, self.error = None, errors.first
-        machine.free()
-        if self.error is None:
-            self._refuse(tried=True)
-        else:
-            self.failed = sentence(self.error)
-
-    def _refuse(self, tried: bool = False) -> None:
-        there = available_bytes(self.served.device)
-        self.failed = self.served.room.refusal(self.case.tokens, there, MEMORIES[self.case.kind], tried)
 
 
 def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """The row of every case; of one that does not fit, a row that says what would.
+    """Yield the row of every case; of one that does not fit, a row with a sentence about the largest that does.
 
     Args:
         cases: of one length.
-        served: the models by name, each made when it is first asked for, and kept.
-
-    Raises:
-        Exception: the first that is no lack of memory, after all rows, of which its own says it too.
-        machine.Lost: at once, where the GPU takes no more work from this process.
+        served: the models by name, each built when it is first needed.
     """
-    waiting, errors = [], Errors()
-    for case in cases:
-        failed = "the model could not be made: see the error above"
-        with errors.kept(case.model):
-            made = machine.in_memory(partial(served, case.model))
-            failed = None if made else "out of memory: the weights do not fit; try a smaller size or dtype"
-            made = None
-        if failed is None:
-            waiting.append(case)
-        else:
-            machine.free()
-            yield case, {**vars(case), "failed": failed}
+    waiting = list(cases)
     while waiting:
-        turn, waiting = _turn(waiting, served)
-        _alternate(turn)
-        mark = uuid.uuid4().hex  # of rows whose runs alternated: ratios are taken run by run
-        yield from ((entrant.case, {**entrant.row(), "turn": mark}) for entrant in turn)
-        errors.first = errors.first or next((entrant.error for entrant in turn if entrant.error), None)
-        turn = []
+        turn: dict[Case, Request | None] = {}
+        for case in waiting:
+            memories = KINDS[case.kind].memories
+            model = served(case.model)
+            fits = model.room.needed(case.tokens, memories) <= available_bytes(model.device)
+            if fits:
+                turn[case] = machine.in_memory(lambda case=case, model=model: KINDS[case.kind](model, case.tokens))
+            elif not any(turn.values()):
+                turn[case] = None
+        protocol = served(waiting[0].model).protocol
+        for number in range(protocol.warm_up + protocol.runs):
+            for case in rotated(list(turn), number):
+                _run(turn, case, number >= protocol.warm_up)
+        together = uuid.uuid4().hex  # rows whose runs alternated have this in common
+        for case, request in turn.items():
+            row = _refusal(case, served(case.model)) if request is None else request.row()
+            yield case, {**row, "turn": together}
+        waiting = [case for case in waiting if case not in turn]
+        request = None  # its memory is free before the next turn begins
+        turn.clear()
         machine.free()
-    errors.raise_first()
 
 
-def _turn(cases: Sequence[Case], served: Callable[[str], Served]) -> tuple[list[Entrant], list[Case]]:
-    """Those that there is memory for at once, at least one of them, and those that wait until these are done."""
-    turn, later = [], []
-    for case in cases:
-        entrant = Entrant(case, served(case.model))
-        if any(other.request for other in turn) and not entrant.fits():
-            later.append(case)
-        else:
-            entrant.begin()
-            turn.append(entrant)
-    return turn, later
+def _run(turn: dict[Case, Request | None], case: Case, timed: bool) -> None:
+    """Run a request once; where memory runs out, it is dropped."""
+    request = turn[case]
+    if request is None:
+        return
+    done = machine.in_memory(partial(_timed, request, timed))
+    if not done:
+        turn[case] = request = None
+        machine.free()
 
 
-def _alternate(turn: Sequence[Entrant]) -> None:
-    """All runs; the one that begins changes from round to round."""
-    protocol = turn[0].served.protocol
-    for number in range(protocol.warm_up + protocol.runs):
-        for entrant in rotated(turn, number):
-            entrant.run(number >= protocol.warm_up)
+def _timed(request: Request, timed: bool) -> bool:
+    """Run a request; return that it ran."""
+    request.run(timed)
+    return True
+
+
+def _refusal(case: Case, model: Served) -> dict[str, str]:
+    memories, there = KINDS[case.kind].memories, available_bytes(model.device)
+    return {"failed": model.room.refusal(case.tokens, there, memories, tried=True)}
+
+
+# The table and the picture of a file.
+
+
+def show(path: Path) -> Path:
+    """Publish a file of results: tables, and a picture for each group of rows that may be compared."""
+    content = read(path, "kind")
+    alike = groups([{**row, "name": name} for name, row in content["rows"].items()])
+    sections = [section for rows in alike for section in _sections(rows)]
+    results.publish(path, results.measured_on(content), *sections)
+    for number, rows in enumerate(alike):
+        name = f"-{rows[0]['protocol']['size']}-{number + 1}" if len(alike) > 1 else ""
+        try:
+            path.with_name(f"{path.stem}{name}.png").write_bytes(picture(rows))
+        except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
+            print(error)
+    return path
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows in groups of one protocol, device, versions and sources, which may be compared."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(repr((sorted(row["protocol"].items()), mark(row))), []).append(row)
+    return list(found.values())
+
+
+def _sections(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the title of a group, its protocol and its tables."""
+    yield f"## {title(rows)}, commit {rows[0]['commit']}"
+    protocol, row = rows[0]["protocol"], next((row for row in rows if "text" in row), None)
+    runs = f"{protocol['steps']} tokens after it, {protocol['warm_up']} runs to warm up and {protocol['runs']} timed"
+    how = f"Prompts in chunks of {protocol['chunk']} tokens; {runs}"
+    if row is not None:
+        roof = row["ceilings"]
+        products, copies = rate(roof["flops"], "FLOP/s"), rate(roof["bytes"], "B/s")
+        how = f"{how}; {row['text']}. Ceilings: {products} in {roof['dtype']}, {copies} copied"
+    yield f"{how}."
+    yield table(HEAD, map(_cells, rows))
+    yield models.described(rows)
+    yield against(rows)
+
+
+def title(rows: Sequence[Row]) -> str:
+    """Return the common properties of a group."""
+    protocol = rows[0]["protocol"]
+    return f"{protocol['size']}, {protocol['dtype']}, batch {protocol['batch']}, {rows[0]['device']}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = row["name"]
+    if row.get("failed"):
+        return name, f"failed: {row['failed']}"
+    runs, prefill, decode = row["runs"], row.get("prefill"), row.get("decode")
+    if runs != {key: row["protocol"][key] for key in runs}:
+        name = f"{name} ({runs['warm_up']} + {runs['runs']} runs)"
+    cells = [name, *[""] * 8, "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"]
+    if prefill is not None:
+        cells[1:3] = f"{prefill['tokens_per_second']:,.0f}", _ms(prefill["ms"])
+        cells[3:5] = f"{prefill['share_of_product']:.1%}", f"{prefill['share_of_floor']:.1%}"
+    if decode is not None:
+        cells[5:8] = f"{decode['tokens_per_second']:,.1f}", _ms(decode["ms"]), f"{decode['share_of_floor']:.1%}"
+        cells[8] = f"{row['cache']['bytes'] / 2**20:.3f}"
+    return tuple(cells)
+
+
+def _ms(times: Mapping[str, float]) -> str:
+    return results.quartiles(times) if times["laps"] > 1 else f"{times['median']:.4g} (one run)"
+
+
+def against(rows: Sequence[Row]) -> str:
+    """Return a table: how many times as fast GSM is as every other model at every length, and as its own forward
+    without pruning, beside the ratio of FLOPs or bytes. Where there is no GSM, the first model takes its place."""
+    names = [row["model"] for row in rows]
+    leader = "gsm" if "gsm" in names else names[0]
+    cells = []
+    for row in rows:
+        kind = "read" if row["kind"] == "unpruned" else row["kind"]
+        ours = find(rows, leader, row["tokens"], kind)
+        if ours is None or ours is row or row.get("failed"):
+            continue
+        apart = "" if ours["turn"] == row["turn"] else " (not in turns)"
+        kept = f"{ours['cache']['bytes'] / row['cache']['bytes']:.3f}" if "cache" in row else ""
+        speeds = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
+        cells.append((f"{row['model']}, {row['kind']}{apart}", short(row["tokens"]), *speeds, kept))
+    return table((f"{leader} {AGAINST[0]}", *AGAINST[1:]), cells) if cells else ""
+
+
+def find(rows: Sequence[Row], model: str, tokens: int, kind: str) -> Row | None:
+    """Return the row of a case, unless it failed."""
+    same = (r for r in rows if (r["model"], r["tokens"], r["kind"]) == (model, tokens, kind) and not r.get("failed"))
+    return next(same, None)
+
+
+def _faster(ours: Row, other: Row, part: str, by: str) -> tuple[str, str, str]:
+    """Return the ratio of medians, by the wall and in processor time, and the ratio of the FLOPs or bytes."""
+    if part not in ours or part not in other:
+        return "", "", ""
+    wall, processor = speed_up(ours, other, part, "ms"), speed_up(ours, other, part, "processor_ms")
+    own = "" if processor is None else f"{processor:.2f}"
+    return f"{wall:.2f}", own, f"{other[part][by] / ours[part][by]:.2f}"
+
+
+def speed_up(ours: Row, other: Row, part: str, clock: str = "ms") -> float | None:
+    """Return how many times as fast ``prefill`` or ``decode`` is: the ratio of the medians; None without this clock."""
+    mine, theirs = ours[part][clock], other[part][clock]
+    return theirs["median"] / mine["median"] if mine and theirs else None
+
+
+def value(row: Row, part: str) -> float:
+    """Return tokens a second of ``prefill`` or ``decode``, or MiB of the ``cache``."""
+    return row["cache"]["bytes"] / 2**20 if part == "cache" else row[part]["tokens_per_second"]
+
+
+def picture(rows: Sequence[Row]) -> bytes:
+    """Return a PNG of the paper's three panels. Open marks: after a synthetic memory.
+
+    Raises ValueError if no request was measured, ImportError if matplotlib is missing.
+    """
+    name = title(rows)
+    rows = [row for row in rows if not row.get("failed") and row["kind"] in ("read", "decode")]
+    if not rows:
+        raise ValueError(f"{name}: no request was measured, and so there is no picture")
+    labels = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache": "cache (MiB)"}
+    names, lengths = dict.fromkeys(row["model"] for row in rows), [row["tokens"] for row in rows]
+    return panels(f"{name}; open marks: synthetic memory", labels, names, lengths, partial(_draw, rows))
+
+
+def _draw(rows: Sequence[Row], axes: Axes, part: str, model: str, style: Style) -> None:
+    """Draw one model: a line through all its lengths, at each the request with a real prompt where there is one."""
+    mine = (row for row in rows if row["model"] == model and part in row)
+    by_length = {row["tokens"]: row for row in sorted(mine, key=lambda row: not row["synthetic"])}
+    points = sorted((tokens, value(row, part), row["synthetic"]) for tokens, row in by_length.items())
+    axes.plot([n for n, *_ in points], [y for _, y, _ in points], style.line, color=style.colour, linewidth=1.4)
+    for tokens, y, synthetic in points:
+        face = "white" if synthetic else style.colour
+        axes.plot(tokens, y, style.marker, color=style.colour, markerfacecolor=face, markersize=4.5)

@@ -1,7 +1,7 @@
-"""What a user would take instead of an operation: plain PyTorch, compiled, and other people's kernels where installed.
+"""Other implementations of an operation: plain PyTorch, compiled, and other people's kernels where installed.
 
-A peer is a function of the operation's arguments by name that returns what the operation returns. Whoever cannot take
-part raises `Absent` with the reason, when it is made or when it first runs; results are compared before times are.
+A peer is a function with the arguments and the results of the operation. A peer that cannot take part raises `Absent`
+with the reason, when it is made or when it first runs. Results are compared before times are.
 
 Those of `attend` and `attend_band` (dense masks, gathered entries, FlexAttention, fused kernels) get the rotations and
 the sink as well. On a GPU their own arithmetic around the kernel is compiled. G columns: the window's stream, then the
@@ -53,7 +53,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def peers_of(op: str, call: Call) -> dict[str, Maker]:
-    """Those of an operation on the device of a call; what they need made beforehand, such as masks, is made there."""
+    """Return the peers of an operation on the device of a call. Masks and tables are made beforehand."""
     on_gpu = next(x for x in call.values() if isinstance(x, Tensor)).is_cuda
     if not on_gpu:
         return dict(ON_A_CPU) if op in ("attend", "attend_band") else {}
@@ -135,7 +135,7 @@ def _function(package: str, module: str, name: str) -> Callable[..., Any]:
 
 def rotated(attend: Peer, turn: Callable[..., Tensor]) -> Peer:
     """A peer of `attend` and `attend_band` made of a function of rotated queries, all columns and the sink, [B,R,H,C]:
-    `turn` rotates what it is given, and back what it returns."""
+    `turn` rotates the queries, and the result back."""
 
     def run(query_BRHC: Tensor, sink_H: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, **rest: Any) -> Tensor:
         out_BRHC = attend(turn(query_BRHC, cos_BRP, sin_BRP), columns(rest), sink_H)
@@ -145,7 +145,7 @@ def rotated(attend: Peer, turn: Callable[..., Tensor]) -> Peer:
 
 
 def dense_mask(call: Call) -> Peer:
-    """All logits of a chunk of rows, those that are not seen hidden: attention as one writes it first."""
+    """All logits of a chunk of rows under a mask: the plainest form of attention."""
     visible_BRG = visible(call)
 
     def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
@@ -239,22 +239,6 @@ def fla_local(call: Call) -> Peer:
     return rotated(attend, compiled(rotate))
 
 
-def xformers_local(call: Call) -> Peer:
-    """xformers' local attention, forward alone: its form that gives the sum of exponentials away has no backward."""
-    attention = _function("xformers", "xformers.ops.fmha", "memory_efficient_attention_partial")
-    local = importlib.import_module("xformers.ops.fmha.attn_bias").LocalAttentionFromBottomRightMask
-    mask = local(window_left=call["width"] - 1, window_right=0)
-
-    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise Absent("it gives the sum of exponentials away only where nothing is differentiated")
-        key = keys_BEC[:, :, None].expand(query_BRHC.shape)
-        out, lse = attention(query_BRHC, key, key, attn_bias=mask)
-        return sunk(out, lse.transpose(1, 2), sink_H)
-
-    return rotated(attend, compiled(rotate))
-
-
 def flash_local(call: Call) -> Peer:
     """FlashAttention 4."""
     attention, width = _function("flash_attn", "flash_attn.cute", "flash_attn_func"), call["width"]
@@ -315,12 +299,12 @@ def with_sink(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> tuple[Ten
 
 
 def sunk(out_BRHC: Tensor, lse_BRH: Tensor, sink_H: Tensor) -> Tensor:
-    """Attention without a sink as what it is with one: exp(lse) / (exp(lse) + exp(sink)) of it."""
+    """Return attention with a sink from attention without: exp(lse) / (exp(lse) + exp(sink)) of it."""
     return (out_BRHC * torch.sigmoid(lse_BRH - sink_H)[..., None]).to(out_BRHC.dtype)
 
 
 def block_mask(call: Call) -> Any:
-    """FlexAttention's description of what rows see: of a band, by arithmetic; of a selection, by a table."""
+    """Return FlexAttention's mask: of a band, by arithmetic; of a selection, by a table."""
     batch, rows = call["query_BRHC"].shape[:2]
     if "bank_BFC" not in call:
         width = call["width"]
@@ -342,7 +326,7 @@ def block_mask(call: Call) -> Any:
 
 ON_A_CPU = {"dense mask": dense_mask, f"flex, {NO_SINK}": flex}
 ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "sdpa, gathered": sdpa_gathered, "flex": flex}
-BAND = {"fla": fla_local, "xformers": xformers_local, "flash-attn 4": flash_local}
+BAND = {"fla": fla_local, "flash-attn 4": flash_local}
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     "rms_norm": plain_rms_norm,
     "swiglu": plain_swiglu,
@@ -356,32 +340,19 @@ _OTHERS: Mapping[str, Mapping[str, Maker]] = {
         "liger": of(
             "liger_kernel", LIGER, "liger_rms_norm", lambda norm, x, weight: norm(x, weight.to(x.dtype), 1e-6)
         ),
-        "fla": of(
-            "fla", "fla.modules.norm.layernorm", "rms_norm", lambda norm, x, weight: norm(x, weight, None, eps=1e-6)
-        ),
-        "quack": of("quack", "quack.rmsnorm", "rmsnorm", lambda norm, x, weight: norm(x, weight, eps=1e-6)),
     },
-    # These clamp nothing; random numbers of this size do not reach the limit. The backward of Liger's writes the
-    # gradients over its inputs, so it gets copies of its own where there will be one; they are made before it.
+    # It clamps nothing; random numbers of this size do not reach the limit. Its backward writes the gradients over its
+    # inputs, so it gets copies of its own where there will be one; they are made before it.
     "swiglu": {
         "liger": of(
             "liger_kernel", LIGER, "liger_swiglu",
             lambda swiglu, gate, up, limit: swiglu(*(x.clone() if torch.is_grad_enabled() else x for x in (gate, up))),
         ),
-        "fla": of("fla", "fla.modules.activations", "swiglu", lambda swiglu, gate, up, limit: swiglu(gate, up)),
     },
     "linear_cross_entropy": {
         "liger": of(
             "liger_kernel", LIGER, "liger_fused_linear_cross_entropy",
             lambda loss, hidden_ND, weight_VD, target_N: _first(loss(hidden_ND, weight_VD, target_N)),
-        ),
-        "fla": of(  # in eight chunks
-            "fla", "fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss",
-            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, target_N, weight_VD),
-        ),
-        "quack": of(  # chunk by chunk
-            "quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
-            lambda loss, hidden_ND, weight_VD, target_N: loss(hidden_ND, weight_VD, target_N),
         ),
     },
 }  # fmt: skip

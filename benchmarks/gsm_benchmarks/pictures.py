@@ -6,20 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gsm.evaluation import plots
+from gsm import plots
+
+from .results import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Draw = Callable[["Axes", str, str, plots.Style], None]
-
-
-def short(tokens: int) -> str:
-    """256, 4K, 256K, 1M."""
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size and tokens % size == 0:
-            return f"{tokens // size}{letter}"
-    return str(tokens)
 
 
 def panels(
@@ -28,7 +22,6 @@ def panels(
     models: Iterable[str],
     lengths: Iterable[int],
     draw: Draw,
-    points: bool = True,
 ) -> bytes:
     """A PNG, both axes logarithmic.
 
@@ -38,7 +31,6 @@ def panels(
         models: that have a line each.
         lengths: in tokens; some of them are ticks.
         draw: draws a model in a panel: on which axes, what they show, which model, in which style.
-        points: whether the legend shows marks.
 
     Raises ImportError if matplotlib is missing.
     """
@@ -58,7 +50,7 @@ def panels(
     handles = []
     for model, style in styles.items():
         look: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "markersize": 4.5}
-        handles.append(Line2D([], [], marker=style.marker if points else "", label=model, **look))
+        handles.append(Line2D([], [], marker=style.marker, label=model, **look))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9)
     return plots.png(figure)

@@ -1,75 +1,97 @@
-"""What training at the paper's scales takes on many GPUs: memory of each, time of a run, and what breaks first.
+"""The page docs/plan.md: the cost of a token at any length, and memory and time of large training runs.
 
-Everything is computed: FLOPs and caches by ``gsm.costs.model``, activations by ``kept``, the rest from
-the parameters P and what is assumed of the hardware (``Assumed``). With G GPUs, of which n share a node, b bytes:
+Everything is computed, nothing is measured: FLOPs, bytes and caches by ``gsm.costs.model``, traffic by
+``gsm.costs.traffic``, activations by ``kept``, and the rest from the number P of parameters and the assumptions about
+the hardware (``Assumed``). With G GPUs, of which n share a node, b bytes:
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
-    buckets                     4 P: DDP's copy of the gradients, unless they are views of it
-    weights at work             2 P, autocast's copies in bfloat16, held to the end of the forward pass; none with FSDP2
-                                that gathers bfloat16. FSDP2: g of the embedding and of two layers, g + r of a gradient
+    buckets                     4 P: DDP's copy of the gradients
+    weights at work             2 P, autocast's copies in bfloat16, until the end of the forward pass; none with FSDP2
+                                that gathers bfloat16. FSDP2: g of the embedding and of two layers, g + 4 of a gradient
     one pass over the links     (n - 1) / n  b / NVLink  +  (1 - n / G)  b / n / network
     DDP, a step                 two passes over 4 P (reduce-scatter and all-gather)
-    FSDP2, a micro-batch        two passes over g P (weights), one over r P (gradients)
+    FSDP2, a micro-batch        two passes over g P (weights), one over 4 P (gradients)
     time of a step              FLOPs / (peak MFU), and the communication that is not hidden behind it
 
-g and r are the bytes in which ``trainer=fsdp`` gathers a weight and averages a gradient.
+g is the bytes of a gathered weight: 4, or 2 with ``trainer.strategy.gathered=bfloat16``. A sequence that S GPUs divide
+has an S-th of the activations on each, and gathered banks: slots of the whole sequence, twice, in bfloat16. Experts
+that N GPUs divide are gathered by the others alone, and rows travel: K D numbers for a token and layer, there and back.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
+from torch import nn
 
-from gsm.config.compose import compose
-from gsm.config.load import instantiate
+from gsm.cache.memory import map_nodes
+from gsm.cache.store import Column
+from gsm.costs import traffic
 from gsm.costs.model import Cost
+from gsm.layers.experts import Experts, MixtureOfExperts, ways_to_divide
 from gsm.models.base import LanguageModel
+from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
 from gsm_kernels import using
 from gsm_kernels.device import triton_version
 from gsm_kernels.launch import launching
 from gsm_kernels.linear_cross_entropy.triton import chunk_rows
 
-from . import entries, machine, paper, results
-from .entries import Entry, Model, known_cost
-from .pictures import short
-from .recipes import PAPERS, Recipe, composed
-from .results import FOLDER, Row, read, table, write
+from . import machine, models, paper
+from .models import Model, known_cost
+from .results import FOLDER, short, table
 
 GIB = 2**30
-SHARDINGS = ("ddp", "fsdp2")
-ENOUGH = tuple(8 << n for n in range(8))  # GPUs that are tried
-# How a recipe may be sharded, what comes first being simpler: by how many bytes FSDP2 gathers and reduces, too.
-WAYS = {
-    "trainer=ddp": ("ddp", 4, 4),
-    "trainer=fsdp": ("fsdp2", 4, 4),
-    "trainer=fsdp trainer.strategy.gathered=bfloat16 trainer.strategy.reduced=float32": ("fsdp2", 2, 4),
+GSM = Model("gsm", "gsm")
+PASSES = 3  # forward, recomputed, backward: of traffic between ranks
+# Ways to divide the states of training, the simplest first: kind, and bytes of a gathered weight.
+WAYS = {"DDP": ("ddp", 4), "`trainer=fsdp`": ("fsdp2", 4), "bfloat16 gathered": ("fsdp2", 2)}
+COMPARED: dict[str, Callable[[Cost, int], int]] = {
+    "prefill FLOPs": lambda model, tokens: model.prefill_flops(tokens).total(),
+    "decode FLOPs": lambda model, tokens: model.decode_flops(tokens).total(),
+    "decode bytes": lambda model, tokens: model.decode_bytes(tokens).total(),
+    "cache": lambda model, tokens: model.cache_bytes(tokens).total(),
 }
-PARTS = ("weights", "gradients", "optimizer", "buckets", "weights at work", "activations", "layer or logits at work")
-MEMORY = ("size", "model", "GPUs", "sharding", "recomputed", "b", *PARTS, "GiB in all", "fits")
-TIME = ("size", "model", "GPUs", "sharding", "sequences a step", "step, s", "communication, s", "of the arithmetic",
-        "steps", "hours", "hours at the paper's MFU")  # fmt: skip
-RECIPES = ("experiment", "size", "run", "GPUs", "b", "batches", "sequences a step", "tokens a step", "steps",
-           "tokens, 10^9", "GiB, DDP", "GiB, FSDP2", "GiB, bfloat16 gathered", "needs")  # fmt: skip
-LENGTHS = ("size", "model", "GPUs", "tokens", "activations, GiB", "GiB in all", "fits", "else divided over",
-           "indexers, of FLOPs", "seconds on one GPU", "cache, GiB")  # fmt: skip
+TOKEN = ("model", "tokens", "prefill, GFLOP a token", "decode, GFLOP", "decode, GB moved", "cache, MiB")
+RUN = (
+    "size, tokens",
+    "GPUs",
+    "sequences on each",
+    *(f"{way}, GiB (recomputed)" for way in WAYS),
+    "hours",
+    "at the paper's MFU",
+)
+LONG = (
+    "size",
+    "tokens",
+    "GPUs",
+    "a sequence on",
+    "experts on",
+    "GiB",
+    "arithmetic, s",
+    "weights, s",
+    "sequences, s",
+    "experts, s",
+)
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is taken for granted; the yaml says where each number comes from.
+    """The assumptions; the yaml names their sources.
 
     Attributes:
         peak: FLOP/s of a GPU.
         mfu: share of it that a step reaches, recomputed FLOPs counted.
-        hbm, reserve: GiB of a GPU, and how many of these training cannot use.
+        hbm, reserve: GiB of a GPU, and GiB of these that training cannot use.
         nvlink, network: bytes/s of a GPU to its node and to others, in each direction.
         reached: share of both that collectives reach.
         hidden: share of communication that runs beside arithmetic.
@@ -95,22 +117,33 @@ class Assumed:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            share = name in ("mfu", "reached", "hidden")
-            if value < 0 or (share and value > 1) or (value == 0 and name not in ("hidden", "backward", "reserve")):
-                raise ValueError(f"assumed.{name} is {value}; give {'a share, up to 1' if share else 'more than 0'}")
+            share, zero = name in ("mfu", "reached", "hidden"), name in ("hidden", "backward", "reserve")
+            if value < 0 or (share and value > 1) or (value == 0 and not zero):
+                raise ValueError(f"assumed.{name}={value} is not allowed. Use {'a share' if share else 'more than 0'}")
 
-    def one_pass(self, moved: float, gpus: int) -> float:
-        """Seconds in which so many bytes are gathered, or reduced, over all GPUs: within nodes, then between them,
-        each of a node's GPUs with its share."""
-        near = min(gpus, self.per_node)
+    def one_pass(self, moved: float, gpus: int, near: int | None = None) -> float:
+        """Return the seconds in which these bytes are gathered, or reduced, over all GPUs: within nodes, then between
+        them, each GPU of a node with its share. ``near`` of the GPUs are in a node (None: as many as there can be)."""
+        near = min(gpus, self.per_node if near is None else near)
         within, between = (near - 1) / near * moved, (1 - near / gpus) * moved / near
         return (within / self.nvlink + between / self.network) / self.reached
+
+    def exchange(self, moved: float, ranks: int) -> float:
+        """Return the seconds in which a GPU sends these bytes to ranks beside it: to those of its node by NVLink."""
+        outside = max(0, ranks - self.per_node) / max(1, ranks - 1)
+        return moved * ((1 - outside) / self.nvlink + outside / self.network) / self.reached
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train: which model, on how many GPUs, and how; FSDP2 with so many bytes of a weight that is gathered
-    and of a gradient that is reduced."""
+    """A way to train a model of a size.
+
+    Attributes:
+        sharding: ``ddp`` or ``fsdp2``.
+        gathered: bytes in which FSDP2 gathers a weight.
+        divided: GPUs that divide a sequence.
+        experts: GPUs that divide the experts of a layer.
+    """
 
     model: Model
     size: str
@@ -120,22 +153,13 @@ class Setting:
     micro_batch: int
     context: int
     gathered: int = 4
-    reduced: int = 4
-
-    @property
-    def tokens(self) -> int:
-        """On a GPU at a time."""
-        return self.micro_batch * self.context
+    divided: int = 1
+    experts: int = 1
 
     @property
     def cost(self) -> Cost:
-        """Of the model."""
-        return known_cost(self.model, self.size, (_recompute(self.recompute),))
-
-    def cells(self) -> dict[str, Any]:
-        """As its row has it."""
-        given = {"given": self.model.given} if self.model.given else {}
-        return {**asdict(self), "model": self.model.name, **given}
+        """The cost of the model."""
+        return known_cost(self.model, self.size, (f"model.recompute={str(self.recompute).lower()}",))
 
 
 @dataclass(frozen=True)
@@ -153,36 +177,38 @@ class Kept:
     block: float
 
     def total(self, tokens: int) -> float:
-        """With so many tokens on a device at a time."""
+        """Return the bytes for tokens that are on a device at the same time."""
         return self.fixed + self.each * tokens
 
 
 def kept(model: Model, size: str, recompute: bool, context: int) -> Kept:
-    """Of a model of a size, for sequences of this length.
+    """Return the activations of a model of a size, for sequences of this length.
 
-    Raises:
-        ValueError: there is no Triton on this machine, whose operations say what they keep.
+    Raises ValueError without Triton: its operations declare the tensors that they keep.
     """
     return _counted(model, size, min(context, 1024) if context <= 4096 else 8192)[recompute]
 
 
 @lru_cache(maxsize=64)
 def _counted(model: Model, size: str, tokens: int) -> tuple[Kept, Kept]:
-    """Without and with recomputation, by so many tokens: what is kept is linear in them, but that indexers learn from
-    fewer slots beyond 4,096."""
+    """Return the activations without and with recomputation, by a sequence of these tokens. They are linear in tokens,
+    but that indexers learn from fewer slots beyond 4,096."""
     if triton_version() is None:
-        raise ValueError("Triton is not installed: what its operations keep cannot be counted; pip install triton")
+        raise ValueError(
+            "Triton is not installed, whose operations declare the tensors that they keep. pip install triton"
+        )
     plain, bare = _built(model, size, False), _built(model, size, True)
     fixed, parts = 4 * plain.embedding.weight.numel(), [part for part in plain.children() if isinstance(part, Stack)]
     whole, rest = ((saved_bytes(built, tokens) - fixed) / tokens for built in (plain, bare))
     block = (whole - rest) / sum(len(part.blocks) for part in parts)
-    # What enters the layers is held by a checkpoint, outside of what autograd saves.
+    # A checkpoint holds the input of its layers, outside of the tensors that autograd saves.
     return Kept(fixed, whole, block), Kept(fixed, rest + sum(map(_entering, parts)), block)
 
 
 def saved_bytes(model: LanguageModel, tokens: int) -> int:
-    """Bytes of all tensors but parameters that autograd has saved after the loss of one sequence, counted on tensors
-    without memory: the model runs on the meta device with the GPU's kernels, of which nothing is launched."""
+    """Return the bytes of all tensors but parameters that autograd saves for the loss of one sequence.
+
+    The model runs on the meta device with the GPU's kernels, of which none is launched."""
     ids_BT = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
 
     def forward() -> torch.Tensor:
@@ -195,303 +221,295 @@ def saved_bytes(model: LanguageModel, tokens: int) -> int:
 
 
 def _entering(part: Stack) -> int:
-    """Bytes of a token at the doors of a stack's layers: X streams, and what the first site reads of them. The streams
-    that enter the first layer are X views of that."""
+    """Return the bytes of a token that enter the layers of a stack: X streams, and the input of the first site. The
+    streams that enter the first layer are X views of that."""
     dim = next(iter(part)).attention_norm.weight.numel()
     return 2 * dim * ((part.streams + 1) * len(part.blocks) - part.streams)
 
 
 def _built(model: Model, size: str, recompute: bool) -> LanguageModel:
-    return model.bare(size, [_recompute(recompute)]).to(torch.bfloat16).train()
+    return _bare(replace(model, overrides=(*model.overrides, f"model.recompute={str(recompute).lower()}")), size)
 
 
-def _recompute(wanted: bool) -> str:
-    return f"model.recompute={str(wanted).lower()}"
+def _bare(model: Model, size: str) -> LanguageModel:
+    with torch.device("meta"):
+        return model.build(size, device="meta").to(torch.bfloat16).train()
 
 
 def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
-    """Bytes on every GPU by part, as said above; the last is their sum."""
-    model = setting.cost.model
-    parameters = sum(p.numel() for p in model.parameters())
-    embedding, layer = model.embedding.weight.numel(), max(_layer_parameters(model))
-    whole = setting.sharding == "ddp"
+    """Return the bytes on every GPU by part, as listed above; ``total`` is their sum."""
+    model, experts = setting.cost.model, _experts(setting.cost.model)
+    parameters, embedding, layer = _count([model]), model.embedding.weight.numel(), max(_layers(model))
+    ddp = setting.sharding == "ddp"
     activations = kept(setting.model, setting.size, setting.recompute, setting.context)
-    at_work = (setting.recompute + assumed.backward) * activations.block * setting.tokens
-    chunk = min(setting.tokens, chunk_rows(model.vocabulary)) * model.vocabulary * (4 + 2)
-    shards, copies = 1 if whole else setting.gpus, 2 * parameters * (whole or setting.gathered > 2)
-    travelling = setting.gathered * (embedding + 2 * layer) + (setting.gathered + setting.reduced) * layer
+    tokens = setting.micro_batch * setting.context / setting.divided
+    at_work = (setting.recompute + assumed.backward) * activations.block * tokens
+    chunk = min(tokens, chunk_rows(model.vocabulary) / setting.divided) * model.vocabulary * (4 + 2)
+    shards, copies = 1 if ddp else setting.gpus, 2 * parameters * (ddp or setting.gathered > 2)
+    travelling = setting.gathered * (embedding + 2 * layer) + (setting.gathered + 4) * layer
+    away = (setting.gathered * 3 + 4) * max(experts) * (1 - 1 / setting.experts)
     parts = {
         "weights": 4 * parameters / shards,
         "gradients": 4 * parameters / shards,
         "optimizer": 8 * parameters / shards,
-        "buckets": 4.0 * parameters if whole else 0.0,
-        "weights at work": float(copies + (0 if whole else travelling)),
-        "activations": activations.total(setting.tokens),
+        "buckets": 4.0 * parameters if ddp else 0.0,
+        "weights at work": copies + (0 if ddp else travelling) - away,
+        "activations": activations.fixed + activations.each * tokens,
         "layer or logits at work": max(at_work, chunk),
+        "gathered banks": 2.0 * 2 * slots(model, setting.context) if setting.divided > 1 else 0.0,
     }
     return {**parts, "total": sum(parts.values())}
 
 
+def fits(setting: Setting, assumed: Assumed) -> bool:
+    """Whether a GPU holds it beside its reserve."""
+    return memory(setting, assumed)["total"] <= (assumed.hbm - assumed.reserve) * GIB
+
+
 def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict[str, float]:
-    """Seconds of a step in arithmetic and communication, and the step as a whole; and its tokens. Sequences are those
+    """Return the seconds of a step in arithmetic, in communication and as a whole, and its tokens. Sequences are those
     of ``assumed``, or one for each GPU if there are more GPUs."""
     sequences = max(assumed.sequences, setting.gpus)
-    tokens = sequences * setting.context
     micro_batches = math.ceil(sequences / setting.gpus / setting.micro_batch)
     flops = sequences * setting.cost.training_flops(setting.context).total()
     arithmetic = flops / setting.gpus / (assumed.peak * (mfu or assumed.mfu))
-    parameters = sum(p.numel() for p in setting.cost.model.parameters())
-    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * setting.gathered + setting.reduced)
-    communication = assumed.one_pass(over * parameters, setting.gpus)
+    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * setting.gathered + 4)
+    communication = assumed.one_pass(over * _count([setting.cost.model]), setting.gpus)
     shown = max((1 - assumed.hidden) * communication, communication - arithmetic)
+    whole = {"step": arithmetic + shown, "tokens": sequences * setting.context}
+    return {"arithmetic": arithmetic, "communication": communication, **whole}
+
+
+def seconds(setting: Setting, assumed: Assumed) -> dict[str, float]:
+    """Return the seconds of one divided sequence: arithmetic, and each kind of exchange as if nothing hid it."""
+    model, tokens = setting.cost.model, setting.context / setting.divided
+    total, experts = _count([model]), sum(_experts(model))
+    over, copies = 2 * setting.gathered + 4, setting.gpus // setting.experts
+    # GPUs with the same experts stand N apart: where a node has N or fewer, each is in another one.
+    apart = max(1, assumed.per_node // setting.experts)
+    weights = assumed.one_pass(over * (total - experts), setting.gpus)
+    weights += assumed.one_pass(over * experts / setting.experts, copies, apart)
+    mixtures = [part for part in model.modules() if isinstance(part, MixtureOfExperts)]
+    rows = sum(part.chosen * model.dim for part in mixtures) * tokens * 2 * 2 * (1 - 1 / setting.experts)
     return {
-        "arithmetic": arithmetic,
-        "communication": communication,
-        "step": arithmetic + shown,
-        "tokens": tokens,
-    }
+        "arithmetic": tokens / setting.context * setting.cost.training_flops(setting.context).total()
+        / (assumed.peak * assumed.mfu),
+        "weights": weights,
+        "sequences": PASSES * assumed.exchange(sent(model, setting.context, setting.divided), setting.divided),
+        "experts": PASSES * assumed.exchange(rows, setting.experts),
+    }  # fmt: skip
 
 
-def paper_mfu(variant: str, assumed: Assumed) -> float | None:
-    """The share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation; None for a
-    variant of ``model`` that it has not measured."""
-    if variant not in paper.TRAINING:
-        return None
-    setting = Setting(Model(variant), "1p5b", 8, "ddp", True, assumed.micro_batch, 4096)
-    flops = setting.cost.training_flops(4096).total() / 4096
-    return paper.TRAINING[variant]["tokens_per_second"] / 8 * flops / assumed.peak
+def sent(model: LanguageModel, tokens: int, ranks: int) -> float:
+    """Return the bytes that each rank sends in a forward pass in bfloat16, for one sequence that all ranks divide."""
+    if ranks == 1:
+        return 0.0
+    return sum(one.bytes for one in traffic.sent(model, batch=1, tokens=tokens, ranks=ranks, number_bytes=2)) / ranks
 
 
-def travelling(overrides: Sequence[str] = ()) -> dict[str, int]:
-    """Bytes in which ``trainer=fsdp`` gathers a weight and averages a gradient, as its yaml and these overrides say.
+def slots(model: LanguageModel, tokens: int) -> int:
+    """Return the numbers in all slots that these tokens fill: banks, index keys, dense keys and values."""
+    widths: list[int] = []
 
-    Raises ConfigError for others than the yaml takes.
+    def count(store: Column) -> None:
+        widths.append(-(-tokens // store.ratio) * store.value_BFC.shape[-1])
+
+    with torch.device("meta"):
+        map_nodes(model.start(), (Column,), count)
+    return sum(widths)
+
+
+def _count(parts: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for part in parts for p in part.parameters())
+
+
+def _layers(model: nn.Module) -> list[int]:
+    """Return the number of parameters of every layer."""
+    return [_count([block]) for part in model.children() for block in getattr(part, "blocks", ())]
+
+
+def _experts(model: nn.Module) -> list[int]:
+    """Return the number of parameters of the experts of every layer with experts; [0] without any."""
+    return [_count([part]) for part in model.modules() if isinstance(part, Experts)] or [0]
+
+
+def below(mine: Callable[[int], int], other: Callable[[int], int], longest: int) -> list[tuple[int, int]]:
+    """Return the lengths at which mine is below the other: first and last of each range, from 1 to the longest.
+
+    Found by doubling and bisection, which sees one crossing at most between two lengths that it tries.
     """
-    policy = instantiate(compose(["trainer=fsdp", *overrides])["trainer"]["strategy"], "trainer.strategy").policy
-    gathered = policy.param_dtype or torch.float32
-    return {"gathered": gathered.itemsize, "reduced": (policy.reduce_dtype or gathered).itemsize}
+    ranges, start = [], 1 if mine(1) < other(1) else None
+    tried = [*itertools.takewhile(lambda n: n < longest, (1 << k for k in itertools.count())), longest]
+    for low, high in itertools.pairwise(tried):
+        inside = start is not None
+        if (mine(high) < other(high)) == inside:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if (mine(middle) < other(middle)) == inside else (low, middle)
+        if inside:
+            ranges.append((start, low))
+        start = None if inside else high
+    return ranges if start is None else [*ranges, (start, longest)]
+
+
+# The page.
 
 
 def run(
     assumed: Assumed,
     budgets: Mapping[str, float],
-    fsdp: Sequence[str] = (),
-    output: str = "",
-    results: str = "",
-    models: Sequence[Entry] = entries.PAIR,
+    size: str = "1p5b",
     gpus: Sequence[int] = (8, 64, 800),
-    contexts: Sequence[int] = (4096, 16384, 65536, 262144, 1048576),
-    recipes: Sequence[str] = PAPERS,
-    layouts: Sequence[str] = ("1", "8", "64", "2x8"),
+    contexts: Sequence[int] = (4096, 65536, 1048576),
+    output: str = "",
 ) -> Path:
-    """Compute, print the tables and write them beside the JSON file; return that file.
+    """Compute the page, print it and write it; return its file.
 
     Args:
-        assumed: of the hardware and of a step.
-        budgets: tokens of the run of every size.
-        fsdp: overrides of ``trainer=fsdp``; without any, FSDP2 is what its yaml makes it.
-        output: the file; left out: logs/benchmarks/plan.json.
-        results: a file of results; nothing is computed, and its tables are made again.
-        models: entries (``entries.read``); checkpoints count at their own size alone.
+        assumed: about the hardware and a step.
+        budgets: tokens of a run, by size.
+        size: of the table of tokens, and of that of traffic.
         gpus: numbers of GPUs, in whole nodes.
-        contexts: tokens of the one sequence that a GPU takes, with recomputation and FSDP2.
-        recipes, layouts: experiments, and GPUs that they are composed for, as in ``recipes.composed``.
+        contexts: tokens of a sequence.
+        output: the file; empty: logs/benchmarks/plan.md.
 
     Raises:
-        ValueError: an entry that is none, GPUs that fill no whole nodes, or no length.
+        ValueError: GPUs that fill no whole nodes, or no length.
     """
-    if results:
-        return show(Path(results))
-    broken = [n for n in gpus if n < 1 or n % assumed.per_node]
-    if broken or not contexts or min(contexts) < 1:
+    if any(n < 1 or n % assumed.per_node for n in gpus) or not contexts or min(contexts) < 1:
         raise ValueError(
-            f"gpus {list(gpus)}, contexts {list(contexts)}: give multiples of {assumed.per_node} GPUs, and lengths of "
-            "1 or more"
+            f"gpus={list(gpus)}, contexts={list(contexts)} are not allowed. Use multiples of {assumed.per_node} GPUs, "
+            "and lengths of 1 or more"
         )
-    known = entries.read(models)
-    pairs = entries.at_sizes(known, [*budgets], "budgets")
-    types = travelling(fsdp)
-    runs = [
-        _run(
-            Setting(model, size, n, sharding, recompute, _batch(n, assumed), assumed.context, **types), budgets, assumed
-        )
-        for (size, model), n, sharding, recompute in product(pairs, gpus, SHARDINGS, (False, True))
+    path = Path(output) if output else FOLDER / "plan.md"
+    given = ", ".join(f"{name} {value:g}" for name, value in asdict(assumed).items())
+    known = models.read(models.ALL)
+    costs = {model.name: known_cost(model, size) for model in known}
+    sections = (
+        "# Computed: a token at any length, and large runs",
+        f"**Everything here is computed, nothing measured**, by `{shlex.join(['python', *sys.argv])}`; "
+        "`benchmarks/gsm_benchmarks/plan.py` has the formulas, `configs/benchmark/plan.yaml` the assumptions: "
+        f"{given}.",
+        "## A token",
+        f"Size {size}, bfloat16, one sequence, prompts in chunks of 4,096 tokens:",
+        table(TOKEN, _token_cells(costs, contexts)),
+        f"Lengths, in tokens, up to {max(contexts):,}, at which GSM needs less:",
+        table(("than", *COMPARED), _crossing_cells(costs, max(contexts))),
+        "## Training on many GPUs",
+        "GSM; GiB of a GPU without recomputation, and with it in brackets. Hours are those of the fastest way that "
+        f"fits, at the assumed MFU and at that of the paper's own tokens a second ({_paper_mfu(assumed):.1%}):",
+        table(RUN, [_run_cells(one, n, tokens, assumed) for one, tokens in budgets.items() for n in gpus]),
+        _checked(assumed),
+        "`bfloat16 gathered` stands for `trainer=fsdp trainer.strategy.gathered=bfloat16 "
+        "trainer.strategy.reduced=float32`.",
+        "## Long sequences, divided",
+        "GSM with FSDP2, weights gathered in bfloat16, recomputed: one sequence on the least power of two of GPUs on "
+        "which it fits ([how](distributed.md#sequences-divided-among-devices)). Seconds of one sequence, each exchange "
+        "as if nothing hid it:",
+        table(LONG, _long_cells(budgets, gpus, contexts, assumed)),
+        f"Each rank sends in a forward pass in bfloat16, for one sequence of 64K tokens at {size} (backward sends the "
+        "same number again, recomputed layers twice; ring attention is that of a dense Transformer of this depth):",
+        table(("ranks", *costs, "ring attention"), [_sent_cells(costs, ranks) for ranks in (2, 8)]),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    print(path.read_text(encoding="utf-8"))
+    return path
+
+
+def _token_cells(costs: Mapping[str, Cost], contexts: Sequence[int]) -> list[tuple[str, ...]]:
+    cells = []
+    for name, model in costs.items():
+        for tokens in contexts:
+            prefill, decode, moved, cache = (count(model, tokens) for count in COMPARED.values())
+            numbers = f"{prefill / tokens / 1e9:.3g}", f"{decode / 1e9:.3g}", f"{moved / 1e9:.3g}"
+            cells.append((name, f"{tokens:,}", *numbers, f"{cache / 2**20:,.3g}"))
+    return cells
+
+
+def _crossing_cells(costs: Mapping[str, Cost], longest: int) -> list[tuple[str, ...]]:
+    cells = []
+    for name, other in costs.items():
+        if name != "gsm":
+            pairs = [
+                (lru_cache(None)(_of(count, costs["gsm"])), lru_cache(None)(_of(count, other)))
+                for count in COMPARED.values()
+            ]
+            cells.append((name, *(_words(below(mine, theirs, longest), longest) for mine, theirs in pairs)))
+    return cells
+
+
+def _of(count: Callable[[Cost, int], int], model: Cost) -> Callable[[int], int]:
+    return lambda tokens: count(model, tokens)
+
+
+def _words(ranges: Sequence[tuple[int, int]], longest: int) -> str:
+    words = [f"from {first:,}" if last == longest else f"{first:,} to {last:,}" for first, last in ranges]
+    return "everywhere" if ranges == [(1, longest)] else ", ".join(words) or "nowhere"
+
+
+def _run_cells(size: str, gpus: int, tokens: float, assumed: Assumed) -> tuple[str, ...]:
+    """Return the memory of a run by the way of dividing it, and its hours."""
+    batch = max(1, min(assumed.micro_batch, assumed.sequences // gpus))
+    cells, hours = [], []
+    for sharding, gathered in WAYS.values():
+        both = [Setting(GSM, size, gpus, sharding, again, batch, assumed.context, gathered) for again in (False, True)]
+        plain, bare = (memory(setting, assumed)["total"] / GIB for setting in both)
+        cells.append(f"{plain:.1f} ({bare:.1f})")
+        for mfu in (assumed.mfu, _paper_mfu(assumed)):
+            steps = [timing(setting, assumed, mfu) for setting in both if fits(setting, assumed)]
+            hours.append(
+                min((step["step"] / step["tokens"] * float(tokens) / 3600 for step in steps), default=math.inf)
+            )
+    least = [min(hours[0::2]), min(hours[1::2])]
+    words = [f"{one:.3g}" if one < math.inf else "does not fit" for one in least]
+    return f"{size}, {float(tokens) / 1e9:g} B", str(gpus), str(batch), *cells, *words
+
+
+def _long_cells(
+    sizes: Iterable[str], gpus: Sequence[int], contexts: Sequence[int], assumed: Assumed
+) -> list[tuple[str, ...]]:
+    cells = []
+    for size, tokens, count in itertools.product(sizes, contexts, gpus):
+        layers = [part for part in known_cost(GSM, size).model.modules() if isinstance(part, Experts)]
+        most = max(n for n in ways_to_divide(layers, count) if n <= assumed.per_node) if layers else 1
+        for experts in sorted({1, most}):
+            setting = _least(Setting(GSM, size, count, "fsdp2", True, 1, tokens, 2, experts=experts), assumed)
+            total = memory(setting, assumed)["total"] / GIB
+            times = seconds(setting, assumed)
+            divided = str(setting.divided) if fits(setting, assumed) else "does not fit"
+            which = size, short(tokens), str(count), divided, str(experts) if layers else "", f"{total:.1f}"
+            cells.append((*which, *(f"{value:.2g}" if value else "" for value in times.values())))
+    return cells
+
+
+def _least(setting: Setting, assumed: Assumed) -> Setting:
+    """Return the setting with the fewest GPUs for a sequence on which it fits, else with all of them."""
+    ways = [
+        replace(setting, divided=n) for n in range(1, setting.gpus + 1) if setting.gpus % n == 0 and n & (n - 1) == 0
     ]
-    lengths = [
-        _length(Setting(model, size, n, "fsdp2", True, 1, context, **types), assumed)
-        for (size, model), n, context in product(pairs, gpus[:2], contexts)
-    ]
-    made = [_recipe(one, assumed) for one in composed(recipes, layouts)]
-    facts = {**machine.facts(torch.device("cpu")), "device": "computed, nothing measured"}
-    shares = {name: share for name in entries.PAIR if (share := paper_mfu(name, assumed))}
-    content = {
-        **facts,
-        "assumed": asdict(assumed),
-        "fsdp2": types,
-        "paper_mfu": shares,
-        "paper_gib": {name: paper.TRAINING[name]["peak_gib"] for name in entries.PAIR},
-    }
-    rows = {f"{row['kind']} {number}": row for number, row in enumerate([*runs, *lengths, *made])}
-    path = Path(output) if output else FOLDER / "plan.json"
-    write(path, {**content, "rows": rows})
-    return show(path)
+    return next((way for way in ways if fits(way, assumed)), ways[-1])
 
 
-def _run(setting: Setting, budgets: Mapping[str, float], assumed: Assumed) -> dict[str, Any]:
-    """The row of a run: memory, a step, and hours for its tokens at the assumed and at the paper's speed."""
-    parts, fast = memory(setting, assumed), timing(setting, assumed)
-    share, tokens = paper_mfu(setting.model.variant or setting.model.name, assumed), float(budgets[setting.size])
-    speeds = {"hours": fast, **({"hours_at_papers_mfu": timing(setting, assumed, share)} if share else {})}
-    hours = {name: tokens / one["tokens"] * one["step"] / 3600 for name, one in speeds.items()}
-    return {
-        "kind": "run", **setting.cells(), "memory": parts, "fits": fits(parts, assumed), "budget": tokens,
-        "steps": tokens / fast["tokens"], "seconds": fast, **hours,
-    }  # fmt: skip
+def _sent_cells(costs: Mapping[str, Cost], ranks: int) -> tuple[str, ...]:
+    geometry = cast(Geometry, costs["gsm"].model.geometry)
+    ring = traffic.ring(geometry, batch=1, tokens=65536, ranks=ranks, number_bytes=2) / ranks
+    each = [sent(cost.model, 65536, ranks) for cost in costs.values()]
+    return str(ranks), *(f"{moved / 1e6:,.0f} MB" for moved in (*each, ring))
 
 
-def _length(setting: Setting, assumed: Assumed) -> dict[str, Any]:
-    """The row of a length: memory of one sequence, over how many GPUs its activations would have to be divided, what
-    part of its FLOPs indexers take, and the cache of one that was read."""
-    parts, flops = memory(setting, assumed), setting.cost.training_flops(setting.context)
-    divided = parts["activations"] + parts["layer or logits at work"]
-    room = (assumed.hbm - assumed.reserve) * GIB - (parts["total"] - divided)
-    searching = sum(n for part, n in flops.items() if part.endswith(("index scores", "teacher")))
-    return {
-        "kind": "length", **setting.cells(), "memory": parts, "fits": fits(parts, assumed),
-        "divided_over": math.ceil(divided / room) if room > 0 else None, "searching": searching / flops.total(),
-        "cache_bytes": setting.cost.cache_bytes(setting.context).total(),
-        "seconds": flops.total() / (assumed.peak * assumed.mfu),
-    }  # fmt: skip
+def _paper_mfu(assumed: Assumed) -> float:
+    """Return the share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation."""
+    setting = Setting(GSM, paper.SIZE, 8, "ddp", True, assumed.micro_batch, 4096)
+    flops = setting.cost.training_flops(4096).total() / 4096
+    return paper.TRAINING["gsm"]["tokens_per_second"] / paper.TRAINING["devices"] * flops / assumed.peak
 
 
-def _recipe(recipe: Recipe, assumed: Assumed) -> dict[str, Any]:
-    """The row of a recipe: memory of every model by the way of sharding, and which way fits, on how many GPUs."""
-
-    def held(way: str, gpus: int) -> dict[str, float]:
-        sharding, *types = WAYS[way]
-        each = recipe.size, gpus, sharding, recipe.recompute, recipe.batch_size, recipe.context
-        return {name: memory(Setting(Model(name), *each, *types), assumed)["total"] for name in recipe.models}
-
-    def enough(models: Mapping[str, float]) -> bool:
-        return all(fits({"total": total}, assumed) for total in models.values())
-
-    memories = {way: held(way, recipe.gpus) for way in WAYS}
-    needs = next((way for way, models in memories.items() if enough(models)), None)
-    last = [*WAYS][-1]
-    more = next((f"{n} GPUs, {last}" for n in ENOUGH if n > recipe.gpus and enough(held(last, n))), "larger GPUs")
-    row = {**asdict(recipe), "sequences": recipe.sequences, "memory": memories}
-    return {"kind": "recipe", **row, "needs": needs or more}
-
-
-def fits(parts: Mapping[str, float], assumed: Assumed) -> bool:
-    """Whether so much is left of a GPU once it has its reserve."""
-    return parts["total"] <= (assumed.hbm - assumed.reserve) * GIB
-
-
-def _batch(gpus: int, assumed: Assumed) -> int:
-    """Sequences on a GPU at a time: never more than it has in a step, never less than one."""
-    return max(1, min(assumed.micro_batch, assumed.sequences // gpus))
-
-
-def _layer_parameters(model: torch.nn.Module) -> list[int]:
-    blocks = [block for part in model.children() for block in getattr(part, "blocks", ())]
-    return [sum(p.numel() for p in block.parameters()) for block in blocks]
-
-
-def show(path: Path) -> Path:
-    """Publish the tables of a file of results. Raises ValueError for a file that is none of a plan."""
-    content = read(path, "kind")
-    kinds = ("run", "length", "recipe")
-    runs, lengths, made = ([row for row in content["rows"].values() if row["kind"] == kind] for kind in kinds)
-    assumed, shown = content["assumed"], {row["gpus"] for row in lengths}
-    given = ", ".join(f"{name} {value:g}" for name, value in assumed.items())
-    opening = (
-        "**Computed, nothing measured**. "
-        f"Commit {content['commit']}, `{content['command']}`. Assumed: {given}. "
-        "Bytes in which FSDP2 gathers a weight and averages a gradient, by `trainer=fsdp`: "
-        f"{content['fsdp2']['gathered']} and {content['fsdp2']['reduced']}."
-    )
-    composition = (
-        "The experiments as they are composed for so many GPUs (2x8: two nodes of eight), b sequences at a time:"
-    )
-    shares = "; ".join(f"{model}: {share:.1%}" for model, share in content["paper_mfu"].items())
-    return results.publish(
-        path,
-        opening,
-        _checked(content, runs),
-        entries.described(runs),
-        "Memory of a GPU in GiB; b sequences at a time:",
-        table(MEMORY, [_memory_cells(row) for row in runs if row["gpus"] in shown]),
-        "Time of the whole run, recomputed where it does not fit otherwise; what does not fit at all is left out. "
-        f"The paper's MFU, of its 1.5B ({shares}), is its tokens/s times these FLOPs, over the peak:",
-        table(TIME, map(_time_cells, _best(runs))),
-        "One sequence on a GPU, with FSDP2 and recomputation; where it does not fit, over how many GPUs its "
-        "activations would have to be divided (`benchmark=scale` says what that takes):",
-        table(LENGTHS, map(_length_cells, lengths)),
-        *([composition, table(RECIPES, map(_recipe_cells, made))] if made else []),
-    )
-
-
-def _checked(content: Mapping[str, Any], runs: Sequence[Row]) -> str:
-    """The paper's measured memory beside what is computed for the same setting."""
-    wanted = {"size": "1p5b", "gpus": 8, "sharding": "ddp", "recompute": True, "micro_batch": 4, "context": 4096}
-    mine = [row for row in runs if row["model"] in content["paper_gib"]]
-    alike = [row for row in mine if all(row[name] == value for name, value in wanted.items())]
-    words = [
-        f"{name} {row['memory']['total'] / GIB:.1f} GiB (the paper measured {content['paper_gib'][name]})"
-        for row in alike
-        for name in [row["model"]]
-    ]
-    return (
-        f"Held against the paper, 1.5B on 8 GPUs, 4 x 4,096 each, DDP, recomputed: {', '.join(words)}." if words else ""
-    )
-
-
-def _memory_cells(row: Row) -> tuple[str, ...]:
-    numbers = [f"{row['memory'][name] / GIB:.1f}" for name in (*PARTS, "total")]
-    return *_which(row), row["sharding"], _yes(row["recompute"]), str(row["micro_batch"]), *numbers, _yes(row["fits"])
-
-
-def _recipe_cells(row: Row) -> tuple[str, ...]:
-    which = row["experiment"], row["size"], row["run"], row["layout"], f"{row['batch_size']} x {short(row['context'])}"
-    if row["refused"]:
-        return *which, "", "", "", f"{row['steps']:,}", "", "", "", "", row["refused"]
-    tokens = row["sequences"] * row["context"]
-    counts = str(row["batches"]), str(row["sequences"]), f"{tokens:,}", f"{row['steps']:,}"
-    gib = (", ".join(f"{name} {x / GIB:.1f}" for name, x in of.items()) for of in row["memory"].values())
-    return *which, *counts, f"{tokens * row['steps'] / 1e9:.3g}", *gib, row["needs"]
-
-
-def _best(runs: Sequence[Row]) -> list[Row]:
-    """Of each way to shard, the one without recomputation if it fits, else the one with, if that does."""
-    best: dict[tuple, Row] = {}
-    for row in runs:
-        if row["fits"]:
-            best.setdefault((*_which(row), row["sharding"]), row)
-    return list(best.values())
-
-
-def _time_cells(row: Row) -> tuple[str, ...]:
-    seconds, sharding = row["seconds"], row["sharding"] + (", recomputed" if row["recompute"] else "")
-    part = seconds["communication"] / seconds["arithmetic"]
-    step = f"{seconds['step']:.3g}", f"{seconds['communication']:.3g}", f"{part:.1%}"
-    slow = row.get("hours_at_papers_mfu")  # of what the paper has measured
-    hours = f"{row['hours']:,.3g}", f"{slow:,.3g}" if slow else ""
-    sequences = f"{seconds['tokens'] // row['context']:,}"
-    return *_which(row), sharding, sequences, *step, f"{row['steps']:,.0f}", *hours
-
-
-def _length_cells(row: Row) -> tuple[str, ...]:
-    parts, over = row["memory"], row["divided_over"]
-    sizes = f"{parts['activations'] / GIB:.1f}", f"{parts['total'] / GIB:.1f}"
-    divided = "" if row["fits"] else f"{over:,}" if over else "no number"
-    rest = f"{row['searching']:.1%}", f"{row['seconds']:.3g}", f"{row['cache_bytes'] / GIB:.3g}"
-    return *_which(row), short(row["context"]), *sizes, _yes(row["fits"]), divided, *rest
-
-
-def _which(row: Row) -> tuple[str, str, str]:
-    return row["size"], row["model"], str(row["gpus"])
-
-
-def _yes(is_so: bool) -> str:
-    return "yes" if is_so else "no"
+def _checked(assumed: Assumed) -> str:
+    """Return the paper's measured memory beside the computed one of the same setting."""
+    words = []
+    for model in models.read(models.PAIR):
+        computed = memory(Setting(model, paper.SIZE, 8, "ddp", True, 4, 4096), assumed)["total"] / GIB
+        words.append(f"{model.name} {computed:.1f} GiB (the paper measured {paper.TRAINING[model.name]['peak_gib']})")
+    return f"Compared with the paper, 1.5B on 8 GPUs, 4 x 4,096 each, DDP, recomputed: {', '.join(words)}."

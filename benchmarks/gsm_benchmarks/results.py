@@ -1,207 +1,143 @@
-"""A file of results that grows row by row, and the table that is made of it.
-
-A row that does not end, because it takes too long or takes its process down, must not stand in the way of the others
-for ever: the file says before each row that it is tried now (`Results.trying`), and the next process tries those that
-were tried least first (`Results.in_time`).
-"""
+"""A file of results that grows row by row, and the table that is made of it."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from gsm.files import write_json
 from gsm.paths import ROOT
+from gsm.tables import grid_markdown
 
 from . import machine
 
-# Not where results are kept that are committed: what is worth that is copied there.
-FOLDER = Path(os.environ.get("GSM_RESULTS") or ROOT / "logs/benchmarks")
-# What of the facts a row carries; a GPU has no threads.
-CARRIED = ("device", "threads", "versions", "sources", "commit")
+FOLDER = ROOT / "logs/benchmarks"  # results worth keeping are copied to benchmarks/results
+CARRIED = ("device", "threads", "versions", "sources", "commit")  # facts that a row carries; a GPU has no threads
 
 Row = Mapping[str, Any]
-T = TypeVar("T")
+Show = Callable[[Path], object]
 
 
 def mark(row: Row) -> tuple[Any, ...]:
-    """What a row has to share with others to be compared with them: the device, its threads, the versions, and the
-    sources that were measured; of a row that does not name its sources, the commit."""
+    """Return the facts in which rows agree that may be compared: the device, its threads, the versions, the sources."""
     return *(row.get(key) for key in CARRIED[:3]), row.get("sources") or row.get("commit")
 
 
 class Results:
-    """Rows by name in a JSON file, with what they were measured on.
+    """Rows by name in a JSON file, with the facts of the machine.
 
-    A row of another device, number of threads, of other versions or sources is not this one's: it is measured again. So
-    is one that failed.
+    A row of another device, number of threads, versions, sources, model or protocol is measured again, and a failed
+    row is, too, behind the others.
 
     Args:
         path: of the file; it need not exist.
         facts: from `machine.facts`.
-        minutes: from now on, after which `in_time` gives out nothing more.
 
     Attributes:
         rows: by name.
-        sources: a fingerprint of what a row depends on, by its name, where that is less than the facts say.
-        given: what makes the model of a row more than its name (`entries.Model.given`), by the row's name.
-        tried: how often rows that were begun have failed or not ended, by name.
+        given: `models.Model.given` of the model of a row, by the name of the row.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], minutes: float = 7.5) -> None:
-        self.path, self.facts, self.minutes = path, dict(facts), minutes
-        self.end = time.monotonic() + 60 * minutes
-        content = read(path) if path.exists() else {}
-        self.rows: dict[str, dict[str, Any]] = content.get("rows", {})
-        self.tried: dict[str, int] = content.get("tried", {}) if mark(content) == mark(self.facts) else {}
-        self.sources: dict[str, str] = {}
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self.path, self.facts = path, dict(facts)
+        self.rows: dict[str, dict[str, Any]] = read(path)["rows"] if path.exists() else {}
         self.given: dict[str, dict[str, Any]] = {}
-        self._first = True
+        self._error: Exception | None = None
 
-    def has(self, name: str, protocol: Mapping[str, Any] | None = None) -> bool:
-        """Whether there is a row of this name, measured on the same device with the same threads and versions, of the
-        same sources and model, and by this protocol, if it has one."""
-        row, own = self.rows.get(name, {"failed": "not measured"}), self._carried(name)
-        alike = mark(row) == mark(own) and row.get("given") == own.get("given")
-        return alike and not row.get("failed") and row.get("protocol") == protocol
+    def has(self, name: str, protocol: Row) -> bool:
+        """Whether there is a row of this name that need not be measured again."""
+        row = self.rows.get(name)
+        if row is None or row.get("failed") or row.get("protocol") != protocol:
+            return False
+        return mark(row) == mark(self.facts) and row.get("given", {}) == self.given.get(name, {})
 
-    def times(self, name: str) -> int:
-        """How often a row was begun and has failed, or not ended."""
-        return self.tried.get(name, 0)
-
-    def in_time(self, wanted: Iterable[T], times: Callable[[T], int] | None = None) -> Iterator[T]:
-        """The names of rows, those that were tried least first, till the minutes are over. For what is no name, `times`
-        says how often it was tried."""
-        tried: Callable[[Any], int] = times or self.times
-        left = sorted(wanted, key=tried)
-        for number, one in enumerate(left):
-            if self.is_over():
-                print(f"{self.minutes:g} minutes are over, {len(left) - number} left: the same command goes on")
-                return
-            yield one
-
-    def is_over(self) -> bool:
-        """Whether the minutes are."""
-        return time.monotonic() > self.end
-
-    @contextmanager
-    def trying(self, *names: str) -> Iterator[None]:
-        """Inside the block, these rows are measured and added. If that ends the process, the next one knows (`tried`).
-        An interruption counts only against what a process began with: what came later had not all the time."""
-        first, self._first = self._first, False
-        self.tried |= {name: self.times(name) + 1 for name in names}
-        self._write()
-        try:
-            yield
-        except KeyboardInterrupt:
-            if not first:
-                self.tried |= {name: self.tried[name] - 1 for name in names if name in self.tried}
-                self._write()
-            raise
+    def left(self, names: Iterable[str], protocol: Row, force: bool) -> list[str]:
+        """Return the names of rows that are to be measured; those that have failed before come last."""
+        wanted = []
+        for name in names:
+            if force or not self.has(name, protocol):
+                wanted.append(name)
+            else:
+                print(f"{name}: measured already")
+        return sorted(wanted, key=lambda name: bool(self.rows.get(name, {}).get("failed")))
 
     def fill(
-        self,
-        rows: Mapping[str, Callable[[], Row]],
-        protocol: Mapping[str, Any],
-        *,
-        force: bool,
-        show: Callable[[Path], object],
+        self, rows: Mapping[str, tuple[Row, Callable[[], Row]]], protocol: Row, *, force: bool, show: Show
     ) -> Path:
         """Measure the rows that are missing, one after the other; return the file.
 
         Args:
-            rows: what measures each, by name.
-            protocol: as in `has`.
-            force: also those that are there.
-            show: called with the file at the end, also after an interruption, unless there are no rows.
+            rows: of each row, by name, its constants, and the function that measures the rest.
+            protocol: of all rows.
+            force: also measure rows that are there.
+            show: called with the file at the end, also after an interruption.
 
         Raises:
             Exception: the first that a measurement raised, once the other rows were measured.
-            machine.Lost: at once, where the GPU takes no more work from this process.
         """
-        errors = Errors()
+        with self.shown(show):
+            for name in self.left(rows, protocol, force):
+                about, measure = rows[name]
+                about = {**about, "protocol": protocol}
+                print(f"{name}: {', '.join(f'{key} {value}' for key, value in protocol.items())}", flush=True)
+                with self.measuring({name: about}):
+                    self.add(name, {**about, **measure()})
+        return self.path
+
+    @contextmanager
+    def measuring(self, rows: Mapping[str, Row]) -> Iterator[None]:
+        """Inside the block, these rows are measured. An error makes each that is missing a failed row.
+
+        Raises RuntimeError where a GPU takes no more work from this process.
+        """
+        before = {name: self.rows.get(name) for name in rows}
         try:
-            for name in self.in_time([name for name in rows if force or not self.measured(name, protocol)]):
-                print(f"{name}: {', '.join(f'{what} {value}' for what, value in protocol.items())}", flush=True)
-                with errors.kept(name), self.trying(name):
-                    self.add(name, {**rows[name](), "protocol": protocol})
+            yield
+        except Exception as error:  # an error of one row says nothing about the others; it is raised after them
+            traceback.print_exception(error)
+            traceback.clear_frames(error.__traceback__)  # which would hold on to tensors
+            self._error = self._error or error
+            for name, row in rows.items():
+                if self.rows.get(name) is before[name]:
+                    self.add(name, {**row, "failed": sentence(error)})
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+
+    @contextmanager
+    def shown(self, show: Show) -> Iterator[None]:
+        """Show the file behind the block, also after an interruption, and raise the first error of `measuring`."""
+        try:
+            yield
         finally:
             if self.rows:
                 show(self.path)
-        errors.raise_first()
-        return self.path
-
-    def measured(self, name: str, protocol: Mapping[str, Any]) -> bool:
-        """As `has`, and says so."""
-        there = self.has(name, protocol)
-        if there:
-            print(f"{name}: measured already")
-        return there
+        if self._error is not None:
+            raise self._error
 
     def add(self, name: str, row: Row) -> None:
         """Put a row in place and write the file."""
-        self.rows[name] = {**self._carried(name), **row}
-        if not row.get("failed"):
-            self.tried.pop(name, None)
-        self._write()
-
-    def _carried(self, name: str) -> dict[str, Any]:
-        """What of the facts a row has, with its own sources, and what its model was given."""
-        own: dict[str, Any] = {"sources": self.sources[name]} if name in self.sources else {}
-        own |= {"given": self.given[name]} if self.given.get(name) else {}
-        return {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **own}
-
-    def _write(self) -> None:
-        tried = {name: times for name, times in self.tried.items() if times}
-        write(self.path, {**self.facts, **({"tried": tried} if tried else {}), "rows": self.rows})
-
-
-class Errors:
-    """What went wrong with some rows, and is raised when the others were measured: one row's error says nothing of the
-    others, unless the GPU is lost with it."""
-
-    def __init__(self) -> None:
-        self.first: Exception | None = None
-
-    @contextmanager
-    def kept(self, what: str) -> Iterator[None]:
-        """Inside the block, `what` is measured. Raises machine.Lost if nothing more can be measured after an error."""
-        try:
-            yield
-        except machine.Lost:
-            raise
-        except Exception as error:  # whatever it is, it is shown now and raised later
-            self.note(error)
-            machine.still_alive(what)
-
-    def note(self, error: Exception) -> None:
-        """Show an error, and keep it if it is the first."""
-        traceback.print_exception(error)
-        traceback.clear_frames(error.__traceback__)  # which would hold on to the tensors of what failed
-        self.first = self.first or error
-
-    def raise_first(self) -> None:
-        """Raise the first error, if there was one."""
-        if self.first is not None:
-            raise self.first
+        given = {"given": self.given[name]} if self.given.get(name) else {}
+        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **given, **row}
+        write_json(self.path, {**self.facts, "rows": self.rows})
 
 
 def sentence(error: Exception) -> str:
-    """Its kind, and the first line of what it says."""
+    """Return the kind of an error, and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def read(path: Path, field: str | None = None) -> dict[str, Any]:
-    """The content of a file of results, of which every row has this field, if one is named: rows of another benchmark
-    do not. Raises ValueError, with what is wrong with the file."""
+    """Return the content of a file of results.
+
+    Raises ValueError where it is no such file, or a row lacks the field: then it is a file of another benchmark.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -216,72 +152,65 @@ def read(path: Path, field: str | None = None) -> dict[str, Any]:
     return content
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of results, as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 @dataclass(frozen=True)
 class Asked:
-    """What every benchmark that measures is asked with; configs/benchmark.yaml says what it means."""
+    """The arguments of every benchmark that measures; configs/benchmark.yaml describes them."""
 
     device: str = "auto"
     output: str = ""
     results: str = ""
     force: bool = False
-    minutes: float = 7.5
 
-    def open(self, what: str, device: torch.device, models: bool = False) -> Results:
-        """The file of a benchmark, which need not exist. Raises ValueError if there is one that holds no rows."""
-        facts = machine.facts(device, models)
-        return Results(Path(self.output) if self.output else usual_path(facts, what), facts, self.minutes)
+    def open(self, benchmark: str, device: torch.device) -> Results:
+        """Return the file of a benchmark, which need not exist. Raises ValueError if there is one without rows."""
+        facts = machine.facts(device)
+        return Results(Path(self.output) if self.output else usual_path(facts, benchmark), facts)
 
 
-def usual_path(facts: Mapping[str, Any], what: str) -> Path:
-    """`<device>-<what>.json` in logs/benchmarks, or in the folder that GSM_RESULTS names."""
-    return FOLDER / f"{machine.in_file_names(facts['device'])}-{what}.json"
+def usual_path(facts: Mapping[str, Any], benchmark: str) -> Path:
+    """Return `<device>-<benchmark>.json` in logs/benchmarks."""
+    return FOLDER / f"{machine.in_file_names(facts['device'])}-{benchmark}.json"
 
 
 def publish(path: Path, *sections: str, picture: Callable[[], bytes] | None = None) -> Path:
-    """Write what a file of results says beside it, as Markdown under its name, print it, and draw the picture where
-    matplotlib is installed; return the file."""
+    """Write the sections as Markdown beside a file of results and print them; draw the picture where matplotlib is
+    installed; return the file."""
     text = "\n\n".join([f"# {path.stem}", *filter(None, sections)]) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}")
     try:
         if picture:
             path.with_suffix(".png").write_bytes(picture())
-    except (ImportError, ValueError) as error:  # no matplotlib, or nothing that was measured
+    except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
         print(error)
     return path
 
 
 def measured_on(content: Mapping[str, Any]) -> str:
-    """The device, versions, commit and command of a file of results."""
+    """Return the device, versions, commit and command of a file of results."""
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return f"{content['device']}, {versions}, commit {content['commit']}, `{content['command']}`."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the last cells of a row may be left out."""
-    whole = [[*cells, *[""] * (len(head) - len(cells))] for cells in (head, ["---"] * len(head), *rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in whole)
+    """Return a Markdown table; the last cells of a row may be left out."""
+    return grid_markdown([head, *rows])
 
 
 def rate(number: float, unit: str) -> str:
-    """Three digits with T or G."""
+    """Return three digits with T or G."""
     return f"{number / 1e12:.3g} T{unit}" if number >= 1e11 else f"{number / 1e9:.3g} G{unit}"
 
 
-def quartiles(found: Mapping[str, float], parts: int = 1) -> str:
-    """A median with its quartiles, of each of so many parts."""
-    median, low, high = (found[key] / parts for key in ("median", "low", "high"))
+def quartiles(spread: Mapping[str, float], parts: int = 1) -> str:
+    """Return a median with its quartiles, divided by the number of parts."""
+    median, low, high = (spread[key] / parts for key in ("median", "low", "high"))
     return f"{median:.4g} ({low:.4g} to {high:.4g})"
 
 
-def verdict(goal: str, found: str | None, met: bool) -> str:
-    """One line: the goal, what was measured, None for nothing, and whether that is enough."""
-    return f"{goal}: not measured" if found is None else f"{goal}: {found}, {'met' if met else 'missed'}"
+def short(tokens: int) -> str:
+    """Return 256, 4K, 256K, 1M."""
+    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{letter}"
+    return str(tokens)

@@ -1,4 +1,4 @@
-"""What is measured: calls of the operations at the sizes of real models, and the work that the equations ask for.
+"""Calls of the operations at the sizes of real models, and the work that the equations ask for.
 
 FLOPs are those of matrix products, on the entries that a row really sees; bytes are each input read once and each
 output written once, activations in bfloat16, slots in int32, statistics for backward in float32. An implementation may
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import gsm_kernels
 from gsm_kernels import inverse
 from gsm_kernels.testing import relative_error
 
@@ -46,7 +45,7 @@ class Case:
     """One operation at one size.
 
     Attributes:
-        name: what its rows are called.
+        name: of its rows.
         op: the operation, an attribute of `gsm_kernels`.
         make: its arguments by name, from a device and the dtype of activations.
         work: by direction: `forward`, `backward`, or `both` where gradients are computed together with the result.
@@ -57,21 +56,9 @@ class Case:
     make: Make
     work: dict[str, Work]
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether its operation has Triton kernels of its own."""
-        return any(impl.name == "triton" for impl in getattr(gsm_kernels, self.op).fast)
-
-    def launch(self) -> None:
-        """Call it once in all its directions, in bfloat16 on the CPU: what would be launched is compiled elsewhere."""
-        torch.manual_seed(0)
-        call = self.make(torch.device("cpu"), torch.bfloat16)
-        for direction in self.work:
-            bound(getattr(gsm_kernels, self.op), call, direction)()
-
 
 def gates() -> tuple[Case, ...]:
-    """The sizes that goals are set for, on a GPU."""
+    """Return the calls that a GPU measures."""
     return (
         attend("attend 4 x 4K", 4, 4096),
         attend("attend 64K", 1, 65536),
@@ -93,7 +80,7 @@ def gates() -> tuple[Case, ...]:
 
 
 def on_a_cpu() -> tuple[Case, ...]:
-    """What one core computes in a few minutes: the attention of small models, forward."""
+    """Return the calls that one core computes in a few minutes: the attention of small models, forward."""
     small = {"heads": 2, "channels": 64}
     cases = [
         make(f"{make.__name__} {n // 1024}K", 1, n, **small) for make in (attend, attend_band) for n in (4096, 16384)
@@ -146,51 +133,38 @@ def attend_band(
     )
 
 
-def index_top_k(name: str, batch: int, length: int, heads: int = INDEX_HEADS, width: int = INDEX_WIDTH) -> Case:
+def index_top_k(name: str, batch: int, length: int) -> Case:
     """Every row searches all slots that are finished before it."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        return {**_searched(batch, length, heads, width, device, dtype), **_ranges(batch, length, device), "k": PICKS}
+        return {**_searched(batch, length, device, dtype), **_ranges(batch, length, device), "k": PICKS}
 
     pairs = batch * seen_entries(length, length, RATIO)
-    moved = batch * length * (heads * (2 * width + 4) + 2 * width / RATIO + 4 * PICKS)
-    return Case(name, "index_top_k", make, {"forward": Work(2 * heads * width * pairs, moved)})
+    moved = batch * length * (INDEX_HEADS * (2 * INDEX_WIDTH + 4) + 2 * INDEX_WIDTH / RATIO + 4 * PICKS)
+    return Case(name, "index_top_k", make, {"forward": Work(2 * INDEX_HEADS * INDEX_WIDTH * pairs, moved)})
 
 
-def indexer_kl(
-    name: str,
-    batch: int,
-    length: int,
-    heads: int = 32,
-    channels: int = CHANNELS,
-    dense: bool = True,
-    index_heads: int = INDEX_HEADS,
-    index_width: int = INDEX_WIDTH,
-) -> Case:
-    """The teacher's logits, the scores, and their gradients, which come with the loss: on all slots, or the picked."""
+def indexer_kl(name: str, batch: int, length: int, heads: int = 32, channels: int = CHANNELS) -> Case:
+    """The teacher's logits, the scores, and their gradients, which come with the loss, on all slots."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        searched = _searched(batch, length, index_heads, index_width, device, dtype)
-        student = {f"index_{key}": x for key, x in searched.items()}
-        return {
-            **attend("", batch, length, heads, channels).make(device, dtype),
-            **_ranges(batch, length, device),
-            **student,
-            "dense": dense,
-        }
+        student = {f"index_{key}": x for key, x in _searched(batch, length, device, dtype).items()}
+        call = attend("", batch, length, heads, channels).make(device, dtype)
+        return {**call, **_ranges(batch, length, device), **student, "dense": True}
 
-    slots = batch * seen_entries(length, length if dense else PICKS, RATIO)
+    slots = batch * seen_entries(length, length, RATIO)
     teacher = 2 * heads * channels * (batch * seen_entries(length, WIDTH) + slots)
-    scores = 3 * 2 * index_heads * index_width * slots
+    scores = 3 * 2 * INDEX_HEADS * INDEX_WIDTH * slots
     tokens = batch * length
     read = 2 * tokens * (heads * channels + channels * (1 + 1 / RATIO))
-    moved = read + 4 * tokens * index_width * (index_heads + 1 / RATIO)
+    moved = read + 4 * tokens * INDEX_WIDTH * (INDEX_HEADS + 1 / RATIO)
     return Case(name, "indexer_kl", make, {"both": Work(teacher + scores, moved)})
 
 
-def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False, streams: int = STREAMS) -> Case:
+def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False) -> Case:
     """Streams written, mixed and read; its parameters are float32, as in training. In mixed precision the streams are
-    float32 too, since nothing rounds what the embedding gives."""
+    float32 too, since nothing rounds the embedding's output."""
+    streams = STREAMS
     numbers = 2 * streams + streams * streams
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
@@ -238,20 +212,15 @@ def swiglu(name: str, tokens: int, width: int = INNER) -> Case:
     return Case(name, "swiglu", make, _streaming(tokens * width, 3, 5))
 
 
-def pool_groups(name: str, tokens: int, channels: int = CHANNELS, ratio: int = RATIO) -> Case:
-    """Groups of `ratio` tokens; of one token, without gates, which would change nothing."""
+def pool_groups(name: str, tokens: int, channels: int = CHANNELS) -> Case:
+    """Groups of RATIO tokens."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         value, gate = (torch.randn(1, tokens, channels, device=device, dtype=dtype) for _ in range(2))
-        return {
-            "value_BSC": value,
-            "gate_BSC": gate if ratio > 1 else None,
-            "end_BF": torch.arange(ratio - 1, tokens, ratio, device=device)[None],
-            "ratio": ratio,
-        }
+        end = torch.arange(RATIO - 1, tokens, RATIO, device=device)[None]
+        return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": RATIO}
 
-    read = 2 if ratio > 1 else 1
-    return Case(name, "pool_groups", make, _streaming(tokens * channels, read + 1 / ratio, 2 * read + 1 / ratio))
+    return Case(name, "pool_groups", make, _streaming(tokens * channels, 2 + 1 / RATIO, 4 + 1 / RATIO))
 
 
 def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary: int = VOCABULARY) -> Case:
@@ -268,167 +237,6 @@ def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary:
     return Case(name, "linear_cross_entropy", make, {"both": Work(6 * tokens * width * vocabulary, moved)})
 
 
-def score_slots(name: str, batch: int, length: int, heads: int = INDEX_HEADS, width: int = INDEX_WIDTH) -> Case:
-    """The scores of slots that were picked."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        searched = _searched(batch, length, heads, width, device, dtype)
-        return {**searched, "index_BRK": picked(batch, length, PICKS, device)}
-
-    products = 2 * heads * width * batch * seen_entries(length, PICKS, RATIO)
-    moved = batch * length * (2 * heads * width + 2 * width / RATIO + 6 * PICKS)
-    return Case(
-        name, "score_slots", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
-    )
-
-
-def candidate_pool(name: str, batch: int, length: int, blocks: int = 512) -> Case:
-    """The best blocks of eight slots."""
-
-    def blocks_of(call: Call) -> Call:
-        return {**{key: x for key, x in call.items() if key != "k"}, "blocks": blocks}
-
-    return changed(index_top_k("", batch, length), name, blocks_of, op="candidate_pool")
-
-
-def attend_range(
-    name: str, batch: int, length: int, heads: int = 16, groups: int = 4, channels: int = CHANNELS
-) -> Case:
-    """Causal attention of the comparators: one document a sequence, every row sees all before it."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        key, value = (torch.randn(batch, length, groups, channels, device=device, dtype=dtype) for _ in range(2))
-        last_BR = torch.arange(1, length + 1, device=device).expand(batch, -1)
-        return {
-            "query_BRHC": torch.randn(batch, length, heads, channels, device=device, dtype=dtype),
-            **{"key_BFGC": key, "value_BFGC": value},
-            **{"first_BR": torch.zeros_like(last_BR), "last_BR": last_BR, "whole": True},
-        }
-
-    products = 4 * heads * channels * batch * seen_entries(length, length)
-    moved = 4 * batch * length * channels * (heads + groups)
-    return Case(
-        name, "attend_range", make, {"forward": Work(products, moved), "backward": Work(2.5 * products, 2 * moved)}
-    )
-
-
-def attend_blocks(
-    name: str,
-    batch: int,
-    length: int,
-    heads: int = 16,
-    groups: int = 1,
-    channels: int = CHANNELS,
-    block: int = 64,
-    blocks: int = 16,
-) -> Case:
-    """The same on blocks that every row has chosen, its own among them: one document a sequence."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        call = attend_range("", batch, length, heads, groups, channels).make(device, dtype)
-        own_R1 = torch.arange(length, device=device)[:, None] // block
-        score_BRGN = torch.rand(batch, length, groups, -(-length // block), device=device)
-        hidden_R1N = (torch.arange(score_BRGN.shape[3], device=device) >= own_R1)[:, None]
-        others = min(blocks, score_BRGN.shape[3]) - 1
-        best = score_BRGN.masked_fill(hidden_R1N, 2).topk(others, largest=False)
-        drawn_BRGN = torch.where(best.values < 2, best.indices, -1)
-        chosen_BRGN = torch.cat((own_R1[:, None].expand(batch, -1, groups, -1), drawn_BRGN), dim=-1)
-        del call["whole"]
-        return {**call, "chosen_BRGN": chosen_BRGN, "block": block, "own": True}
-
-    seen = sum(min(t // block, blocks - 1) * block + t % block + 1 for t in range(length))
-    products = 4 * heads * channels * batch * seen
-    moved = 4 * batch * length * channels * (heads + groups)
-    work = {"forward": Work(products, moved), "backward": Work(2.5 * products, 2 * moved)}
-    return Case(name, "attend_blocks", make, work)
-
-
-def delta_rule(
-    name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS, by_channel: bool = False
-) -> Case:
-    """The gated delta rule, one document a sequence; a decay for each head, or for each of its channels."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        query, key, value = (torch.randn(batch, length, heads, channels, device=device).to(dtype) for _ in range(3))
-        start_BT = _starts(batch, length, device)
-        decay = -torch.rand(*(key.shape if by_channel else key.shape[:3]), device=device) / 16
-        return {
-            **{"query_BTHC": query, "key_BTHC": torch.nn.functional.normalize(key, dim=-1), "value_BTHC": value},
-            "beta_BTH": torch.rand(batch, length, heads, device=device, dtype=dtype),
-            "log_decay_BTH": None if by_channel else decay,
-            **{"start_BT": start_BT, "live_BT": torch.ones_like(start_BT)},
-            **{"state_BHCC": torch.zeros(batch, heads, channels, channels, device=device), "scale": channels**-0.5},
-            "channel_decay_BTHC": decay if by_channel else None,
-        }
-
-    products, moved = 6 * batch * length * heads * channels**2, (8 + 4 * by_channel) * batch * length * heads * channels
-    return Case(name, "delta_rule", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)})
-
-
-def slot_attention(
-    name: str, batch: int, length: int, heads: int = 16, channels: int = CHANNELS, slots: int = 64
-) -> Case:
-    """Gated slot attention, one document a sequence."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        query, key, value = (torch.randn(batch, length, heads, channels, device=device).to(dtype) for _ in range(3))
-        start_BT, decay = _starts(batch, length, device), -torch.rand(batch, length, heads, slots, device=device) / 16
-        return {
-            **{"query_BTHC": query, "key_BTHC": key, "value_BTHC": value},
-            **{"write_BTHM": -decay.expm1(), "log_decay_BTHM": decay},
-            **{"start_BT": start_BT, "live_BT": torch.ones_like(start_BT)},
-            **{"state_BHMU": torch.zeros(batch, heads, slots, 2 * channels, device=device), "scale": channels**-0.5},
-        }
-
-    products = 8 * batch * length * heads * slots * channels
-    moved = 8 * batch * length * heads * (channels + slots)
-    work = {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
-    return Case(name, "slot_attention", make, work)
-
-
-def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Where the one document of each sequence starts."""
-    start_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    start_BT[:, 0] = True
-    return start_BT
-
-
-def grouped_linear(name: str, rows: int, groups: int = 56, width: int = MODEL, inner: int = 768) -> Case:
-    """One matrix of the experts; groups are of unequal sizes, one of them empty."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        share_E = torch.rand(groups, device=device)
-        share_E[0] = 0
-        end_E = (share_E.cumsum(0) / share_E.sum() * rows).round().to(torch.int32)
-        return {
-            "x_MD": torch.randn(rows, width, device=device, dtype=dtype),
-            "weight_END": (torch.randn(groups, inner, width, device=device) * width**-0.5).to(dtype),
-            "end_E": end_E,
-        }
-
-    products, moved = 2 * rows * width * inner, 2 * (rows * (width + inner) + groups * width * inner)
-    return Case(
-        name, "grouped_linear", make, {"forward": Work(products, moved), "backward": Work(2 * products, 2 * moved)}
-    )
-
-
-def changed(case: Case, name: str, change: Callable[[Call], Call], **others: Any) -> Case:
-    """The case of another name whose calls are changed."""
-    return replace(case, name=name, make=lambda device, dtype: change(case.make(device, dtype)), **others)
-
-
-def last_rows(case: Case, rows: int, work: dict[str, Work] | None = None) -> Case:
-    """The last rows of every sequence of a case, in memory of their own: a part of larger tensors may begin at an
-    address that does not divide by 16, for which other kernels are compiled. Given `work`, a case of its own name."""
-
-    def cut(call: Call) -> Call:
-        return {name: x[:, -rows:].clone() if "_BR" in name else x for name, x in call.items()}
-
-    if work is None:
-        return changed(case, case.name, cut)
-    return changed(case, f"{case.name}, {'one row' if rows == 1 else f'{rows} rows'}", cut, work=work)
-
-
 def seen_entries(length: int, most: int, ratio: int = 1) -> int:
     """Entries that all rows of one document see: the sum of min(t // ratio, most) over t = 1 .. length."""
     full = min(length, most * ratio + ratio - 1)  # from here on, a row sees all that it may
@@ -437,7 +245,7 @@ def seen_entries(length: int, most: int, ratio: int = 1) -> int:
 
 
 def picked(batch: int, length: int, picks: int, device: torch.device) -> Tensor:
-    """Ascending slots [B,R,K], one from each of K equal parts of what a row sees; all where it sees no more than K."""
+    """Return ascending slots [B,R,K], one from each of K equal parts of the slots that a row sees."""
     sees_R1 = (torch.arange(1, length + 1, device=device) // RATIO)[:, None]
     edge_RK = torch.arange(picks + 1, device=device) * sees_R1 // picks
     size_RK = edge_RK.diff()
@@ -463,11 +271,11 @@ def _rows(
     }
 
 
-def _searched(batch: int, length: int, heads: int, width: int, device: torch.device, dtype: torch.dtype) -> Call:
+def _searched(batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Call:
     return {
-        "query_BRJI": torch.randn(batch, length, heads, width, device=device, dtype=dtype),
-        "weight_BRJ": torch.randn(batch, length, heads, device=device, dtype=dtype),
-        "key_BFI": torch.randn(batch, length // RATIO, width, device=device, dtype=dtype),
+        "query_BRJI": torch.randn(batch, length, INDEX_HEADS, INDEX_WIDTH, device=device, dtype=dtype),
+        "weight_BRJ": torch.randn(batch, length, INDEX_HEADS, device=device, dtype=dtype),
+        "key_BFI": torch.randn(batch, length // RATIO, INDEX_WIDTH, device=device, dtype=dtype),
     }
 
 
@@ -487,16 +295,15 @@ def _attention(
 
 
 def _streaming(numbers: int, forward: float, backward: float) -> dict[str, Work]:
-    """Of operations without products: so many bfloat16 tensors of this size are read or written."""
+    """Return the work of operations without products, by how many bfloat16 tensors they read or write."""
     return {"forward": Work(0, 2 * numbers * forward), "backward": Work(0, 2 * numbers * backward)}
 
 
-def bound(
-    function: Callable[..., Any], call: Mapping[str, Any], direction: str, dtype: torch.dtype | None = None
-) -> Callable[[], Call]:
-    """A function of nothing that runs one direction on these arguments, and returns by name what that makes: outputs,
-    and gradients (`d query_BRHC`), given gradients of the outputs that are the same for all who return these shapes,
-    rounded to `dtype`. For `backward` the forward has run already."""
+def bound(function: Callable[..., Any], call: Mapping[str, Any], direction: str) -> Callable[[], Call]:
+    """Return a function without arguments that runs one direction of a call.
+
+    It returns by name the outputs and the gradients (`d query_BRHC`). The gradients of the outputs are the same for all
+    functions that return these shapes. For `backward` the forward has run already."""
     if direction == "forward":
         return lambda: _without_gradient(function, call)
     leaves = {name: _leaf(name, value) for name, value in call.items()}
@@ -504,7 +311,7 @@ def bound(
 
     def forward() -> tuple[Call, list[Tensor]]:
         outputs = _named(function(**leaves))
-        return outputs, [_seed(x, dtype or x.dtype) for x in outputs.values() if x.requires_grad]
+        return outputs, [_seed(x) for x in outputs.values() if x.requires_grad]
 
     def backward(outputs: Call, seeds: list[Tensor], again: bool = True) -> Call:
         inverse.forget()  # every run sorts its selection, as the first backward that reads it does
@@ -538,12 +345,12 @@ def _named(result: Any) -> Call:
     return {name: x for name, x in zip(names, result, strict=True) if x is not None}
 
 
-def _seed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Random numbers of a shape, the same for all who return it; 1 for a loss."""
+def _seed(x: Tensor) -> Tensor:
+    """Return random numbers of a shape, always the same; 1 for a loss."""
     if x.ndim == 0:
         return torch.ones_like(x)
     generator = torch.Generator(x.device).manual_seed(x.numel())
-    return torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x.dtype)
+    return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -1,11 +1,12 @@
-"""The operations that GSM spends its time in: plain PyTorch references, and faster implementations of most.
+"""The operations that take most of GSM's time: plain PyTorch references, and faster implementations of most of them.
 
     from gsm_kernels import attend, explain, listening, using
 
-Every operation promotes its inputs to at least float32 inside and returns their dtype; float64 stays float64. Which
-implementation runs is chosen per call: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
+Every operation computes in at least float32 and returns the dtype of its inputs; float64 stays float64. The
+implementation is chosen per call: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
 """
 
+from . import cpu  # noqa: F401  compiled loops add themselves to the operations
 from .attend import attend
 from .attend_band import attend_band
 from .attend_blocks import attend_blocks
@@ -47,7 +48,7 @@ OPS: tuple[Op, ...] = (
 
 
 def explain() -> dict[str, str]:
-    """For every operation, "implementation: reason", as this machine and GSM_KERNELS decide it."""
+    """Return "implementation: reason" for every operation, on this machine with its GSM_KERNELS."""
     return {op.name: ": ".join(op.explain()) for op in OPS}
 
 

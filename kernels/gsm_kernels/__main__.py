@@ -1,17 +1,16 @@
-"""`python -m gsm_kernels`: which implementation each operation runs on this machine, and why."""
+"""`python -m gsm_kernels`: print the implementation of each operation on this machine, and the reason."""
 
 import torch
 
 from . import OPS
-from .device import describe, triton_version
+from .device import describe, triton_version, version
 from .dispatch import forced
 from .launch import how_to_try
-from .native import numba_version
 
 
 def main() -> None:
-    """Prints versions, the device, a line for every operation, and on other GPUs than Hopper how to try Triton."""
-    versions = {"torch": torch.__version__, "triton": triton_version(), "numba": numba_version()}
+    """Print versions, the device, one line per operation and, on GPUs other than Hopper, how to try Triton."""
+    versions = {"torch": torch.__version__, "triton": triton_version(), "numba": version("numba")}
     print(", ".join((*(f"{name} {version or 'not installed'}" for name, version in versions.items()), describe())))
     print(f"GSM_KERNELS={forced()}\n")
     rows = [("op", "implementation", "reason"), *((op.name, *op.explain()) for op in OPS)]

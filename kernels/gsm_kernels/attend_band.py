@@ -24,18 +24,15 @@ shared key and value head (Shazeer 2019).
 
 from functools import partial
 
-from . import launch, native
-from .attend import numba, reference, triton
+from . import launch
+from .attend import reference, triton
 from .attend.inputs import band, check_window
 from .dispatch import Impl, Op
 
 attend_band = Op(
     "attend_band",
     reference.attend,
-    (
-        Impl("triton", triton.attend, triton.refuses, launch.missing),
-        Impl("numba", numba.attend, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.attend, triton.refuses, launch.missing),),
     inputs=band,
     check=partial(check_window, "attend_band"),
     doc=__doc__,

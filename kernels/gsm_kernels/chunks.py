@@ -1,42 +1,52 @@
-"""What recurrences in chunks of tokens share: cutting into chunks, the state from chunk to chunk, and sums over a chunk
-in which every channel decays at a rate of its own.
+"""The common part of recurrences in chunks of tokens: cutting into chunks, the state from chunk to chunk, and sums over
+a chunk with a separate decay for every channel.
 
-With d_i the sum of a channel's log decays up to token i, exp(d_i - d_j) of what token j has written is left at a later
-token i. As exp(d_i) exp(-d_j) it would divide into two factors of one product, but the second may be larger than any
-number. So a chunk is cut into halves, at the last token m of the first: for i behind the cut and j before it
-exp(d_i - d_m) and exp(d_m - d_j) are both at most 1, and where one of them is rounded to 0, so would be their product.
-Each half is cut in the same way, down to single tokens, for which nothing decays.
+With d_i the sum of a channel's log decays up to token i, the fraction exp(d_i - d_j) of token j's write remains at a
+later token i. It could be factored into exp(d_i) exp(-d_j), but the second factor may overflow. So a chunk is cut into
+halves after the last token m of the first half. For i after the cut and j before it, exp(d_i - d_m) and exp(d_m - d_j)
+are both at most 1; if one of them underflows to 0, so would their product. Each half is cut in the same way, down to
+single tokens, which have no decay.
 
-Letters: L tokens of a chunk (i, j), a power of two; C channels. All may have the same dimensions in front, and rows
-more than the others.
+Letters: L tokens of a chunk (i, j), a power of two; C channels. All tensors may have the same leading dimensions, and
+rows may have more of them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .device import full_precision
+from .device import full_precision, once
 
-CHUNK = 32  # tokens of a chunk, at most
+CHUNK = 32  # largest number of tokens in a chunk
+
+
+def too_short(inputs: Any) -> str | None:
+    """Return why a call makes no chunk, or None: a token at a time, the equations themselves are faster."""
+    return "a single token makes no chunk" if inputs.query_BTHC.shape[1] == 1 else None
 
 
 def chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] as [B, H, N, L, ...], filled up with zeros."""
+    """Reshape [B, T, H, ...] to [B, H, N, L, ...], padded with zeros."""
     missing = -x.shape[1] % size
     padded = F.pad(x, (0,) * (2 * x.ndim - 4) + (0, missing)) if missing else x
     return padded.unflatten(1, (-1, size)).movedim(3, 1).contiguous()
 
 
 def halved(tokens: int) -> int:
-    """The size of chunks that can be cut into halves down to single tokens."""
+    """Return a chunk size that can be halved down to single tokens."""
     return min(1 << (tokens - 1).bit_length(), CHUNK)
 
 
 def scan(kept: Tensor, added_BHNRC: Tensor, state_BHRC: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before every chunk, [B, H, N, R, C], and the one after the last, where a chunk makes ``kept S + added``
-    of the state S. ``kept`` is a matrix [R, R] for each chunk, or a number for all rows [1, 1] or for each [R, 1]."""
+    """Return the state before every chunk, [B, H, N, R, C], and the state after the last chunk.
+
+    A chunk maps the state S to ``kept S + added``. ``kept`` has one matrix [R, R] per chunk, or one number for all rows
+    [1, 1] or for each row [R, 1].
+    """
     before = []
     for keep, add in zip(kept.unbind(2), added_BHNRC.unbind(2), strict=True):
         before.append(state_BHRC)
@@ -45,7 +55,7 @@ def scan(kept: Tensor, added_BHNRC: Tensor, state_BHRC: Tensor) -> tuple[Tensor,
 
 
 def decayed_products(row_LC: Tensor, column_LC: Tensor, total_LC: Tensor) -> Tensor:
-    """sum_c row_ic exp(d_ic - d_jc) column_jc for j <= i, zeros for j > i, [..., L, L]; ``total`` is d."""
+    """Return sum_c row_ic exp(d_ic - d_jc) column_jc for j <= i, zeros for j > i, [..., L, L]; ``total`` is d."""
     if row_LC.shape[-2] == 1:
         return (row_LC * column_LC).sum(-1, keepdim=True)
     row, column, total = (_halves(x) for x in (row_LC, column_LC, total_LC))
@@ -57,7 +67,7 @@ def decayed_products(row_LC: Tensor, column_LC: Tensor, total_LC: Tensor) -> Ten
 
 
 def decayed_sums(weight_LL: Tensor, value_LC: Tensor, total_LC: Tensor) -> Tensor:
-    """sum_(j <= i) weight_ij exp(d_ic - d_jc) value_jc, [..., L, C]; ``total`` is d."""
+    """Return sum_(j <= i) weight_ij exp(d_ic - d_jc) value_jc, [..., L, C]; ``total`` is d."""
     if value_LC.shape[-2] == 1:
         return weight_LL * value_LC
     value, total = _halves(value_LC), _halves(total_LC)
@@ -70,7 +80,7 @@ def decayed_sums(weight_LL: Tensor, value_LC: Tensor, total_LC: Tensor) -> Tenso
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, of which autocast lowers not even the gradients."""
+    """Return left @ right; autocast does not lower its gradients."""
     return _Product.apply(left, right)
 
 
@@ -79,7 +89,7 @@ def _halves(x_LC: Tensor) -> Tensor:
 
 
 def _across(total: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left behind the cut of what stood at it, and at it of what was written before."""
+    """Return the decay from the cut to each later token, and from each earlier token to the cut."""
     before, behind = total.unbind(-3)
     cut = before[..., -1:, :]
     return (behind - cut).exp(), (cut - before).exp()
@@ -92,6 +102,7 @@ class _Product(torch.autograd.Function):
         return left @ right
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         left, right = ctx.saved_tensors
         with full_precision(grad):

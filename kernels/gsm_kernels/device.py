@@ -1,40 +1,48 @@
-"""The machine: what it is, how much scratch memory suits it, and how to keep autocast out."""
+"""Properties of the machine, suitable sizes of scratch memory, and precision under autocast."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
+FENCED = (3, 7, 1)  # first Triton version with correct results on Hopper
+
 
 def scratch_elements(device: torch.device) -> int:
-    """How many numbers a chunk's largest temporary may hold.
+    """Return the largest number of elements of a chunk's largest temporary.
 
-    On a CPU a chunk should stay near the cache (2 M numbers are 8 MB of float32); a GPU needs larger chunks to be busy.
+    On a CPU a chunk should fit the cache (2 M elements are 8 MB of float32); a GPU needs larger chunks to be busy.
     """
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast does not lower the precision of operations on the device of `like`."""
+    """Return a context in which autocast does not lower the precision of operations on the device of `like`."""
     kind = "cpu" if like.is_cpu else like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return _AS_IT_IS
+        return _UNCHANGED
     return torch.autocast(kind, enabled=False)
 
 
-_AS_IT_IS = contextlib.nullcontext()
+_UNCHANGED = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def ahead_of_a_graph() -> Iterator[None]:
-    """Inside the block, operations choose what they would choose while a CUDA graph is captured, so that what a warm-up
-    has compiled is what the graph will hold."""
+    """Make operations choose the same implementations as during the capture of a CUDA graph, for a warm-up.
+
+    Then the warm-up compiles the kernels that the graph will contain.
+    """
     global _ahead
     before, _ahead = _ahead, True
     try:
@@ -44,7 +52,7 @@ def ahead_of_a_graph() -> Iterator[None]:
 
 
 def for_a_graph() -> bool:
-    """Whether this call is, or prepares, the capture of a CUDA graph, which cannot wait for the device."""
+    """Return whether this call is in, or prepares, the capture of a CUDA graph, which cannot wait for the device."""
     return _ahead or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -52,32 +60,57 @@ _ahead = False
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in the precision that operations compute in: float32, or its own if that is wider."""
+    """Return `x` in the precision of computation: float32, or its own if that is wider."""
     return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a dtype. Where it has that already, `to` would be called for nothing: a hundred times a decoded token."""
+    """Return `x` in a dtype, without the call of `to` if it has it already: a hundred calls per decoded token."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` in a dtype, to be returned by the forward of an `autograd.Function`: an object of its own, and no view.
+    """Return `x` in a dtype as the output of an `autograd.Function`: a new tensor object, and not a view.
 
-    What `mul_`, `-=` and `out=` give back is the object that they were given; so is what `to` and `contiguous` do where
-    there is nothing to do. If such an object is returned, the `torch.compile` of PyTorch 2.11 loses its gradient
-    (pytorch/pytorch#180642). A view cannot be changed in place by the caller.
+    `mul_`, `-=` and `out=` return their argument itself, and so do `to` and `contiguous` if there is nothing to do. If
+    a forward returns such an object, the `torch.compile` of PyTorch 2.11 loses its gradient (pytorch/pytorch#180642). A
+    view could not be changed in place by the caller.
     """
     return in_dtype(x, dtype or x.dtype).detach()
 
 
-@functools.cache
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backward of an `autograd.Function` raise RuntimeError for `create_graph=True`.
+
+    It treats the saved tensors as constants, so second derivatives would be wrong. PyTorch's `once_differentiable`
+    raises an error only if the incoming gradient has a graph.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True is not allowed because the backward passes of gsm_kernels are written by hand and "
+                "have no derivative. Use finite differences of gradients for second derivatives"
+            )
+        return backward(ctx, *grads)
+
+    return call
+
+
 def absent(package: str, *modules: str) -> str | None:
-    """Why a package of GPU kernels cannot be used here, found out by importing these modules of it; None if it can."""
+    """Return why a package of GPU kernels cannot be used, or None. It imports these modules to find out."""
+    return "cannot be traced into a graph" if torch.compiler.is_compiling() else _absent(package, *modules)
+
+
+@functools.cache
+def _absent(package: str, *modules: str) -> str | None:
     if not torch.cuda.is_available():
-        return f"{package} runs on CUDA devices alone"
+        return f"{package} runs on CUDA devices only"
     if torch.version.hip:
-        return f"{package} was tried on NVIDIA's GPUs alone, and this is one of AMD's"
+        return f"{package} was tested on NVIDIA GPUs only, and this is an AMD GPU"
+    if (refusal := unfenced_triton()) is not None:
+        return refusal
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     try:
@@ -88,8 +121,18 @@ def absent(package: str, *modules: str) -> str | None:
     return None
 
 
+def unfit_for_package(*tensors: Tensor, waits: bool = False) -> str | None:
+    """Return why query, key and value are not for a package of GPU kernels, or None; ``waits``: the call waits for the
+    device."""
+    if tensors[0].device.type != "cuda":
+        return f"needs tensors on a GPU, got {tensors[0].device.type}"
+    if waits and for_a_graph():
+        return "waits for the device, which a CUDA graph cannot"
+    return needs_one_half_type(*tensors)
+
+
 def needs_one_half_type(*tensors: Tensor) -> str | None:
-    """Why these are not for a kernel that takes its inputs all in bfloat16 or all in float16; None if they are."""
+    """Return why these cannot go to a kernel for inputs all in bfloat16 or all in float16, or None."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
         return None
@@ -98,7 +141,7 @@ def needs_one_half_type(*tensors: Tensor) -> str | None:
 
 
 def triton_version() -> str | None:
-    """The installed Triton's version, or None."""
+    """Return the version of the installed Triton, or None."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton
@@ -106,8 +149,31 @@ def triton_version() -> str | None:
     return triton.__version__
 
 
+def unfenced_triton() -> str | None:
+    """Return why no Triton kernel may run on this GPU, with the remedy, or None.
+
+    Before 3.7.1, Triton omits a fence between copies to shared memory and the wgmma that reads them
+    (triton-lang/triton#9610), so that results on Hopper depend on timing.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", triton_version() or "")[:3])
+    if not release or release >= FENCED or torch.cuda.get_device_capability() != HOPPER:
+        return None
+    return (
+        f"Triton {triton_version()} is not allowed on Hopper because its kernels may read shared memory before it is "
+        "written. Use `pip install triton==3.7.1`, or PyTorch 2.13, which brings it"
+    )
+
+
+def version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def describe() -> str:
-    """The device that operations on the default accelerator run on, in words."""
+    """Describe the default device of operations."""
     if not torch.cuda.is_available():
         return f"CPU, {torch.get_num_threads()} threads"
     major, minor = torch.cuda.get_device_capability()

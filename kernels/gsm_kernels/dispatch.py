@@ -1,20 +1,20 @@
-"""Choose the implementation of an operation, and report which one ran and why the others did not.
+"""Choose the implementation of an operation, and report the choice and the reasons against the others.
 
-An `Op` holds its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call by
-giving a reason; the first that does not refuse runs. The choice is made anew for each call, without a lock, so that
-`torch.compile(fullgraph=True)` traces a call as if the chosen implementation had been called directly.
+An `Op` has its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call with a
+reason; the first that does not refuse runs. Each call chooses, without a lock, so that `torch.compile(fullgraph=True)`
+traces a call as if the chosen implementation had been called directly.
 
     swiglu = Op("swiglu", reference, (Impl("triton", kernel, refuses=needs_hopper),), check=check)
     with listening() as heard:
         swiglu(gate, up, limit)
     assert heard == [("swiglu", "triton")]
 
-An operation with many parameters names them once, in a NamedTuple called `Inputs`. A call then makes one of these, and
-check, refusals and implementations take it in place of the arguments.
+An operation with many parameters declares them once, in a NamedTuple called `Inputs`. A call then makes one of these,
+and check, refusals and implementations take it in place of the arguments.
 
-The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and
-the context manager `using` force a choice. "reference" and "triton" are forced on every operation; any other name on
-those that have such an implementation for all kinds of calls, and the others choose for themselves.
+The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and the context manager
+`using` force a choice. "reference" and "triton" are forced on every operation. Any other name is forced on operations
+with such an implementation for all kinds of calls; the other operations choose as with auto.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .device import full_precision
 CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
 
 
-REMEMBERED = 256  # calls that an operation need not check again; a bank that grows makes new ones all the time
+REMEMBERED = 256  # cached checks per operation; a growing bank needs new ones all the time
 
 
 class KernelBuildError(RuntimeError):
-    """Raised by an implementation whose kernel could not be built, before it has computed anything."""
+    """The kernel of an implementation could not be built; nothing has been computed yet."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -51,11 +51,11 @@ class Impl:
 
     Attributes:
         name: "reference", "triton", ...
-        fn: the callable; it takes the operation's arguments, or its `Inputs`. It may raise `KernelBuildError`, and is
-            then not tried again for calls of that variant (`variant`).
-        refuses: takes the same, returns why it cannot take this call, or None.
-        missing: takes nothing, returns why it can take no call at all on this machine, or None.
-        narrow: which calls it is for, if most are not: it is then not forced, nor what `explain` names.
+        fn: the callable; it takes the operation's arguments, or its `Inputs`. If it raises `KernelBuildError`, it is
+            not tried again for calls of that variant (`variant`).
+        refuses: takes the same arguments; returns the reason why it cannot take this call, or None.
+        missing: takes nothing; returns the reason why it can take no call on this machine, or None.
+        narrow: the calls that it is for, if these are few; it is then neither forced nor named by `explain`.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Op:
 
     Attributes:
         name: its name in `listening`, `explain` and errors.
-        reference: the plain PyTorch implementation. It refuses nothing.
-        fast: the other implementations, the preferred one first.
-        inputs: makes `Inputs`, a NamedTuple, of a call's arguments; None: implementations take the arguments.
-        check: takes what implementations take, raises ValueError if shapes do not fit. What it says of `Inputs` must
-            follow from shapes and numbers: the same are not checked twice.
+        reference: the plain PyTorch implementation. It refuses no call.
+        fast: the other implementations in order of preference.
+        inputs: makes `Inputs`, a NamedTuple, from a call's arguments; None: implementations take the arguments.
+        check: takes the same arguments as implementations; raises ValueError if shapes do not fit. A check of `Inputs`
+            may depend only on shapes and numbers, because its result is cached.
         doc: the docstring.
-        retired: by implementation and variant, why a kernel could not be built.
+        retired: by implementation and variant, the reason why a kernel could not be built.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Op:
         self._checked: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = args, kwargs
+        arguments = args, kwargs
         if self.inputs is None:
             first = args[0] if args else next(iter(kwargs.values()))
             self.check(*args, **kwargs)
@@ -109,21 +109,27 @@ class Op:
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
             self._retire(impl, error, *args, **kwargs)
-            return self(*given[0], **given[1])
+            return self(*arguments[0], **arguments[1])
         if _heard is not None:
             _heard.append((self.name, impl.name))
         return result
 
+    def add(self, impl: Impl, before: str | None = None) -> None:
+        """Add an implementation before the one named `before`, or before the reference."""
+        place = next((number for number, other in enumerate(self.fast) if other.name == before), len(self.fast))
+        self.fast = (*self.fast[:place], impl, *self.fast[place:])
+        self.impls = (*self.fast, self.impls[-1])
+
     def choose(self, *args: Any, **kwargs: Any) -> Impl:
-        """The implementation that a call with these arguments runs.
+        """Return the implementation that runs a call with these arguments.
 
         Raises:
-            RuntimeError: if a forced implementation refuses; the message gives the operation and the reason.
+            RuntimeError: if a forced implementation refuses; the message has the operation and the reason.
         """
         return self._choose(*args, **kwargs) if self.inputs is None else self._choose(self.inputs(*args, **kwargs))
 
     def _check_once(self, inputs: Any) -> None:
-        """Checks what follows from shapes and numbers, unless the same have been checked."""
+        """Check the inputs, unless inputs with the same shapes and numbers have been checked."""
         if torch.compiler.is_compiling():
             return self.check(inputs)
         shapes = tuple([x.shape if isinstance(x, Tensor) else x for x in inputs])
@@ -134,9 +140,9 @@ class Op:
             self._checked.add(shapes)
 
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
-        asked = self._asked
-        for impl in self.impls:  # in decoding this is a hundred times a token, so the machine's reasons come first
-            offered = (asked == "auto" or asked == impl.name) and impl.missing() is None
+        choice = self._choice
+        for impl in self.impls:  # runs a hundred times per decoded token, so the cached `missing` comes first
+            offered = (choice == "auto" or choice == impl.name) and impl.missing() is None
             if offered and impl.refuses(*args, **kwargs) is None:
                 if not self.retired or self._unbuilt(impl, *args, **kwargs) is None:
                     return impl
@@ -144,7 +150,8 @@ class Op:
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 
     def explain(self) -> tuple[str, str]:
-        """The implementation that calls run on this machine, as far as that is known without arguments, and why."""
+        """Return the implementation that runs calls on this machine, as far as known without arguments, and the
+        reason."""
         implementation, reason = self._explain()
         unbuilt = [f"{name} for {_words(key)}: {why}" for (name, key), why in self.retired.items()]
         return implementation, "; ".join((reason, *unbuilt))
@@ -158,12 +165,12 @@ class Op:
         absent = {impl.name: impl.missing() or _elsewhere(impl) for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
-            if self._asked in ("auto", impl.name) and absent[impl.name] is None:
+            if self._choice in ("auto", impl.name) and absent[impl.name] is None:
                 return impl.name, reasons or "first choice on this machine"
-        return ("none", _cannot_force(self.name, reasons)) if self._asked != "auto" else ("reference", reasons)
+        return ("none", _cannot_force(self.name, reasons)) if self._choice != "auto" else ("reference", reasons)
 
     @property
-    def _asked(self) -> str:
+    def _choice(self) -> str:
         """The choice in force for this operation."""
         if _forced in ("auto", "reference", "triton"):
             return _forced
@@ -178,23 +185,22 @@ class Op:
     def _retire(self, impl: Impl, error: KernelBuildError, *args: Any, **kwargs: Any) -> None:
         key = variant(*args, **kwargs)
         self.retired[impl.name, key] = f"its kernel could not be built ({error})"
-        if self._asked == "auto":
-            what = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again there"
-            message = f"{self.name}: {what}: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        if self._choice == "auto":
+            reason = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again for it"
+            warnings.warn(f"{self.name}: {reason}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _elsewhere(impl: Impl) -> str | None:
-    """Why an implementation does not tell what runs on this machine, although it can take calls here, or None."""
-    here = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
-    return impl.narrow if here else "for tensors on the CPU"
+    """Return why an implementation is not representative of this machine, although it can take calls, or None."""
+    typical = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
+    return impl.narrow if typical else "for tensors on the CPU"
 
 
 def variant(*args: Any, **kwargs: Any) -> Hashable:
-    """What a kernel may be compiled for in a call: dtypes and sizes, but not batch and rows, which come first.
+    """Return the properties of a call that a kernel may be compiled for: dtypes and sizes except batch and rows.
 
-    Integers in tensors (positions, slots) are not compiled in. Without `Inputs`, the same call by position and by name
-    has two variants: a kernel that cannot be built is then tried twice.
+    Values of integer tensors (positions, slots) are not compiled in. Without `Inputs`, the same call with positional
+    and with keyword arguments has two variants; a kernel that cannot be built is then tried twice.
     """
     if args and hasattr(args[0], "_asdict"):
         kwargs, args = args[0]._asdict(), ()
@@ -210,7 +216,7 @@ def _part(name: int | str, value: Any) -> Hashable:
 
 
 def _words(key: Any) -> str:
-    """The first tensor of a variant: `bfloat16 [.., 64, 256]`."""
+    """Describe the first tensor of a variant: `bfloat16 [.., 64, 256]`."""
     dtype, sizes = next((part[1:] for part in key if len(part) == 3), ("this call", ()))
     return f"{dtype} [{', '.join(('..', *map(str, sizes)))}]" if sizes else dtype
 
@@ -219,7 +225,8 @@ def _words(key: Any) -> str:
 def using(name: str) -> Iterator[None]:
     """Force an implementation ("reference", "triton", ...) or none ("auto") inside the block.
 
-    It holds whatever GSM_KERNELS says."""
+    It overrides GSM_KERNELS.
+    """
     global _forced
     before, _forced = _forced, _validated(name, "using(...)")
     try:
@@ -240,13 +247,13 @@ def listening() -> Iterator[list[tuple[str, str]]]:
 
 
 def forced() -> str:
-    """The choice in force: "auto", or the implementation that GSM_KERNELS or `using` asks for."""
+    """Return the choice in force: "auto", or the implementation forced by GSM_KERNELS or `using`."""
     return _forced
 
 
 def _validated(name: str, origin: str) -> str:
     if name not in CHOICES:
-        raise ValueError(f"{origin}: {name!r} is no implementation; choose one of {', '.join(CHOICES)}")
+        raise ValueError(f"{origin}: {name!r} is no implementation. Use {', '.join(CHOICES)}")
     return name
 
 

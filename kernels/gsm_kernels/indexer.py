@@ -1,4 +1,4 @@
-"""The index score of a slot, sum_j weight_j relu(query_j . key), and the three tensors that it is computed from."""
+"""The index score of a slot, sum_j weight_j relu(query_j . key), and its three input tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Indexer(NamedTuple):
     key_BFI: Tensor
 
     def unfit(self) -> str | None:
-        """Why these are not for kernels that hold all heads of a row in one tile, or None."""
+        """Return why these cannot go to kernels with all heads of a row in one tile, or None."""
         heads, width = self.query_BRJI.shape[2:]
         if not 1 <= heads <= 64 or not 1 <= width <= 128:
             return f"made for 1 to 64 index heads of width 1 to 128, got {heads} of width {width}"
         return unfit(*self)
 
     def readable(self) -> Indexer:
-        """Contiguous, queries and keys in the wider of their two dtypes, as matrix units need them."""
+        """Return contiguous tensors, with queries and keys in the wider of their two dtypes, for matrix units."""
         common = torch.promote_types(self.query_BRJI.dtype, self.key_BFI.dtype)
         return Indexer(
             *(x.contiguous() for x in (self.query_BRJI.to(common), self.weight_BRJ, self.key_BFI.to(common)))
@@ -33,7 +33,7 @@ class Indexer(NamedTuple):
 
 
 def weigh(fired_BRJF: Tensor, weight_BRJ: Tensor) -> Tensor:
-    """sum_j weight_j fired_j, head by head: there are few, and the BLAS is slow at products of so few numbers."""
+    """Return sum_j weight_j fired_j, computed head by head, because the BLAS is slow for so few heads."""
     weight_BRJ1 = weight_BRJ[..., None]
     score_BRF = fired_BRJF[:, :, 0] * weight_BRJ1[:, :, 0]
     for head in range(1, fired_BRJF.shape[2]):

@@ -1,6 +1,6 @@
-"""One value for all inputs of an operation, where PyTorch takes a flat list: custom operators and autograd functions.
+"""Conversion between an `Inputs` NamedTuple and the flat argument lists of custom operators and autograd functions.
 
-An operation with many parameters declares them once, in a NamedTuple `Inputs`.
+An operation with many parameters declares them once, in `Inputs`.
 """
 
 from __future__ import annotations
@@ -8,22 +8,32 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 
-def schema(kind: type) -> str:
-    """The parameters of a custom operator that takes these inputs: `Tensor query_BRHC, Tensor? bank_BFC, int width`."""
-    return ", ".join(f"{_schema_type(hint)} {name}" for name, hint in get_type_hints(kind).items())
+def schema(kind: Any) -> str:
+    """Return the schema of a custom operator with the fields of `Inputs`, or with the arguments of a function.
+
+    Example: `Tensor query_BRHC, Tensor? bank_BFC, int width`.
+    """
+    hints = get_type_hints(kind)
+    return ", ".join(f"{_schema_type(hint)} {name}" for name, hint in hints.items() if name != "return")
 
 
 def _schema_type(hint: Any) -> str:
     kinds = get_args(hint) or (hint,)
-    given = next(kind for kind in kinds if kind is not NoneType)
-    return given.__name__ + ("?" if NoneType in kinds else "")
+    required = next(kind for kind in kinds if kind is not NoneType)
+    return required.__name__ + ("?" if NoneType in kinds else "")
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Return whether any of these needs a gradient."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
 
 
 def contiguous(inputs: Any) -> Any:
-    """The same inputs, each tensor without gaps, as kernels read it."""
+    """Return the inputs with contiguous tensors."""
     return inputs._make([x.contiguous() if isinstance(x, Tensor) else x for x in inputs])
 
 
@@ -34,15 +44,13 @@ def keep(ctx: Any, inputs: tuple[Any, ...], *results: Tensor | None) -> None:
 
 
 def kept(ctx: Any, kind: Any) -> Any:
-    """What `keep` has saved: the inputs, as `kind`, then each result."""
-    saved, count = (
-        ctx.saved_tensors,
-        len(ctx.numbers),
-    )  # read once: a second read fails where activations are recomputed
+    """Return the values saved by `keep`: the inputs, as `kind`, then each result."""
+    # saved_tensors is read once, because a second read fails if activations are recomputed.
+    saved, count = ctx.saved_tensors, len(ctx.numbers)
     tensors = zip(saved[len(saved) - count :], ctx.numbers, strict=True)
     return kind(*(number if x is None else x for x, number in tensors)), *saved[: len(saved) - count]
 
 
 def gradients(kind: Any, **grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients by the names of their inputs, in the order of the inputs; None for all others."""
+    """Return gradients, passed by the names of their inputs, in the order of the inputs; None for all others."""
     return tuple([grads.get(name) for name in kind._fields])

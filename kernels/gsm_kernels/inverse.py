@@ -1,13 +1,12 @@
-"""Which places of a selection point at a slot, and sums over them: how gradients of gathered entries come together.
+"""The inverse of a selection (the places that point at each slot), and sums over it: the gradient of gathered entries.
 
-A gather's gradient is a scatter. With atomic additions its result depends on the order in which programs run; here the
-places are sorted by slot once, stably, and added up in their order: by one program up to MOST of them, and those of a
-slot that more rows have picked by several, whose sums another kernel adds.
+The gradient of a gather is a scatter. With atomic additions its result would depend on the order of programs. Here the
+places are sorted by slot once, stably, and added in this order: up to MOST of them by one program, and more by several
+programs, whose sums another kernel adds.
 
-Layers that reuse a selection hand on the tensor that lists it. So what a backward has sorted of a tensor is kept as
-long as the tensor is there and unchanged, and the backwards of the other layers find it: chunk by chunk of its rows,
-the first KEPT chunks that were sorted. Those of a backward that has more chunks than that are sorted again by every
-layer, as are rows that are cut into other chunks, recomputed, or listed by another tensor.
+Layers that reuse a selection share its tensor. So the sorted places of a tensor are cached while the tensor exists and
+is unchanged, for the backwards of the other layers: the first KEPT chunks of its rows. Further chunks are sorted again
+by every layer, and so are rows that are cut into other chunks, recomputed, or in another tensor.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .launch import cdiv, launch, power_of_two
 from .rows import Rows
 
-KEPT = 8  # chunks of a selection: each keeps a few numbers for every slot
-MOST = 512  # places that one program adds up: 128 KB of 128 numbers in 16 bits
+KEPT = 8  # cached chunks per selection; each has a few integers for every slot
+MOST = 512  # places that one program adds: 128 KB for entries of 128 16-bit elements
 
 
 class Inverse(NamedTuple):
-    """The places of a flattened selection in the order of the slots they point at, and their parts.
+    """The places of a flattened selection in the order of their slots, cut into parts.
 
     Attributes:
-        order: int32 [B*R*K], places by slot and then by place; those that point at none come last.
-        start: int32 [B*F + 1], where the places of each slot, of all sequences, begin in `order`.
-        first: int32 [B*F + 1], the first part of each slot; one that MOST places point at has one part, one that none
-            point at has none.
-        slot: int32 [parts], of each part; B*F behind the last, since as many are allotted as there could be.
+        order: int32 [B*R*K], places sorted by slot and then by place; places without a slot come last.
+        start: int32 [B*F + 1], start of the places of each slot, of all sequences, in `order`.
+        first: int32 [B*F + 1], the first part of each slot; a slot with 1 to MOST places has one part, an unused slot
+            has none.
+        slot: int32 [parts], the slot of each part; B*F after the last part, because the length is an upper bound.
     """
 
     order: Tensor
@@ -46,26 +45,27 @@ class Inverse(NamedTuple):
 
 
 def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> Inverse:
-    """The inverse of a chunk of a selection among `slots` slots a sequence, of all its rows if none is named; -1 points
-    at none. Places are counted from the first of the chunk, and slots from the first of its sequences. Inside `keeping`
-    it is sorted at the first call alone, if it is among the first KEPT chunks of its selection; else at each."""
+    """Return the inverse of a chunk of a selection, by default of all rows, among `slots` slots per sequence.
+
+    -1 is no slot. Places are counted from the first of the chunk, and slots from the first of its sequences. Inside
+    `keeping`, the first KEPT chunks of a selection are sorted once; all others are sorted at each call.
+    """
     part = part or Rows(0, index_BRK.shape[0], 0, index_BRK.shape[1])
-    known, key = _known_of(index_BRK), (slots, part)
-    if key in known:
-        return known[key]
-    found = _sorted(index_BRK[part.batch0 :, part.row0 :][: part.batches, : part.rows], slots)
-    if len(known) < KEPT:
-        known[key] = found
-    return found
+    cache, key = _cache_of(index_BRK), (slots, part)
+    if key in cache:
+        return cache[key]
+    inverse = _sorted(index_BRK[part.batch0 :, part.row0 :][: part.batches, : part.rows], slots)
+    if len(cache) < KEPT:
+        cache[key] = inverse
+    return inverse
 
 
 def add_segments(into: Tensor, values: Tensor, inverse: Inverse) -> None:
-    """Add to every slot's line of `into` [B*F, X], float32 and contiguous, the lines of `values` [B*R*K, X] of its
-    places."""
+    """Add the lines of `values` [B*R*K, X] to the lines of their slots in `into` [B*F, X], float32 and contiguous."""
     from .inverse_kernels import add_parts, join_parts
 
     width, parts = values.shape[1], inverse.slot.numel()
-    # 16 KB of float32 at a time, 32 numbers in each of 128 threads: enough loads under way where a slot is popular.
+    # 16 KB of float32 at a time, 32 elements in each of 128 threads: enough concurrent loads for a popular slot.
     padded = power_of_two(width)
     sums = into.new_empty(parts, width)
     sizes = {"X": width, "WIDTH": padded, "LINES": max(4096 // padded, 1), "num_warps": 4}
@@ -89,8 +89,10 @@ def _sorted(index_BRK: Tensor, slots: int) -> Inverse:
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Inside the block, what this thread sorts is kept. For backwards that Python itself has called: a compiled graph
-    may put other numbers into a tensor without saying so."""
+    """Cache the inverses that this thread computes inside the block.
+
+    This is only for backwards called by Python: a compiled graph may change a tensor without changing its version.
+    """
     before, _thread.keeps = getattr(_thread, "keeps", False), True
     try:
         yield
@@ -99,13 +101,16 @@ def keeping() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Keep nothing of what was sorted, as if each selection were new."""
-    _known.clear()
+    """Clear the cache."""
+    _cache.clear()
 
 
-def _known_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
-    """What was kept of this tensor as it is now. Of another stream, nothing: it may not be there yet. While a graph is
-    captured nothing is kept: it would be read where it is not written, and the other way round."""
+def _cache_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
+    """Return the cached inverses of this tensor in its current version and on the current stream.
+
+    Results of another stream may not be ready. During the capture of a graph nothing is cached, because a graph must
+    not read results from outside, or the reverse.
+    """
     if not getattr(_thread, "keeps", False) or index_BRK.is_inference():
         return {}
     now: Hashable = index_BRK._version
@@ -114,10 +119,10 @@ def _known_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
             if torch.cuda.is_current_stream_capturing():
                 return {}
             now = now, torch.cuda.current_stream().cuda_stream
-    if index_BRK not in _known or _known[index_BRK][0] != now:
-        _known[index_BRK] = now, {}
-    return _known[index_BRK][1]
+    if index_BRK not in _cache or _cache[index_BRK][0] != now:
+        _cache[index_BRK] = now, {}
+    return _cache[index_BRK][1]
 
 
 _thread = threading.local()
-_known = WeakTensorKeyDictionary()  # by tensor: its version and stream, and what was sorted of it
+_cache = WeakTensorKeyDictionary()  # by tensor: its version and stream, and its inverses

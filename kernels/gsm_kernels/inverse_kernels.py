@@ -1,4 +1,4 @@
-"""Sums over the places that point at a slot, in parts of at most MOST places."""
+"""Triton kernels for sums over the places of a slot, in parts of at most MOST places."""
 
 # pyright: reportGeneralTypeIssues=false
 
@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots"])  # else one is built for each way it divides by 16
+@triton.jit(do_not_specialize=["slots"])  # otherwise Triton builds variants by divisibility by 16
 def add_parts(
     value_ptr, order_ptr, start_ptr, first_ptr, slot_ptr, sum_ptr, into_ptr, slots,
     MOST: tl.constexpr, X: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one part, in the order of its places: added to the slot's line where there is no other part, else kept
-    for `join_parts`."""
+    """Sum one part in the order of its places. Add it to the slot's line if it is the only part; else store it for
+    `join_parts`."""
     part = tl.program_id(0)
     slot = tl.load(slot_ptr + part).to(tl.int64)
     if slot < slots:
@@ -39,7 +39,7 @@ def join_parts(
     sum_ptr, first_ptr, into_ptr,
     X: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """into[slot] += the sums of its parts, in their order, where it has several."""
+    """Add the sums of a slot's parts to its line, in order, if there are several."""
     slot = tl.program_id(0).to(tl.int64)
     first, last = tl.load(first_ptr + slot), tl.load(first_ptr + slot + 1)
     if last > first + 1:

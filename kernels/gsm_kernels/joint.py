@@ -1,6 +1,6 @@
-"""One softmax over a window, far entries and a sink: what `attend`, `attend_band` and `indexer_kl` share.
+"""One softmax over a window, far entries and a sink: the common part of `attend`, `attend_band` and `indexer_kl`.
 
-Queries are cut into blocks, so that a block's window is one short run of the stream and its products are matrix
+Queries are cut into blocks, so that the window of a block is one short run of the stream, and its products are matrix
 products:
 
     stream   . . . . . . . . . . . . . . . . . .
@@ -9,8 +9,8 @@ products:
     block 2                q q q q
                          y y y y y y y
 
-Letters beyond the usual B R H C E: n blocks per sequence, Q queries per block, Y entries a block sees, G far entries a
-row sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax, the last one being the sink.
+Letters in addition to B R H C E: n blocks per sequence, Q queries per block, Y entries that a block sees, G far entries
+that a row sees (a bank, or K entries gathered from it), Z = Y + G + 1 columns of the softmax; the last is the sink.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rows import slices
 
 
 class Cut(NamedTuple):
-    """How R rows at the end of E entries are cut into blocks."""
+    """The blocks of R rows at the end of E entries."""
 
     rows: int
     entries: int
@@ -40,19 +40,22 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Y: entries that one of a block's rows may see."""
+        """Y: entries that any row of a block may see."""
         return self.size + self.width - 1
 
 
 class Far(NamedTuple):
-    """What rows see besides their window: keys [B,G,C] (all rows the same) or [B*nQ,G,C], and a logit bias [B,nQ,G]."""
+    """The far entries of rows: keys [B,G,C] (the same for all rows) or [B*nQ,G,C], and a logit bias [B,nQ,G]."""
 
     keys: Tensor
     bias_BRG: Tensor
 
 
 def cut(rows: int, entries: int, width: int) -> Cut:
-    """Blocks of about `width` queries: smaller ones make thin products, larger ones compute more masked logits."""
+    """Cut rows into blocks of about `width` queries.
+
+    Smaller blocks make thin products; larger blocks compute more masked logits.
+    """
     width = max(min(width, entries), 1)
     count = -(-rows // max(width, 16)) if rows else 0
     return Cut(rows, entries, width, -(-rows // count) if count else 0, count)
@@ -65,7 +68,7 @@ def pad_rows(x: Tensor, cut: Cut, value: float = 0.0) -> Tensor:
 
 
 def window_blocks(window_BEC: Tensor, cut: Cut) -> Tensor:
-    """The entries each block sees, [B*n,Y,C]; places before the stream or after its end hold zeros."""
+    """Return the entries that each block sees, [B*n,Y,C]; places before or after the stream are zeros."""
     before = cut.entries - cut.rows - (cut.width - 1)
     padding = (0, 0, max(-before, 0), cut.padded - cut.rows)
     padded = F.pad(window_BEC[:, max(before, 0) :], padding)
@@ -73,7 +76,7 @@ def window_blocks(window_BEC: Tensor, cut: Cut) -> Tensor:
 
 
 def add_window_blocks(into_BEC: Tensor, block_grads: Tensor, cut: Cut) -> None:
-    """The adjoint of `window_blocks`: add what the blocks [B*n,Y,C] hold to the entries they came from."""
+    """Add gradients of blocks [B*n,Y,C] to the entries that they came from: the adjoint of `window_blocks`."""
     batch, steps = into_BEC.shape[0], -(-cut.span // cut.size)
     blocks = block_grads.unflatten(0, (batch, cut.count))
     total = block_grads.new_zeros(batch, cut.count + steps - 1, cut.size, into_BEC.shape[-1])
@@ -85,7 +88,7 @@ def add_window_blocks(into_BEC: Tensor, block_grads: Tensor, cut: Cut) -> None:
 
 
 def window_visible(position_BR: Tensor, cut: Cut) -> Tensor:
-    """Which of its block's entries a row sees, bool [B,nQ,Y]: back to its document's start, at most `width`."""
+    """Return the mask of the block's entries that a row sees, bool [B,nQ,Y]: at most `width`, within its document."""
     device = position_BR.device
     index_R = torch.arange(cut.entries - cut.rows, cut.entries, device=device)
     reach_BR = pad_rows(torch.minimum(position_BR, index_R.clamp(max=cut.width - 1))[..., None], cut, -1)
@@ -96,7 +99,7 @@ def window_visible(position_BR: Tensor, cut: Cut) -> Tensor:
 
 
 def probabilities(query_BRHC: Tensor, window: Tensor, visible_BRY: Tensor, sink_H: Tensor, far: Far | None) -> Tensor:
-    """The joint softmax, [B*n,Q*H,Z]: columns are the Y window entries, the G far entries and the sink.
+    """Return the joint softmax, [B*n,Q*H,Z], with the columns: Y window entries, G far entries, the sink.
 
     Args:
         query_BRHC: rotated and scaled, R = nQ rows.
@@ -113,31 +116,31 @@ def probabilities(query_BRHC: Tensor, window: Tensor, visible_BRY: Tensor, sink_
 
 
 def _logits(query_BRHC: Tensor, keys: Tensor, bias_BRG: Tensor) -> Tensor:
-    """query . key + bias, [b,rows,G] in as many batches as the keys have."""
+    """Return query . key + bias, [b,rows,G], with the batches of the keys."""
     batches, columns, _ = keys.shape
     query = query_BRHC.reshape(batches, -1, query_BRHC.shape[3])
     bias_BRHG = bias_BRG[:, :, None].expand(-1, -1, query_BRHC.shape[2], -1)
-    # Contiguous: into anything else the CPU multiplies one batch at a time, ten times slower for small ones.
+    # Contiguous, because otherwise the CPU multiplies one batch at a time, ten times slower for small batches.
     logits = bias_BRHG.clone(memory_format=torch.contiguous_format).view(batches, query.shape[1], columns)
     return logits.baddbmm_(query, keys.mT)
 
 
 def join(parts: list[Tensor], last: Tensor, blocks: int) -> Tensor:
-    """Columns side by side, [B*n,Q*H,Z], whatever batches they were computed in; `last` is the sink's."""
+    """Concatenate columns to [B*n,Q*H,Z], for any batches of the parts; `last` is the sink's column."""
     columns = [part.flatten(0, 1) for part in parts]
     return torch.cat((*columns, last[:, None]), 1).unflatten(0, (blocks, -1))
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, -inf elsewhere."""
+    """Return 0 for visible entries and -inf for the others."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
 def chunks(cut: Cut, heads: int, far: int, other: int, budget: int) -> list[slice]:
-    """Split the rows into ranges of whole blocks whose largest temporary fits the budget.
+    """Split the rows into ranges of whole blocks, so that the largest temporary fits the budget.
 
-    A row's temporaries are its logits, `heads` (of all sequences) times the entries of its block and `far` more, and
-    `other` numbers.
+    The temporaries of a row are its logits (`heads`, of all sequences, times the entries of its block and `far` more),
+    and `other` elements.
     """
     if cut.rows == 0:
         return []

@@ -1,10 +1,10 @@
-"""When Triton kernels are chosen, how they are built before they are needed, and how they are launched.
+"""Conditions for Triton kernels, their compilation ahead of time, and their launch.
 
-Every operation with Triton kernels has two files beside its reference: `triton.py` (when it refuses, shapes, autograd;
-it imports no Triton, so that the package can be imported without it) and `kernels.py` (the `@triton.jit` functions),
-which the first imports when it launches. On a CPU, Triton's interpreter computes the same in float32, slowly, for
-tests. It is chosen when Triton is forced (`using("triton")`) and TRITON_INTERPRET=1 was set before the first kernel was
-imported.
+Every operation with Triton kernels has two files beside its reference. `triton.py` has its refusals, shapes and
+autograd; it imports no Triton, so that the package can be imported without it. `kernels.py` has the `@triton.jit`
+functions, which the first imports at its first launch. On a CPU, Triton's interpreter computes the same in float32,
+slowly, for tests. It is chosen when Triton is forced (`using("triton")`) and TRITON_INTERPRET=1 was set before the
+first kernel was imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -20,44 +21,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device import triton_version
+from .device import HOPPER, triton_version, unfenced_triton
 from .dispatch import KernelBuildError, forced
 
-HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
-OLDEST = (8, 0)  # the first with bfloat16 in its matrix units: what a forced choice may try
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does where a kernel is decorated
+OLDEST = (8, 0)  # oldest compute capability for a forced choice: the first with bfloat16 in its matrix units
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when a kernel is decorated
 
 Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], None]
 
 
 def missing() -> str | None:
-    """Why Triton kernels can take no call on this machine, or None. Inside `launching`, no GPU is needed."""
+    """Return why Triton kernels can take no call on this machine, or None. Inside `launching`, no GPU is needed."""
     if _hook() is not None:
         return None if triton_version() else "Triton is not installed"
     if INTERPRETED:
-        return None if forced() == "triton" else "Triton's interpreter runs only when asked for by name"
+        return None if forced() == "triton" else "Triton's interpreter runs only with GSM_KERNELS=triton"
     return _no_hopper(OLDEST if forced() == "triton" else HOPPER)
 
 
 def how_to_try() -> str | None:
-    """How to try the Triton kernels on a GPU where they are not chosen, in a sentence, or None."""
+    """Return a sentence on how to try the Triton kernels on a GPU that does not choose them, or None."""
     if missing() is None or not torch.cuda.is_available() or triton_version() is None:
         return None
     if torch.version.hip:
-        return "Triton kernels are made for NVIDIA's GPUs; on AMD's PyTorch runs everything, which nobody has tried."
+        return "Triton kernels are for NVIDIA GPUs. On AMD GPUs PyTorch runs all operations, which is untested."
     has = ".".join(map(str, torch.cuda.get_device_capability()))
     if torch.cuda.get_device_capability() < OLDEST:
-        return f"Triton kernels take compute capability 8.0 or newer, this device has {has}: PyTorch runs everything."
+        return (
+            f"Triton kernels need compute capability 8.0 or newer. This device has {has}: PyTorch runs all operations."
+        )
     return (
-        f"Triton kernels are made for compute capability 9.0; GSM_KERNELS=triton tries them on {has}, and "
-        "`python -m pytest tests/ops` says whether they are right there."
+        f"Triton kernels are made for compute capability 9.0. GSM_KERNELS=triton tries them on {has}; "
+        "`python -m pytest tests/ops` checks their results."
     )
 
 
-def unfit(*tensors: Tensor) -> str | None:
-    """Why tensors cannot go to a Triton kernel together, or None: one device, and float32, bfloat16 or float16.
+def unready() -> str | None:
+    """Return why a Hopper GPU would train without its kernels, with the remedy, or None.
 
-    Inside `launching`, any device will do."""
+    The dispatch would fall back to PyTorch, which is several times slower, so a training run stops instead. None on
+    other machines, and if GSM_KERNELS forces another implementation.
+    """
+    if forced() not in ("auto", "triton") or INTERPRETED or not torch.cuda.is_available() or torch.version.hip:
+        return None
+    if torch.cuda.get_device_capability() != HOPPER:
+        return None
+    remedy = "or set GSM_KERNELS=reference to train with PyTorch's operations"
+    if triton_version() is None:
+        return f"Triton is not installed. Use `pip install triton==3.7.1`, {remedy}"
+    if (refusal := _machine(HOPPER)) is not None:
+        return f"{refusal}, {remedy}"
+    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        return f"Triton finds no C compiler. Install one (`apt-get install gcc`), or name it in CC, {remedy}"
+    return None
+
+
+def unfit(*tensors: Tensor) -> str | None:
+    """Return why tensors cannot go to a Triton kernel, or None. It takes float32, bfloat16 and float16 on a GPU.
+
+    Inside `launching`, any device is allowed.
+    """
     for x in tensors:
         if _hook() is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
             return f"needs tensors on a GPU, got {x.device.type}"
@@ -72,9 +95,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Run `kernel[grid](*args, **options)` on the device of its tensors. An empty grid runs nothing.
 
     Raises:
-        KernelBuildError: if it cannot be compiled, or needs more of the chip than there is.
+        KernelBuildError: if it cannot be compiled, or needs more resources than the GPU has.
     """
-    # The default up to Triton 3.9, which warns where it is not given; 3.10 changes it.
+    # The default up to Triton 3.9, which warns if it is not set; 3.10 changes it.
     options = {"enable_fp_fusion": True, **options}
     if (hook := _hook()) is not None:
         hook(kernel, grid, args, options)
@@ -84,36 +107,37 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def cdiv(number: int, size: int) -> int:
-    """How many pieces of this size a number takes, the last one perhaps not whole."""
+    """Return the quotient, rounded up."""
     return -(-number // size)
 
 
 def power_of_two(number: int, least: int = 1) -> int:
-    """The lowest power of two that is not below the number nor below `least`, itself one."""
+    """Return the smallest power of two that is at least `number` and at least `least`, itself a power of two."""
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
 def build_once(key: Hashable, run: Callable[[], Any]) -> None:
-    """Compile whatever `run` would launch, the first time that this key is seen, without launching anything.
+    """Compile all kernels that `run` would launch, once per key, without launching them.
 
-    An operation calls this with its backward before its first forward: a kernel that cannot be built then makes the
-    dispatch fall back while nothing has been computed yet. Nothing is compiled by the interpreter, which has nothing to
-    compile, inside `launching`, which sees the backward when it runs, or while `torch.compile` traces, where dispatch
-    cannot fall back: there the error reaches the user.
+    An operation calls this with its backward before its first forward. If a kernel cannot be built, the dispatch then
+    falls back before anything is computed. It does nothing with the interpreter, which compiles nothing; inside
+    `launching`, which sees the backward when it runs; and while `torch.compile` traces, when the dispatch cannot fall
+    back and the error reaches the user.
     """
     if INTERPRETED or _hook() is not None or torch.compiler.is_compiling() or key in _built:
         return
-    with launching(_build):
+    with launching(_build), torch.no_grad():
         run()
     _built.add(key)
 
 
 @contextlib.contextmanager
 def launching(instead: Launcher) -> Iterator[None]:
-    """Inside the block, call `instead(kernel, grid, args, options)` where this thread would launch a kernel.
+    """Inside the block, call `instead(kernel, grid, args, options)` in place of every launch of this thread.
 
-    Nothing is launched, so calls with tensors on a CPU are taken too; their results are uninitialised. Other threads
-    launch as usual."""
+    Nothing is launched, so calls with tensors on a CPU are allowed too; their results are uninitialised. Other threads
+    launch as usual.
+    """
     thread = threading.get_ident()
     before = _instead.get(thread)
     _instead[thread] = instead
@@ -127,23 +151,25 @@ def launching(instead: Launcher) -> Iterator[None]:
 
 
 def _hook() -> Launcher | None:
-    """What this thread calls in place of a launch, or None. Outside `launching` the thread is not asked for, since
-    `torch.compile` cannot trace that."""
+    """Return the function that this thread calls in place of a launch, or None.
+
+    Outside `launching` the thread's id is not read, because `torch.compile` cannot trace that.
+    """
     return _instead.get(threading.get_ident()) if _instead else None
 
 
 def _build(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     with _build_errors(kernel), _device_of(args):
         compiled = kernel.warmup(*args, grid=(1,), **options)
-        _ = compiled.run  # loads it, which is where too much shared memory is found out
+        _ = compiled.run  # loads it, which fails for too much shared memory
 
 
 @contextlib.contextmanager
 def _build_errors(kernel: Any) -> Iterator[None]:
-    """Raise KernelBuildError, on which the dispatch falls back, for every error that means: it could not be built.
+    """Raise KernelBuildError, after which the dispatch falls back, for every error of a build.
 
-    Besides Triton's own: a missing assembler, C compiler or Python header, and a failed pass of its compiler, which is
-    a RuntimeError. An error of a kernel that ran is a RuntimeError, too; it is raised as it is.
+    These are Triton's own errors, a missing assembler, C compiler or Python header, and a failed compiler pass, which
+    is a RuntimeError. An error of a running kernel is a RuntimeError too, and is raised unchanged.
     """
     from triton.errors import TritonError
 
@@ -152,12 +178,12 @@ def _build_errors(kernel: Any) -> Iterator[None]:
     except (TritonError, OSError, subprocess.SubprocessError, RuntimeError) as error:
         if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or "[CUDA]" in str(error):
             raise
-        message = f"{kernel.__name__}: {type(error).__name__}: {error}; GSM_KERNELS=reference does without it"
+        message = f"{kernel.__name__}: {type(error).__name__}: {error}; GSM_KERNELS=reference avoids it"
         raise KernelBuildError(message) from error
 
 
 def _device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
-    """Makes the device of the tensors the current one."""
+    """Return a context in which the device of the tensors is the current one."""
     device = next((x.device for x in args if isinstance(x, Tensor)), None)
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
@@ -166,8 +192,8 @@ def _no_hopper(oldest: tuple[int, int]) -> str | None:
     return _machine(oldest)
 
 
-# As torch.compiler.assume_constant_result does, whose import takes seconds: the machine does not change, and a graph
-# cannot ask for it.
+# Like torch.compiler.assume_constant_result, whose import takes seconds. The machine is constant, and a graph cannot
+# query it.
 _no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -177,9 +203,11 @@ def _machine(oldest: tuple[int, int]) -> str | None:
         return "Triton is not installed"
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.version.hip:  # which numbers its chips as NVIDIA does, MI300 as 9.4
-        return "made for NVIDIA's GPUs, and this is one of AMD's"
+    if torch.version.hip:  # AMD's capability numbers look like NVIDIA's: MI300 is 9.4
+        return "made for NVIDIA GPUs, and this is an AMD GPU"
     capability = torch.cuda.get_device_capability()
+    if (refusal := unfenced_triton()) is not None:
+        return refusal
     fits = capability == HOPPER if oldest == HOPPER else capability >= oldest
     has, needs = (".".join(map(str, version)) for version in (capability, oldest))
     return None if fits else f"made for compute capability {needs}, this device has {has}"

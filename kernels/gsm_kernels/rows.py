@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-SCRATCH = 12 << 20  # numbers of four bytes in a chunk's buffers, about the second-level cache of a Hopper GPU
+SCRATCH = 12 << 20  # 4-byte elements in a chunk's buffers, about the L2 cache of a Hopper GPU
 
 
 def slices(rows: int, step: int) -> list[slice]:
-    """All rows in ranges of `step`, of which the last may be shorter."""
+    """Split all rows into ranges of `step`; the last range may be shorter."""
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -29,16 +29,19 @@ class Rows(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Rows of all its sequences together."""
+        """Number of rows in all its sequences."""
         return self.batches * self.rows
 
     def place(self, length: int) -> tuple[int, int, int, int]:
-        """Where it lies among sequences of `length` rows, as kernels take it: batch0, row0, rows, R."""
+        """Return its place among sequences of `length` rows, as kernels take it: batch0, row0, rows, R."""
         return self.batch0, self.row0, self.rows, length
 
 
 def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
-    """Whole sequences of a [B,R,...], or rows of one, whose buffers of `per_row` numbers a row fit the scratch."""
+    """Yield chunks of a [B,R,...]: whole sequences, or rows of a sequence, whose buffers fit the scratch memory.
+
+    `per_row` is the number of elements per row in these buffers.
+    """
     batch, rows = shape[:2]
     fit = max(SCRATCH // max(per_row, 1), 1)
     if rows <= fit:
@@ -51,5 +54,5 @@ def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
 
 
 def lines_of(x: Tensor, part: Rows) -> Tensor:
-    """The lines of a chunk in a contiguous [B,R,...], where they lie side by side."""
+    """Return the lines of a chunk in a contiguous [B,R,...], where they are adjacent."""
     return x.flatten(0, 1)[part.batch0 * x.shape[1] + part.row0 :][: part.lines]

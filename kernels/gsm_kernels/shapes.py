@@ -1,4 +1,4 @@
-"""Checking shapes by name: an argument called `query_BRHC` must have four dimensions, and its B is everybody's B."""
+"""Check shapes by name: an argument called `query_BRHC` must have four dimensions, and B must be equal in all names."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def agree(op: str, inputs: Any = None, **named: object) -> dict[str, int]:
-    """Match every tensor's shape with the letters that end its name; return the size of each letter.
+    """Match every tensor's shape with the letters at the end of its name; return the size of each letter.
 
     Args:
         op: the operation's name, for the message.
         inputs: a NamedTuple of all arguments.
-        named: the arguments, where there is no such tuple. Either way, what is no tensor (None, numbers) and names that
-            end in no letters are passed over.
+        named: the arguments, without such a tuple. Values that are not tensors (None, numbers) and names without
+            letters are skipped.
 
     Raises:
         ValueError: if a tensor has the wrong number of dimensions, or a letter two sizes.
     """
     sizes: dict[str, int] = {}
-    names, given = (tuple(named), tuple(named.values())) if inputs is None else (inputs._fields, inputs)
+    names, values = (tuple(named), tuple(named.values())) if inputs is None else (inputs._fields, inputs)
     for place, letters in _lettered(names):
-        tensor = given[place]
+        tensor = values[place]
         if not isinstance(tensor, Tensor):
             continue
         shape = tensor.shape
@@ -32,33 +32,33 @@ def agree(op: str, inputs: Any = None, **named: object) -> dict[str, int]:
             raise ValueError(f"{op}: {names[place]} needs {dimensions}, got shape {tuple(shape)}")
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                known = f"{letter} = {sizes[letter]} by {_owner(letter, dict(zip(names, given, strict=True)))}"
-                raise ValueError(f"{op}: {names[place]} has shape {tuple(shape)}, so {letter} = {size}, but {known}")
+                other = f"{letter} = {sizes[letter]} by {_owner(letter, dict(zip(names, values, strict=True)))}"
+                raise ValueError(f"{op}: {names[place]} has shape {tuple(shape)}, so {letter} = {size}, but {other}")
     return sizes
 
 
 def _lettered(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
-    """Which arguments are checked, and the letters that their names end in."""
+    """Return the places of the arguments to check, and the letters of their names."""
     return _lettered_once(names)
 
 
-# As torch.compiler.assume_constant_result does, whose import takes seconds: a graph cannot ask a cache.
+# Like torch.compiler.assume_constant_result, whose import takes seconds. A graph cannot use the cache.
 _lettered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
 def _lettered_once(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     letters = [name.rpartition("_")[2] for name in names]
-    return tuple((place, one) for place, one in enumerate(letters) if one.isupper())
+    return tuple((place, suffix) for place, suffix in enumerate(letters) if suffix.isupper())
 
 
-def _owner(letter: str, given: dict[str, object]) -> str:
-    """The first tensor with this letter."""
-    return next(name for name, x in given.items() if isinstance(x, Tensor) and letter in name.rpartition("_")[2])
+def _owner(letter: str, named: dict[str, object]) -> str:
+    """Return the name of the first tensor with this letter."""
+    return next(name for name, x in named.items() if isinstance(x, Tensor) and letter in name.rpartition("_")[2])
 
 
 def require_divided_heads(op: str, sizes: dict[str, int]) -> None:
-    """Raises ValueError unless key and value heads (G) divide query heads (H)."""
+    """Raise ValueError unless key and value heads (G) divide query heads (H)."""
     heads, groups = sizes["H"], sizes["G"]
     require(op, heads % groups == 0, f"{groups} key and value heads must divide {heads} query heads")
 

@@ -1,4 +1,4 @@
-"""Slots of a bank or a cache: which of them a row sees, and fetching those that it has selected."""
+"""Slots of a bank or a cache: masks of the visible ones, and gathers of the selected ones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def visible(first_BR: Tensor, last_BR: Tensor, slots: slice) -> Tensor:
-    """Which of these slots lie in a row's range [first, last), bool [B,R,F]."""
+    """Return the mask of slots in a row's range [first, last), bool [B,R,F]."""
     slot_F = torch.arange(slots.start, slots.stop, device=first_BR.device)
     return (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])
 
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
-    """Which slots a row may choose, bool [B,R,F]: those in [first, last), and in its pool if it has one."""
+    """Return the mask of slots that a row may select, bool [B,R,F]: in [first, last), and in its pool if it has one."""
     seen = visible(first_BR, last_BR, slice(0, slots))
     if pool_BRN is None:
         return seen
@@ -26,8 +26,10 @@ def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tenso
 
 
 def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: Tensor, block: int) -> Tensor:
-    """Which slots in [first, last) lie in the blocks that a row has chosen for each group, bool [B,R,G,F]: block n has
-    the slots from first + n block on, -1 stands for none."""
+    """Return the mask of slots in [first, last) and in a row's chosen blocks for each group, bool [B,R,G,F].
+
+    Block n begins at slot first + n * block; -1 means no block.
+    """
     blocks = slots // block + 1
     member = torch.zeros(*chosen_BRGN.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_BRGN.device)
     member.scatter_(3, torch.where(chosen_BRGN < 0, blocks, chosen_BRGN), True)
@@ -38,11 +40,11 @@ def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: T
 
 
 def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
-    """The entries at an index, [B*R,K,X]; slot 0 stands in for none, zeros if there is no slot at all."""
+    """Return the entries at an index, [B*R,K,X]; for no entry (-1), slot 0, or zeros if the bank is empty."""
     shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])
     if bank_BFX.shape[1] == 0:
         return bank_BFX.new_zeros(shape)
-    if not bank_BFX.is_contiguous():  # the first slots of larger banks: to fold the batch in would copy all of them
+    if not bank_BFX.is_contiguous():  # the first slots of larger banks: flattening the batch would copy all of them
         batch = torch.arange(len(bank_BFX), device=bank_BFX.device)[:, None, None]
         return bank_BFX[batch, index_BRK.clamp(min=0)].reshape(shape)
     flat = flat_slots(index_BRK, bank_BFX.shape[1])
@@ -50,7 +52,7 @@ def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
 
 
 def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:
-    """Rows of a bank with its batch folded in; slot 0 stands in for none."""
+    """Return indices into a bank with a flattened batch; slot 0 for no entry (-1)."""
     slot_BRK = index_BRK.clamp(min=0)
     if len(index_BRK) > 1:
         slot_BRK = slot_BRK + torch.arange(len(index_BRK), device=index_BRK.device)[:, None, None] * slots

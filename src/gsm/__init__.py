@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Engine", "__version__", "build_model", "explore", "load_model", "patch", "record"]
 
-# OpenMP's threads spin while they wait for one another, for milliseconds, which on a machine that does other work makes
-# two slower than one. So short they cost a quiet machine little. Read by GNU's OpenMP when PyTorch is imported.
+# OpenMP's threads spin for milliseconds while they wait for each other. On a busy machine this makes two threads slower
+# than one. A short spin costs a quiet machine little. GNU's OpenMP reads the variable when PyTorch is imported.
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
     os.environ["GOMP_SPINCOUNT"] = "10000"
 
@@ -42,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Find a public name in its module at first use, and keep it."""
+    """Import a public name at its first use, and cache it."""
     if name not in _HOMES:
         raise AttributeError(f"module 'gsm' has no attribute {name!r}; it offers {', '.join(__all__)}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -1,33 +1,58 @@
-"""Files that are there as a whole or not at all, whenever the process or the machine stops."""
+"""Atomic writes of files, and reads of files that are not trusted.
+
+A written file is complete or missing, even if the process or the machine stops.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-BLOCK = 1 << 22  # bytes that are read at a time
-DIRECTORY = 0x10  # of a part of an archive: PyTorch takes one that is marked so for empty, and gives zeros
-PARTIAL = ".{}.partial"  # what a file is called while it is written; `{}` is its name and a part that no other has
+from gsm.errors import ConfigError
+
+BLOCK = 1 << 22  # bytes per read
+LARGEST = 1 << 27  # largest file that is read at once, in bytes
+DIRECTORY = 0x10  # ZIP directory flag; PyTorch reads an entry with this flag as zeros, so it is rejected
+NUMBER, NONE = (int, float, type(None)), type(None)
+SHAPES: dict[str, Any] = {  # required structure of files that several commands read; see `misshapen`
+    "summary.json": {
+        **dict.fromkeys(["status", "reason", "run", "curves"], (str, NONE)),
+        **dict.fromkeys(["steps", "tokens", "train_seconds"], NUMBER),
+        **dict.fromkeys(["choices", "versions", "kernels"], ({...: (str, NONE)}, NONE)),
+        "fingerprint": ({...: (str, int)}, NONE),
+        "data": (Mapping, NONE),
+        "runs": ({...: Mapping}, NONE),
+        "trained": ([str], NONE),
+        "metrics": ({...: (*NUMBER, [[NUMBER]])}, NONE),  # the lists are sums by document
+        "by_length": ({...: {...: NUMBER}}, NONE),
+        "by_load": ({...: {...: NUMBER}}, NONE),
+    },
+    "experiment.json": {"arms": {...: [str]}, "table": [str], "tuned": {...: Mapping}},
+}
+DAMAGED = "{} is damaged ({}). Delete it, and run the command that wrote it again"
+PARTIAL = ".{}.partial"  # temporary name while writing; `{}` is the file's name and a unique suffix
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write bytes to, which takes the place of `path` once all of them are on the disk.
+    """Open a temporary file for bytes, which replaces `path` once all of them are on the disk.
 
     Several processes may do so at once: the last one to finish wins, and no reader sees a mixture.
 
     Raises:
-        OSError: it cannot be written; the error names `path`, and what was there before is untouched.
+        OSError: it cannot be written; the error names `path`, and the previous file is untouched.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL.format(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}"))
@@ -36,26 +61,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with partial.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # before the name: after a power cut it must not stand for an empty file
+            os.fsync(file.fileno())  # before the renaming: after a power cut the name must not belong to an empty file
         os.replace(partial, path)
         _sync_folder(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         with suppress(OSError):
-            partial.unlink()  # moved away by now, unless something went wrong; a full disk needs the room
+            partial.unlink()  # exists only after an error; a full disk needs the room
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Writes a file as a whole or not at all. Raises OSError."""
+    """Write an object as JSON, atomically. Raises OSError."""
     with replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` through `replacing`, of what is a file in memory first: PyTorch's writer hides why a disk refuses.
+    """Save with ``torch.save``, atomically. Raises OSError.
 
-    Raises OSError.
+    The content is serialised in memory first, because PyTorch's writer hides the reason for an error of the disk.
     """
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -63,28 +88,137 @@ def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
         file.write(buffer.getbuffer())
 
 
+def regular(path: str, flags: int) -> int:
+    """Open a regular file; an ``opener`` for `open`. A pipe, a socket or a device is rejected because it might never
+    end.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file named by a user, for reading bytes. Raises OSError as `regular` does."""
+    return open(path, "rb", opener=regular)
+
+
+def read_text(path: str | os.PathLike[str], most: int = LARGEST) -> str:
+    """Read a regular file of UTF-8 as text, without a byte order mark.
+
+    Args:
+        path: the file.
+        most: largest allowed size in bytes.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger than ``most``.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return raw.decode("utf-8-sig")
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The object in a small file; None if it is missing, unreadable, or holds anything else."""
+    """Read the object in a small JSON file; None if it is missing or damaged (see `damage`)."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        return sound(path)
     except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+
+
+def damage(path: str | os.PathLike[str]) -> str:
+    """Return a sentence about the damage of a JSON file; empty if it is sound or missing."""
+    try:
+        sound(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        why = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    else:
+        return ""
+    return DAMAGED.format(path, f"{why:.200}")
+
+
+def sound(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises OSError, ValueError or RecursionError for a damaged file.
+
+    The object must have the structure that `SHAPES` defines for the file's name, and numbers and strings that a JSON
+    writer can produce.
+    """
+    text = read_text(path)
+    value = json.loads(text, parse_int=_whole_number)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # fails for a lone surrogate, which no terminal can show
+    wrong = next(misshapen(value, SHAPES.get(Path(path).name, Mapping)), None)
+    if wrong:
+        raise ValueError(wrong)
+    return value
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def misshapen(value: Any, shape: Any, place: str = "", needed: Collection[str] = ()) -> Iterator[str]:
+    """Yield a description of every difference between a value and its required shape.
+
+    Args:
+        value: plain containers.
+        shape: a type; a tuple of alternatives; a dict with the shape of each key (``...`` for all other keys); a list
+            with the shape of its elements.
+        place: name of the value in the descriptions.
+        needed: keys that must not be missing if the shape has them.
+    """
+    shapes = shape if isinstance(shape, tuple) else (shape,)
+    kinds = tuple(Mapping if isinstance(kind, dict) else list if isinstance(kind, list) else kind for kind in shapes)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        yield f"{place or 'its content'} is {value!r:.40}"
+    for kind in shapes:
+        if isinstance(kind, list) and isinstance(value, list):
+            for number, element in enumerate(value):
+                yield from misshapen(element, kind[0], f"{place}[{number}]", needed)
+        if isinstance(kind, dict) and isinstance(value, Mapping):
+            missing = [key for key in kind if key in needed and key not in value]
+            yield from (f"{place}.{key} is missing".removeprefix(".") for key in missing)
+            for key, element in value.items():
+                below = kind.get(key, kind.get(...))
+                if below is not None:
+                    yield from misshapen(element, below, f"{place}.{key}" if place else str(key), needed)
+
+
+def refuse_pipes(*folders: Path) -> None:
+    """Raise ConfigError for a pipe, a socket or a device in these folders, because opening it may never return."""
+    for folder in folders:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise ConfigError(f"{path} is not allowed because it is no file. Move it away, or use another folder.")
 
 
 class Damaged(ValueError):
-    """A file is not what was written; the message says where."""
+    """A file is damaged; the message names the part."""
 
 
 def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True) -> None:
-    """Compares the contents of a file that `torch.save` wrote with its checksums, which PyTorch does not do itself.
+    """Verify the checksums in a file that `torch.save` wrote; PyTorch does not verify them.
 
     Args:
         file: its path, or a file to read from.
-        tensors: also the tensors' own bytes; without, what describes them.
+        tensors: whether to verify the bytes of tensors too, and not only their descriptions.
 
     Raises:
-        Damaged: a part has another checksum, or it is no such file.
+        Damaged: the checksum of a part is wrong, or it is no such file.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -102,14 +236,14 @@ def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True
 
 
 def sweep(*folders: Path, name: str = "*") -> None:
-    """Removes what a process that was killed while it wrote has left in these folders (of one file, with its name)."""
+    """Remove temporary files that killed processes left in these folders, of all files or of the file ``name``."""
     for folder in folders:
         for partial in folder.glob(PARTIAL.format(name if name == "*" else f"{name}.*")):
             partial.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a new name last; some network file systems cannot, and then need not be asked."""
+    """Write the folder's entries to the disk; network file systems that cannot do so are ignored."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

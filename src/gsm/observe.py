@@ -1,80 +1,83 @@
-"""Named taps: a model says what may be looked at and replaced, and pays nothing until somebody does.
+"""Named taps: points at which tensors inside a model can be recorded and replaced. They cost nothing while unused.
 
-    x_BRD = tap("stage/2/increment", x_BRD)               # in the model: gives back what it is given ...
+    x_BRD = tap("stage/2/increment", x_BRD)               # in the model: returns its argument ...
 
-    with record("stage/*", "state/entries") as seen:      # ... until somebody listens
+    with record("stage/*", "state/entries") as seen:      # ... and records it inside this block
         model(tokens)
     seen["stage/2/weights"]                               # the tensor of the last call
     seen.all("stage/2/weights")                           # of every call, in order: chunks, decoded tokens
 
-    with patch("state/entries", lambda entry_BEC: 0 * entry_BEC):       # ... or says what the model is to go on with
+    with patch("state/entries", lambda entry_BEC: 0 * entry_BEC):       # ... or returns a replacement
         model(tokens)
 
-What there is to see in GSM, layers and stages numbered from 1, the decoder's after the encoder's. T new positions, E
-window entries and F bank slots, stored and new; a layer that produces fewer rows than T (prefill) shows its last R:
+The taps of GSM. Layers and stages are numbered from 1, the decoder's layers after the encoder's. T new positions, E
+window entries and F bank slots, stored and new; a layer that computes fewer rows than T (prefill) has its last R:
 
     position             int64 [B, T]         place in the document, -1 for padding
-    embedding            [B, T, D]            what enters the first layer
+    embedding            [B, T, D]            input of the first layer
     encoder/<l>/window   [B, E, C]            entries, key and value at once
-    encoder/<l>/latent   [B, G, C]            where the layer owns a bank, what the call adds to it, before rotation:
-                                              entries and index keys are made of it
+    encoder/<l>/latent   [B, G, C]            in a layer with its own bank: new latents of this call, before rotation,
+                                              from which entries and index keys are made
     encoder/<l>/bank     [B, F, C]            its entries, stored and new
-    encoder/<l>/top_k    int64 [B, R, K]      slots that the layer reads, its own choice or not, -1 for none
+    encoder/<l>/top_k    int64 [B, R, K]      slots that the layer reads, from its own selection or not, -1 for none
     encoder/<l>/weights  [B, R, H, W + K + 1] attention: window from old to new, selected slots, sink; rows sum to 1
-    stage/<s>/top_k      int64 [B, R, K]      slots that the stage reads: those of its layer, or its own
+    stage/<s>/top_k      int64 [B, R, K]      slots that the stage reads: its layer's, or its own selection
     stage/<s>/weights    [B, R, H, W + K + 1] as in the encoder
-    stage/<s>/increment  [B, R, D]            what the stage adds to r
-    state/e, state/z     [B, R, D]            what the encoder says, and what the writer makes of it and of r
-    state/entries        [B, E, C]            what all decoder layers read
+    stage/<s>/increment  [B, R, D]            the stage's addition to r
+    state/e, state/z     [B, R, D]            the encoder's output, and the writer's combination of it with r
+    state/entries        [B, E, C]            the entries that all decoder layers read
     decoder/streams      [B, R, X, D]         the residual streams that enter the decoder
-    decoder/start        [B, R, D]            what its first site reads of them, unless it reads for itself
+    decoder/start        [B, R, D]            their read-out for its first site, unless that has its own
     decoder/<l>/weights  [B, R, H, M + 1]     attention: the last M entries from old to new, sink
-    hidden               [B, R, D]            what leaves the last layer, before the final norm
+    hidden               [B, R, D]            output of the last layer, before the final norm
 
-The baseline's decoder layers show what its encoder layers do. A writer, a state reader or a retriever may have taps of
-its own. The layers of comparators, called the decoder's except for the first half of YOCO, show:
+The baseline's decoder layers have the taps of encoder layers. A writer, a state reader or a retriever may have more
+taps. The layers of comparators are all in the decoder, except for the first half of YOCO:
 
-    decoder/<l>/weights  [B, R, H, F]         where a layer attends, to F tokens, stored and new; what a row does not
-                                              see is 0
-    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] where it is
-                                              M slots, key and value side by side, [B, H, C + 2, C] in Mamba-3, whose
-                                              last two rows are the last token's key and value
-    decoder/<l>/compressed/weights            [B, R, H, F], NSA: where a row attends among F compressed blocks;
-    decoder/<l>/selected/weights              of all tokens, in the blocks that it has selected;
-    decoder/<l>/window/weights                and among window entries
-    encoder/<l>/...                           YOCO: likewise
+    decoder/<l>/weights  [B, R, H, F]         attention to F tokens, stored and new; 0 for invisible tokens
+    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] for M slots
+                                              (key and value, concatenated); [B, H, C + 2, C] in Mamba-3, with the last
+                                              token's key and value in the last two rows
+    decoder/<l>/compressed/weights            NSA, [B, R, H, F]: attention to F compressed blocks,
+    decoder/<l>/selected/weights              to all tokens, in the selected blocks,
+    decoder/<l>/window/weights                and to window entries
+    encoder/<l>/...                           YOCO: the same taps
 
-After the named probes of facebookresearch/lingua; here they nest, choose by pattern, replace, and vanish under
-`torch.compile`.
+The design follows the named probes of facebookresearch/lingua. In addition, recordings nest, patterns select taps, taps
+can be replaced, and taps vanish under `torch.compile`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
-_listening: list[Seen | Patch] = []
-_called: list[Any] = [None]  # the model whose call this is, while somebody listens
+# Ids of the recordings and patches of the whole process: a compiled graph can read this list, but no context variable.
+_listening: list[int] = []
+# Recordings and patches of this thread, or asyncio task. Only these affect a call.
+_listeners: ContextVar[tuple[Seen | Patch, ...]] = ContextVar("_listeners", default=())
+_called: ContextVar[Any] = ContextVar("_called", default=None)  # the model of the current call, while anything listens
 
 
 class Named(Protocol):
-    """A part of a model that has a name, such as ``decoder/6``."""
+    """A part of a model with a name, such as ``decoder/6``."""
 
     name: str
 
 
 Name = str | tuple[Named, str]
-"""Of a tap. A part and a word stand for ``<name of the part>/<word>``: it is put together when somebody listens. A
-compiled block that looked at its name would not be compiled once for all blocks of its kind."""
+"""The name of a tap. A pair of a part and a word means ``<name of the part>/<word>``, joined only when the tap is in
+use: a compiled block that reads its name would not share one graph with all blocks of its kind."""
 
 
 def spelt(name: Name) -> str:
-    """The name in full."""
+    """Return the full name of a tap."""
     return name if isinstance(name, str) else f"{name[0].name}/{name[1]}"
 
 
@@ -83,17 +86,16 @@ def tap(name: Name, value: Tensor, fixed: str = "") -> Tensor: ...
 @overload
 def tap(name: Name, value: Callable[[], Tensor]) -> Tensor | None: ...
 def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Tensor | None:
-    """Show a tensor to whoever records under this name, and give back what to go on with: the tensor itself, unless
-    somebody patches it.
+    """Record a tensor under a name; return it, or the replacement of a patch.
 
-    What is costly to make, such as attention weights that a kernel never writes down, is given as a function: it is
-    called only when somebody listens, and then once. What comes back is None, or what was put in its place: whoever
-    taps so then computes with that.
+    An expensive tensor, such as attention weights that a kernel never materialises, is passed as a function. It is
+    called only when the tap is in use, and then once. The result is then None, or the replacement of a patch, with
+    which the caller must compute its output.
 
     Args:
-        name: of the tap.
-        value: the tensor, or what makes it.
-        fixed: why a model cannot go on with another value; empty: it can.
+        name: name of the tap.
+        value: the tensor, or a function that computes it.
+        fixed: the reason why the tensor cannot be replaced; empty: it can be.
     """
     if _listening:
         return _show(name, value, fixed)
@@ -101,36 +103,36 @@ def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Te
 
 
 class Calls:
-    """What says of each of its calls whose taps follow (`called`): language models."""
+    """Base of language models, which announce each of their calls with `called`."""
 
 
 def called(model: Calls) -> None:
-    """Says whose the taps that follow are."""
+    """Announce a call: the following taps belong to ``model``."""
     if _listening:
         _note(model)
 
 
 def observed() -> bool:
-    """Whether somebody records or replaces anything."""
-    return bool(_listening)
+    """Return whether there is a recording or a patch in this thread."""
+    return bool(_listening) and bool(_listeners.get())
 
 
 def patching() -> bool:
-    """Whether somebody replaces anything."""
-    return any(isinstance(one, Patch) for one in _listening)
+    """Return whether there is a patch in this thread."""
+    return bool(_listening) and any(isinstance(listener, Patch) for listener in _listeners.get())
 
 
 @contextmanager
 def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
-    """Record every tap whose name matches one of the patterns, all of them if there is none.
+    """Record every tap with a name that matches any of the patterns; without patterns, every tap.
 
-    Patterns are those of the shell, and `*` also crosses slashes: `"stage/*"` matches `"stage/2/weights"`. Recordings
-    nest; each gets what it asks for. Tensors are detached copies, so that a memory that is overwritten in place later
-    does not change what was seen; `detach=False` keeps the tensors themselves, with their graph, to ask autograd about.
-    Where somebody patches, what is seen is what the model goes on with.
+    Patterns are shell patterns, and `*` also matches slashes: `"stage/*"` matches `"stage/2/weights"`. Recordings nest,
+    each with its own patterns. Tensors are detached copies, so that later writes to a static memory do not change them;
+    `detach=False` stores the tensors themselves with their autograd graph. With a patch, the replacement is recorded.
+    Calls of other threads are neither recorded nor patched.
 
-    A compiled model is compiled once more when somebody starts to listen, and breaks its graph at every tap; one that
-    was compiled with `fullgraph=True` refuses to: record from the model as it was before `torch.compile`.
+    A compiled model is compiled again for a recording, with a graph break at every tap. A model compiled with
+    `fullgraph=True` raises an error: record from the model before `torch.compile`.
     """
     with _listener(Seen(patterns, detach)) as seen:
         yield seen
@@ -140,57 +142,60 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
 def patch(
     pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Calls | None = None
 ) -> Iterator[None]:
-    """Replace what passes the taps whose names match, in every call inside of the block.
+    """Replace the tensors of taps with matching names, in every call inside the block.
 
         with gsm.patch("stage/1/increment", torch.zeros_like):
             model(tokens)                                 # as if stage 1 had retrieved nothing
 
-    Training, chunks and decoding go on with the replaced tensor, and gradients flow through the function. Patches nest:
-    the inner one gets what the outer one gave. Behind the block the model computes what it computed before; what it has
-    read in the meantime stays in its memory as it was read.
+    Training, chunks and decoding continue with the replacement, and gradients flow through the function. Patches nest:
+    the inner function gets the result of the outer one. After the block the model computes as before, but the entries
+    that it has stored in a memory inside the block remain.
 
-    - Of what a memory stores (windows, banks, the state's entries) each call shows stored and new entries, and the
-      memory keeps them as they were: the function is applied once in each call, never to its own result. Not so two
-      taps that later calls find changed: `encoder/<l>/latent` is stored as it was patched, and `decoder/<l>/state`,
-      which the call itself has read by then, changes nothing else.
-    - Rows are the last R of the call's T new positions, and entries end with the newest. Token by token, as in one
-      call: give each position the same, e.g. by its number in `seen["position"]` of a recording around it.
-    - Replaced attention weights are what the rows take their mixture with: the weight of a place that a row does not
-      see, and that of the sink, bring nothing. Kernels do not form weights, so with them the sums are made in another
-      order, and an indexer goes on learning from the weights as they were.
-    - Replaced `top_k` are the slots that are read, by this layer and by all that take the selection over.
+    - Taps of stored tensors (windows, banks, the state's entries) have stored and new entries in each call, and the
+      memory stores the original ones. So the function is applied once per call, never to its own result. Two taps are
+      exceptions: a patch to them is visible to later calls. `encoder/<l>/latent` is stored with the patch.
+      `decoder/<l>/state` is the state after the call, so a patch to it affects later calls only.
+    - Rows are the last R of the call's T new positions, and entries end with the newest. For the same result token by
+      token and in one call, the function must treat each position the same, e.g. by its number in `seen["position"]` of
+      a recording around the patch.
+    - Replaced attention weights determine the output of the attention. Weights of invisible places and of the sink have
+      no effect. Kernels do not compute weights, so a patch changes the order of summation. An indexer still learns from
+      the original weights.
+    - A replaced `top_k` determines the slots that this layer reads, and all layers that reuse its selection.
     - `position` cannot be replaced.
 
-    What is repeated runs no Python: an `Engine` makes plain calls inside of the block, and of a recording. For
-    `torch.compile` see `record`. A model that recomputes activations keeps them.
+    Replayed code runs no Python, so patches would not apply: an `Engine` makes plain calls inside a patch or a
+    recording. For `torch.compile` see `record`. A model with recomputation of activations does not recompute inside a
+    patch.
 
     Args:
-        pattern: as of `record`; or several.
-        function: from a copy of the tensor, which it may write to, to one of the same shape, dtype and device.
-        model: only in calls of this model, given as it was before `torch.compile`; None: of any.
+        pattern: a pattern as in `record`, or several.
+        function: maps a copy of the tensor, which it may modify, to a tensor of the same shape, dtype and device.
+        model: patch only calls of this model, which must be the model before `torch.compile`; None: calls of any model.
 
     Raises:
-        TypeError: at the block's entry, if `model` is no language model, such as one that `torch.compile` gave.
-        ValueError: in the call, if the function gives anything else, or slots that a row may not see; behind the block,
-            if models were called, but never `model`.
-        KeyError: behind the block, if models were called and met no tap of such a name; it lists those they met.
+        TypeError: at entry, if `model` is no language model, such as the result of `torch.compile`.
+        ValueError: in the call, if the function returns anything else, or slots that a row may not see; at exit, if
+            models were called, but never `model`.
+        KeyError: at exit, if models were called and no tap matched; the error lists the taps of these calls.
     """
     if model is not None and not isinstance(model, Calls):
         raise TypeError(
-            f"a patch of one model knows it by its own calls, but a {type(model).__name__} is no language model: give "
-            "the model as it was before torch.compile, or before whatever else was put around it"
+            f"model={type(model).__name__} is not allowed because it is no language model. Use the model before "
+            "torch.compile or any other wrapper"
         )
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
-    with _listener(Patch(patterns, function, model)) as one:
+    with _listener(Patch(patterns, function, model)) as active:
         yield
-    if one.others and not one.met:
-        raise ValueError("models were called, but never the one to be patched: leave out model= to patch any")
-    if one.met and not any(map(one.names, one.met)):
-        raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} was met; met: {', '.join(sorted(one.met))}")
+    if active.others and not active.met:
+        raise ValueError("models were called, but never the model of the patch; leave out model= to patch any model")
+    if active.met and not any(map(active.names, active.met)):
+        taps = ", ".join(sorted(active.met))
+        raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} in these calls; they have: {taps}")
 
 
 class Seen(dict[str, Tensor]):
-    """What a recording saw: name -> the last tensor of that name; `all(name)` -> each of them, in order."""
+    """The result of a recording: name -> last tensor of that name; `all(name)` -> all of them, in order."""
 
     def __init__(self, patterns: tuple[str, ...] = (), detach: bool = True) -> None:
         super().__init__()
@@ -199,7 +204,7 @@ class Seen(dict[str, Tensor]):
         self._history: dict[str, list[Tensor]] = {}
 
     def all(self, name: str) -> list[Tensor]:
-        """Every tensor seen under this name, in order. Raises KeyError, which lists the names seen, for any other."""
+        """Return every tensor recorded under this name, in order. Raises KeyError, listing the recorded names."""
         return self._history[name] if name in self._history else self.__missing__(name)
 
     def wants(self, name: str) -> bool:
@@ -210,12 +215,16 @@ class Seen(dict[str, Tensor]):
         self._history.setdefault(name, []).append(self[name])
 
     def __missing__(self, name: str):
-        raise KeyError(f"no tap named {name!r} was seen; seen: {', '.join(sorted(self)) or 'nothing'}")
+        raise KeyError(f"no tap named {name!r} was recorded; recorded: {', '.join(sorted(self)) or 'nothing'}")
 
 
 class Patch:
-    """What replaces the tensors of some taps; `met` holds the names of all that passed, and `others` says whether other
-    models than the one to be patched were called."""
+    """An open patch.
+
+    Attributes:
+        met: names of all taps of the patched calls.
+        others: whether models other than ``model`` were called.
+    """
 
     def __init__(
         self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Calls | None = None
@@ -228,7 +237,7 @@ class Patch:
         return _matches(name, self.patterns)
 
     def wants(self, name: str) -> bool:
-        if self.model is not None and self.model is not _called[0]:
+        if self.model is not None and self.model is not _called.get():
             self.others = True
             return False
         self.met.add(name)
@@ -237,22 +246,26 @@ class Patch:
     def replace(self, name: str, tensor: Tensor, fixed: str) -> Tensor:
         new = self.function(tensor.clone())
         if not isinstance(new, Tensor) or _kind(new) != _kind(tensor):
-            given = _kind(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
-            raise ValueError(f"a patch of {name} has to give a tensor like its own, {_kind(tensor)}, but gives {given}")
+            actual = _kind(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
+            raise ValueError(
+                f"a patch of {name} must return a tensor like its own, {_kind(tensor)}, but returns {actual}"
+            )
         if fixed and not torch.equal(new, tensor):
             raise ValueError(f"{name} cannot be patched: {fixed}")
         return new
 
 
 @contextmanager
-def _listener(one: Any) -> Iterator[Any]:
-    _listening.append(one)
+def _listener(listener: Any) -> Iterator[Any]:
+    _listening.append(id(listener))
+    _listeners.set((*_listeners.get(), listener))
     try:
-        yield one
+        yield listener
     finally:
-        _listening[:] = [other for other in _listening if other is not one]
-        if not _listening:
-            _called[0] = None
+        _listeners.set(tuple(other for other in _listeners.get() if other is not listener))
+        _listening.remove(id(listener))
+        if not _listeners.get():
+            _called.set(None)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -263,22 +276,22 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
-@torch.compiler.disable(reason="a tap is looked at outside of the compiled graph")
+@torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
 def _note(model: Any) -> None:
-    _called[0] = model
+    _called.set(model)
 
 
-@torch.compiler.disable(reason="a tap is looked at outside of the compiled graph")
+@torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
 def _show(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
     name = spelt(name)
-    wanting = [one for one in _listening if one.wants(name)]
-    patches = [one for one in wanting if isinstance(one, Patch)]
-    if not wanting:
+    listeners = [listener for listener in _listeners.get() if listener.wants(name)]
+    patches = [listener for listener in listeners if isinstance(listener, Patch)]
+    if not listeners:
         return None if callable(value) else value
     tensor = value() if callable(value) else value
-    for one in patches:
-        tensor = one.replace(name, tensor, fixed)
-    for one in wanting:
-        if isinstance(one, Seen):
-            one.add(name, tensor)
+    for active in patches:
+        tensor = active.replace(name, tensor, fixed)
+    for listener in listeners:
+        if isinstance(listener, Seen):
+            listener.add(name, tensor)
     return tensor if patches or not callable(value) else None

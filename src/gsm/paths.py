@@ -1,9 +1,9 @@
-"""Where the repository lies, and how to keep its root off the import path.
+"""Paths of the repository, and removal of its root from the import path.
 
-`python train.py` puts the repository root on `sys.path`. The root holds a folder `kernels/`, and the import system
-takes any folder for a (namespace) package: `import kernels` would answer with ours where the optional package of that
-name by Hugging Face is meant, which transformers looks for when it is imported. Nothing is ever imported from the root,
-so scripts, notebooks and tests drop it first of all:
+`python train.py` puts the repository root on `sys.path`. The root has a folder `kernels/`, and the import system treats
+any folder as a (namespace) package. So `import kernels` would find this folder instead of Hugging Face's optional
+package of that name, which transformers looks for at import. Nothing is ever imported from the root, so scripts,
+notebooks and tests remove it first:
 
     from gsm.paths import hide_root
 
@@ -15,97 +15,121 @@ This is also why `kernels/` must never get an `__init__.py`: a regular package w
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]
-"""The repository, seen from an editable install; see `configs` for what happens without one."""
+"""The repository, in an editable install; see `configs` for other installs."""
+HOME = re.compile(r"~[\w.-]*(/|$)")  # beginning of a path in the home of this or another user
 TRAINED = PACKAGE / "trained"
-"""Checkpoints that come with the package, and what some of their runs have written."""
+"""Packaged checkpoints, and files of some of their runs."""
 
 
 def hide_root() -> None:
-    """Drop the repository root from `sys.path`, however it is spelt, so that no folder in it is taken for a package."""
+    """Remove the repository root from `sys.path`, in any spelling, so that no folder in it is treated as a package."""
     sys.path[:] = [entry for entry in sys.path if not _is_root(entry)]
 
 
 def in_clone() -> bool:
-    """Whether this is a clone of the repository, with its scripts, and not a package that was installed."""
+    """Return whether this is a clone of the repository, with its scripts, and not an installed package."""
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
 
 
 def called(script: str) -> str:
-    """How a script is called: ``python generate.py`` in a clone, ``gsm-generate`` where the package is installed."""
+    """Return the command of a script: ``python generate.py`` in a clone, ``gsm-generate`` in an installed package."""
     name, _, words = script.partition(".py")
     return f"python {script}" if in_clone() else f"gsm-{name}{words}"
 
 
 def install(extra: str) -> str:
-    """What installs an extra, here."""
+    """Return the command that installs an extra."""
     return f"pip install -c constraints.txt -e '.[{extra}]'" if in_clone() else f"pip install 'gsm-playground[{extra}]'"
 
 
 def runs_home() -> Path:
-    """Where runs leave what they make, in ``logs``: the clone, or where there is none, the current folder."""
+    """Return the folder that has ``logs``: the clone or, in an installed package, the current folder."""
     return ROOT if in_clone() else Path.cwd()
 
 
 def script(name: str) -> list[str]:
-    """The words, after Python's, that start a command of the project in a process of its own: of ``train``, ..."""
+    """Return the arguments of the Python interpreter that start a command, such as ``train``, in a new process."""
     return (
         [str(ROOT / f"{name}.py")] if in_clone() else ["-P", "-m", "gsm.scripts", name]
     )  # not from the current folder
 
 
 def configs() -> Path:
-    """The folder of the yaml files: the repository's, or where there is none, the copy that a wheel brings along.
+    """Return the folder of the yaml files: the repository's, or the copy in a wheel.
 
-    Raises FileNotFoundError where there is neither.
+    Raises FileNotFoundError if there is neither.
     """
     for folder in (ROOT / "configs", PACKAGE / "configs"):
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"no folder {ROOT / 'configs'}: gsm was installed without its configs; "
-        "clone the repository and run `pip install -e .` in it"
+        f"no folder {ROOT / 'configs'}: gsm was installed without its configs. Clone the repository and run "
+        "`pip install -e .` in it"
     )
 
 
 def config_folders(more: Sequence[Path] = ()) -> list[Path]:
-    """The project's folder of yamls, those that GSM_CONFIGS names (``--config-dir`` sets it, for the processes that a
-    command starts as well), and more. Raises FileNotFoundError as `configs` does, or where one of those is gone."""
-    own = [Path(name).resolve() for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
-    for folder in own:
+    """Return the project's folder of yamls, the folders in GSM_CONFIGS, and ``more``.
+
+    ``--config-dir`` sets GSM_CONFIGS, also for the child processes of a command. Raises FileNotFoundError as `configs`
+    does, or if a folder in GSM_CONFIGS does not exist.
+    """
+    extra = [Path(at_home(name)).resolve() for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    for folder in extra:
         if not folder.is_dir():
             raise FileNotFoundError(f"GSM_CONFIGS names {folder}, but there is no such folder")
-    return list(dict.fromkeys([configs(), *own, *map(Path, more)]))
+    return list(dict.fromkeys([configs(), *extra, *map(Path, more)]))
 
 
 def stamp(folders: Iterable[Path]) -> float:
-    """When a yaml or a folder in these changed last."""
-    return max(path.stat().st_mtime for folder in folders for path in [folder, *folder.rglob("*")])
+    """Return the time of the last change of a yaml or a folder in these folders."""
+    below = (path for folder in folders for path in [folder, *folder.rglob("*")])
+    return max(path.stat().st_mtime for path in below if path.exists())  # an editor's lock is a dangling link
+
+
+def yamls(folder: Path) -> list[Path]:
+    """Return the yaml files in a folder and below it, sorted, without hidden files, which editors and macOS make."""
+    files = (path for path in folder.rglob("*.yaml") if path.is_file())
+    return sorted(path for path in files if not any(part[0] == "." for part in path.relative_to(folder).parts))
+
+
+def at_home(value: Any) -> Any:
+    """Expand ``~`` at the beginning of a path as a shell does, also in lists and mappings; return other values as
+    is."""
+    if isinstance(value, str):
+        return os.path.expanduser(value) if HOME.match(value) else value
+    if isinstance(value, Mapping):
+        return {key: at_home(below) for key, below in value.items()}
+    return [at_home(below) for below in value] if isinstance(value, list) else value
 
 
 def trained() -> dict[str, Path]:
-    """The checkpoints that come with the package, by the name that stands for them wherever a checkpoint is asked for:
-    ``nano`` has read text, the others have learned to find needles. ``gsm/trained/README.md`` says how they were made.
+    """Return the packaged checkpoints by name; any command takes these names for ``checkpoint``.
+
+    ``nano`` was trained on text, the others on needles. ``gsm/trained/README.md`` documents their training.
     """
     return {file.stem: file for file in sorted(TRAINED.glob("*.ckpt"))}
 
 
 def variants(group: str) -> list[str]:
-    """Return the names of the yaml files of one group, sorted: `variants("model/writer")` gives `["additive", ...]`.
+    """Return the names of the yaml files of a group, sorted: `variants("model/writer")` returns `["additive", ...]`.
 
     Raises ValueError for a group that does not exist.
     """
     folder = configs() / group
     if not folder.is_dir():
         raise ValueError(f"config group {group!r} not found: {folder} is not a folder")
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    return [path.stem for path in yamls(folder) if path.parent == folder]
 
 
 def _is_root(entry: str) -> bool:
-    """An empty entry stands for the current folder, as in `python -c` and in notebooks."""
+    """Return whether an entry is the root. An empty entry is the current folder, as in `python -c` and in notebooks."""
     return os.path.realpath(entry or os.curdir) == str(ROOT)

@@ -1,68 +1,109 @@
-"""The commands: what ``python train.py`` does in a clone, ``gsm-train`` does wherever the package is installed.
+"""The commands: ``python train.py`` in a clone, ``gsm-train`` in an installed package.
 
-Imports that take seconds wait until the arguments were found to be sound.
+Slow imports happen after the arguments are checked.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from gsm import paths, threads
+from gsm.terminal import importing
 
-from gsm import paths
-from gsm.config import command_line
-from gsm.experiments import jobs
+with importing():
+    from omegaconf import DictConfig
+
+    from gsm.config import command_line
+    from gsm.experiments import jobs, launcher
 
 
 def train() -> None:
-    """Trains a model, or all those of an experiment."""
-    import hydra
+    """Train a model, or all models of an experiment."""
+    with importing():
+        import hydra
 
     def run(config: DictConfig) -> None:
-        from gsm.experiments import experiment
+        with importing():
+            from gsm.experiments import execute
+        if lists:
+            with command_line.errors_as_sentences():
+                execute.print_runs(config)
+            return
+        threads.settle()
 
-        command_line.run(experiment.run, config)
+        def job(plain: dict[str, Any]) -> None:
+            swept.extend([Path(plain["folder"])] if command_line.sweeping() else [])
+            execute.run(plain)
 
+        command_line.run(job, config)
+
+    swept: list[Path] = []
+    failed = False
     jobs.leave_with_parent()
+    lists = command_line.take_cfg_runs()
     command_line.prepare()
-    hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
+    with command_line.errors_as_sentences():
+        launcher.check_available(sys.argv[1:])
+    try:
+        hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
+    except command_line.JobFailed:
+        failed = True
+    if swept:
+        from gsm.experiments.compare import side_by_side
+
+        print(side_by_side(swept), flush=True)
+    if failed:
+        raise SystemExit(1)
 
 
 def evaluate() -> None:
-    """Scores trained checkpoints."""
-    from gsm.evaluation import commands
+    """Score trained checkpoints."""
+    with importing():
+        from gsm.evaluation import commands
+    threads.settle()
 
     jobs.leave_with_parent()
     commands.call(sys.argv[1:])
 
 
 def generate() -> None:
-    """Writes text with a trained model."""
-    from gsm.evaluation.generate import generate
+    """Write text with a trained model."""
+    with importing():
+        from gsm.evaluation.generate import generate
+    threads.settle()
 
     command_line.call(generate, "generate.py")
 
 
 def compare() -> None:
-    """Puts the runs of one experiment or several side by side."""
-    from gsm.experiments.compare import compare
+    """Compare the runs of one or several experiments."""
+    with importing():
+        from gsm.experiments.compare import compare
 
     command_line.call(compare, "compare.py")
 
 
 def explore() -> None:
-    """Shows what a trained model does at every token of a text."""
-    from gsm.explorer.command import write
+    """Show the computation of a trained model at every token of a text."""
+    with importing():
+        from gsm.explorer.command import write
+    threads.settle()
 
     command_line.call(write, "explore.py")
 
 
 def export() -> None:
-    """Writes a trained model as a folder for transformers."""
-    from gsm.hf.export import export
+    """Write a trained model as a folder for transformers."""
+    try:
+        with importing():
+            from gsm.hf.export import export
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"error: export.py needs {error.name}: {paths.install('hf')}") from error
 
     command_line.call(export, "export.py")
 
 
-if __name__ == "__main__":  # python -m gsm.scripts evaluate ..., as an experiment starts it
+if __name__ == "__main__":  # python -m gsm.scripts evaluate ..., used by experiments
     globals()[sys.argv.pop(1)]()

@@ -1,9 +1,9 @@
-"""The letters that tensor names end in, and the two dtype rules of the project.
+"""The dimension letters at the end of tensor names, and the two dtype rules of the project.
 
-A tensor is named after what it holds, then its dimensions: ``retrieved_SBRD`` is one retrieved vector per stage,
-sequence, row and channel.
+The name of a tensor is the noun of its content, then its dimensions: ``retrieved_SBRD`` has one retrieved vector per
+stage, sequence, row and channel.
 
-    B  sequences in a batch            T  new positions of a call        R  rows asked for: the last R of T
+    B  sequences in a batch            T  new positions of a call        R  requested rows: the last R of T
     E  window entries, stored and new  F  slots of a bank, or a cache    G  slots that this call adds to a bank
     K  slots that a row selects        N  candidate blocks of a row      S  aggregation stages
     W  entries of a window             M  entries of the state           m  tokens of a bank entry
@@ -12,9 +12,9 @@ sequence, row and channel.
     J  index heads                     I  index width                    V  vocabulary
     U  width of several vectors side by side: [h ; r], or keys and values
 
-Some mean a second thing where that is said: G key and value heads (``layers/key_value.py``), J entries of a position
-(state readers and writers); around experts L layers, E experts, F the width of one, N rows of all sequences, M their
-pairs with experts (``layers/experts.py``, ``models/balancing.py``).
+Some letters have a second meaning in some files: G key and value heads (``layers/key_value.py``), J entries of a
+position (state readers and writers). In ``layers/experts.py`` and ``models/balancing.py``: L layers, E experts, F the
+width of an expert, N rows of all sequences, M their pairs with experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gsm_kernels.device import at_least_float32
 
 
 def promoted(x: Tensor) -> Tensor:
-    """``x`` in at least float32: half types are widened, float64 stays what it is.
+    """Return ``x`` in at least float32: half types are widened, float64 stays float64.
 
     Never use ``.float()`` for this: it would silently narrow a float64 model, and the invariants are tested in float64.
     """
@@ -34,13 +34,13 @@ def promoted(x: Tensor) -> Tensor:
 
 
 def lowered(x: Tensor) -> Tensor:
-    """``x`` as products with weights take it: under autocast in its half type, else as it is."""
+    """Return ``x`` in the dtype of matmuls with weights: the half type under autocast, else its own."""
     kind = x.device.type
     half = kind != "meta" and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if half else x
 
 
 def last(x_BT: Tensor, rows: int) -> Tensor:
-    """The last ``rows`` positions of [B, T, ...]; ``x`` itself if these are all: in backward even a whole slice
-    copies."""
+    """Return the last ``rows`` positions of [B, T, ...]; ``x`` itself if these are all, because the backward of even a
+    whole slice copies."""
     return x_BT if rows == x_BT.shape[1] else x_BT[:, x_BT.shape[1] - rows :]

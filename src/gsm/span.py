@@ -1,8 +1,8 @@
-"""Which positions are new in a call, where they stand in their documents, and for how many of them an output is wanted.
+"""The new positions of a call, their places in documents, and the number of requested rows.
 
-Everything that depends on documents follows from document-local positions: documents are contiguous runs, so a
-position p has exactly p predecessors in its document, a window of W reaches min(p, W - 1) entries back, and (p + 1)
-// m groups of m tokens are finished. No layer ever compares document ids.
+Everything that depends on documents follows from document-local positions. Documents are contiguous runs, so a position
+p has exactly p predecessors in its document, a window of W reaches min(p, W - 1) entries back, and (p + 1) // m groups
+of m tokens are finished. No layer ever compares document ids.
 """
 
 from __future__ import annotations
@@ -25,59 +25,62 @@ class Span:
 
     Attributes:
         position_BT: int64, position of each new token inside its document, from 0; -1 marks padding.
-        rows: how many trailing positions this layer has to produce; of a whole call, 0 or less: none, and the first one
-            that will be wanted comes 1 - rows positions later.
-        single_document: known without asking the device, because no call has named documents: these positions end the
-            one document that is all which the stores hold.
-        filled: the same of a static memory, whose stores may also have places that are not filled yet: how many tokens
-            there are, these included (None: not known).
-        pieces: into how many pieces, of equal lengths, the sequences of this call were cut, of which these are some.
-        tokens: of each whole sequence that was cut, without what makes its pieces equally long (None: it was not cut).
-        known: what has been computed from the positions (``once``); layers with the same positions share it.
+        rows: number of trailing positions that this layer computes. For a whole call, zero or negative: none now; the
+            first needed position is ``1 - rows`` tokens after this call.
+        single_document: True if no call passed ``documents``, so the stores hold exactly one document, which ends with
+            these positions. Known on the host, without synchronising with the device.
+        filled: number of valid tokens in the stores of a static memory with a single document, including these; None
+            if unknown.
+        tokens: length of the whole sequences, where these positions are equal pieces of them, the last one padded
+            (None: they are whole).
+        cache: values computed from the positions (``once``), shared by layers with the same positions.
     """
 
     position_BT: Tensor
     rows: int
     single_document: bool = False
     filled: int | None = None
-    pieces: int = 1
     tokens: int | None = None
-    known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def row_position_BR(self) -> Tensor:
-        """Positions of the rows asked for."""
+        """Positions of the requested rows."""
         return last(self.position_BT, self.rows)
 
     def last(self, rows: int) -> Span:
-        """Ask for ``rows`` trailing positions (or all there are; less than none is none)."""
+        """Return this span with ``rows`` requested rows, limited to 0 .. T."""
         rows = max(0, min(rows, self.position_BT.shape[1]))
         return self if rows == self.rows else replace(self, rows=rows)
 
     def cut(self) -> Span:
-        """The rows of this layer are the new positions of the next one. Fewer of them end no whole document, and share
-        nothing that was computed from all."""
+        """Return the span of the next layer: the rows of this layer are its new positions.
+
+        If these are fewer, the new span is not a single whole document, and it shares no computed values.
+        """
         if self.rows == self.position_BT.shape[1]:
             return self
-        return Span(self.row_position_BR, self.rows, pieces=self.pieces, tokens=self.tokens)
+        return Span(self.row_position_BR, self.rows, tokens=self.tokens)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What ``make`` returns, made for the first layer that asks for this key. It must follow from the positions,
-        and from what is alike for all who ask with this key: banks of one ratio have filled alike."""
-        if torch.compiler.is_compiling():  # a recomputed block may change nothing outside; a compiler shares by itself
+        """Return the result of ``make``, computed once for all layers that use this key.
+
+        ``make()`` may depend only on the positions and on ``key``. (All banks of one ratio are equally full.)
+        """
+        if torch.compiler.is_compiling():  # recomputed blocks must have no side effects, and a compiler removes repeats
             return make()
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
 
 def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:
-    """Positions inside documents, given as contiguous runs of equal ids; id -1 is padding and gets position -1.
+    """Return positions inside documents, which are contiguous runs of equal ids; id -1 is padding, at position -1.
 
     Args:
         documents_BT: int64 document ids of the new tokens.
-        last_document_B: id of the last token before them (-1: none).
-        last_position_B: its position inside its document (-1: none).
+        last_document_B: document id of the last token before them (-1: none).
+        last_position_B: position of that token inside its document (-1: none).
 
     Returns:
         position_BT, int64.
@@ -90,5 +93,5 @@ def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_posit
 
 
 def following_positions(last_position_B: Tensor, length: int) -> Tensor:
-    """The same where the document of the last token goes on: int64 [B, T], counted on from its position."""
+    """Return the positions after ``last_position_B`` in the same document: int64 [B, T]."""
     return last_position_B[:, None] + torch.arange(1, length + 1, device=last_position_B.device)

@@ -1,13 +1,14 @@
-"""Recording a call on a CPU: its operations, to be repeated on the same buffers without the Python between them.
+"""Recording of a call on a CPU as a tape of operations, to be replayed on the same buffers without Python between them.
 
-A decoded token of a small model is hundreds of operations of a few microseconds each, and more Python than these. A
-tape keeps the operations alone. What they make is kept too, and written again when they are repeated: so views need no
-repeating, and neither does what follows from nothing that can change.
+A decoded token of a small model is hundreds of operations of a few microseconds; Python overhead takes longer than the
+operations. A tape stores only the operations and their outputs, and a replay writes into these outputs. So views and
+constants are not replayed.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,29 +21,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsm.graphs import Call, without_autocast_cache
-from gsm_kernels import native
+from gsm_kernels.register import notes
 
 aten = torch.ops.aten
-LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of what hands a value to the host
-HANDED_OUT = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operations that read a value
+HOST_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # functions that read values without an operation
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 COPIES = {aten.clone, aten._to_copy}
-ANSWERED = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # what a result that is there already answers
+# Keyword arguments that an existing output buffer already determines.
+OUTPUT_OPTIONS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 
 
-class Looked(RuntimeError):
-    """A call that was to be recorded has looked at a value."""
+class HostRead(RuntimeError):
+    """A call read a tensor's value on the host while it was recorded."""
 
     def __init__(self, how: object):
-        super().__init__(f"{how} looks at a value while a call is recorded: all repeats would have the same one")
+        super().__init__(f"{how} reads a value while a call is recorded, so all replays would have the same value")
 
 
-class NoLooks(TorchFunctionMode):
-    """Refuses what hands values to the host without an operation."""
+class NoHostReads(TorchFunctionMode):
+    """Raises HostRead for functions that read values without an operation."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in HANDED_OUT:
-            raise Looked(func)
+        if func in HOST_FUNCTIONS:
+            raise HostRead(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -51,9 +53,10 @@ class Step(NamedTuple):
 
     Attributes:
         repeat: runs it again, on the same tensors.
-        reads, writes, makes: storages that it is given, may change, and has made.
-        kept: tensors that have to live as long as the tape.
+        reads, writes, makes: storages of its arguments, storages that it may change, and storages of its outputs.
+        kept: tensors that must live as long as the tape.
         drawn: whether it draws random numbers.
+        hands_over: whether it writes the static memory, at the end of a call.
     """
 
     repeat: Callable[[], Any]
@@ -62,10 +65,11 @@ class Step(NamedTuple):
     makes: frozenset[int] = frozenset()
     kept: tuple[Any, ...] = ()
     drawn: bool = False
+    hands_over: bool = False
 
 
 class Tape(TorchDispatchMode):
-    """Writes down every operation of this thread, compiled loops too."""
+    """Records every operation of this thread, including compiled loops."""
 
     def __init__(self):
         super().__init__()
@@ -73,12 +77,14 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if LOOKS.intersection(func.tags) and not (func is aten.index.Tensor and _by_number(args[1])):
-            raise Looked(func)
+        if HOST_READS.intersection(func.tags) and not (func is aten.index.Tensor and _by_number(args[1])):
+            raise HostRead(func)
         out = func(*args, **kwargs)
         reads, made = _storages((args, kwargs)), _storages(out)
         if func._schema.is_mutable:
-            step = Step(partial(func, *args, **kwargs), reads, writes=reads)
+            # The operator's own function, so that no Python runs between the copies into a static memory.
+            again, hands_over = partial(func._op, *args, **kwargs), func is aten._foreach_copy_.default
+            step = Step(again, reads, writes=reads, hands_over=hands_over)
         elif func.overloadpacket in EMPTY or made <= reads:
             step = Step(_nothing, reads, makes=made - reads, kept=(out,))
         else:
@@ -88,86 +94,99 @@ class Tape(TorchDispatchMode):
         return out
 
     def note(self, repeat: Callable[[], None], arguments: tuple[Any, ...]) -> None:
-        """A compiled loop, which may write to whatever it is given."""
-        given = _storages(arguments)
-        self.steps.append(Step(repeat, given, writes=given, kept=arguments))
+        """Record a compiled loop, which may write to any of its arguments."""
+        storages = _storages(arguments)
+        self.steps.append(Step(repeat, storages, writes=storages, kept=arguments))
 
     def varying(self) -> list[Step]:
-        """The steps but those that do nothing, or make the same from the same each time."""
+        """Return the steps that must be replayed: all but views and constants."""
         written = frozenset[int]().union(*(step.writes for step in self.steps))
-        fixed: set[int] = set()
-        left = []
+        constant: set[int] = set()
+        steps = []
         for step in self.steps:
-            if step.makes and not step.drawn and step.reads <= fixed and not step.makes & written:
-                fixed |= step.makes
+            if step.makes and not step.drawn and step.reads <= constant and not step.makes & written:
+                constant |= step.makes
             elif step.repeat is not _nothing:
-                left.append(step)
-        return left
+                steps.append(step)
+        return steps
 
 
 class Tapes:
-    """A ``gsm.graphs.Recorder`` for calls on a CPU. What repeats a call computes what it computed, bit for bit.
+    """A ``gsm.graphs.Recorder`` for calls on a CPU. A replay computes the same as the call, bit for bit.
 
     Args:
-        prompts, chunks, room: as of a recorder. A prompt's operations are long, so that Python costs it little; a step
-            that has room for many more tokens than there are pays for them in the operations that PyTorch computes.
+        prompts, chunks, room: as in ``Recorder``. Prompts are not recorded, because their operations take much longer
+            than Python. A decoding step computes its whole room, so the room starts small.
     """
 
     def __init__(self, prompts: int = 0, chunks: int = 0, room: int | None = 1024):
         self.prompts, self.chunks, self.room = prompts, chunks, room
 
-    def __call__(self, call: Call, undo: Callable[[], None]) -> Call:
+    def __call__(self, call: Callable[[], Tensor], undo: Callable[[], None]) -> Call:
         """See ``Recorder``.
 
         Raises:
-            Looked: if the call looks at a value.
+            HostRead: if the call reads a value on the host.
         """
         tape = Tape()
-        with without_autocast_cache(), native.notes(tape.note), NoLooks(), tape:
+        with without_autocast_cache(), notes(tape.note), NoHostReads(), tape:
             result = call()
         undo()
         return Repeat(tape, result)
 
 
 class Repeat:
-    """What repeats a recorded call.
+    """A replay of a recorded call.
 
     Args:
-        tape: what was recorded; it holds every tensor that a repeat writes to.
-        result: what the call has returned.
+        tape: the recording; it holds every tensor that a replay writes to.
+        result: the output of the call.
+
+    Attributes:
+        written: as in ``gsm.graphs.Call``.
     """
+
+    written = False
 
     def __init__(self, tape: Tape, result: Tensor):
         self.tape, self.result = tape, result
-        self.steps = [step.repeat for step in tape.varying()]
+        steps = tape.varying()
+        self.steps = [step.repeat for step in steps]
+        writing = [number for number, step in enumerate(steps) if step.hands_over] or [len(steps)]
+        self._writing = slice(writing[0], writing[-1] + 1)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        for repeat in self.steps:
+        for repeat in self.steps[: self._writing.start]:
+            repeat()
+        copies = map(operator.call, self.steps[self._writing])
+        self.written = True  # Python handles no signal until the last copy is done, as in a plain call
+        list(copies)
+        for repeat in self.steps[self._writing.stop :]:
             repeat()
         return self.result
 
 
 def _by_number(indices: list[Tensor | None]) -> bool:
-    """Whether none of these is a mask."""
+    """Return whether none of the indices is a mask."""
     return not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _nothing() -> None:
-    """For a view, and for memory without contents."""
+    """Do nothing: the replay of a view, and of memory without contents."""
 
 
 def _into(out: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """What computes an operation again, into the tensors that it has made."""
+    """Return a function that repeats an operation and writes into its original outputs."""
     outs: list[Tensor] = list(out) if isinstance(out, tuple | list) else [out]
     if func.overloadpacket in COPIES:
         return partial(outs[0].copy_, args[0])
     variant = _out_variant(func)
     if variant is not None:
-        names = [given.name for given in variant._schema.arguments if given.is_out]
-        taken = {given.name for given in variant._schema.arguments}
-        rest = {name: value for name, value in kwargs.items() if name in taken}
-        return partial(variant, *args, **rest, **dict(zip(names, outs, strict=True)))
+        names = [argument.name for argument in variant._schema.arguments if argument.is_out]
+        accepted = {argument.name for argument in variant._schema.arguments}
+        rest = {name: value for name, value in kwargs.items() if name in accepted}
+        return partial(variant._op, *args, **rest, **dict(zip(names, outs, strict=True)))
 
     def again() -> None:
         new = func(*args, **kwargs)
@@ -179,21 +198,22 @@ def _into(out: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 @functools.cache
 def _out_variant(func: OpOverload) -> OpOverload | None:
-    """The overload of an operation that writes to tensors which are there already; None if it has none."""
-    wanted = [_kind(given) for given in func._schema.arguments if given.name not in ANSWERED]
+    """Return the overload of an operation that writes into existing outputs; None if it has none."""
+    inputs = _inputs(func)
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
-        outs = [given for given in other._schema.arguments if given.is_out]
-        taken = [_kind(given) for given in other._schema.arguments if not given.is_out and given.name not in ANSWERED]
-        if len(outs) == len(func._schema.returns) and outs and taken == wanted:
+        outs = [argument for argument in other._schema.arguments if argument.is_out]
+        if len(outs) == len(func._schema.returns) and outs and _inputs(other) == inputs:
             return other
     return None
 
 
-def _kind(given: torch.Argument) -> tuple[str, str]:
-    return given.name, str(given.type)
+def _inputs(func: OpOverload) -> list[tuple[str, str]]:
+    """Return name and type of the arguments of an operation, without outputs and their options."""
+    arguments = [argument for argument in func._schema.arguments if not argument.is_out]
+    return [(argument.name, str(argument.type)) for argument in arguments if argument.name not in OUTPUT_OPTIONS]
 
 
 def _storages(tensors: Any) -> frozenset[int]:
-    """The memory below some tensors."""
+    """Return the storages of all tensors in a tree."""
     return frozenset(x.untyped_storage()._cdata for x in tree_leaves(tensors) if isinstance(x, Tensor))

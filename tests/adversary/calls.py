@@ -1,4 +1,4 @@
-"""Class 10: calls on a static memory with hostile arguments; a growing memory is asked the same, and has to agree."""
+"""Calls on a static memory with hostile arguments; a growing memory is asked the same, and has to agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import gsm
 from adversary import inside
-from adversary.outcome import Case, Wrong
+from adversary.outcome import Case, Wrong, fault
 from adversary.world import World
 
 MODELS: tuple[tuple[str, str], ...] = (
@@ -40,6 +40,14 @@ TINY += ["size.encoder_layers=3", "size.bank_layers=[2]", "size.stages=[2,3]", "
 TINY += ["size.decoder_full=4", "size.decoder_reindex=[5]"]
 DTYPES = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 DTYPES += (torch.float32, torch.float64, torch.float16, torch.complex64)
+DOCUMENTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.zeros_like,
+    lambda value: (value % 2).cumsum(-1) if value.ndim else value,  # rising
+    lambda value: value % 3,  # unsorted
+    lambda value: value.sort().values % 2 - 1 if value.ndim else value,  # padded
+    lambda value: value - 10**9,
+    lambda value: value + 2**62,
+)
 NUMBERS = (1, 2, 0, -1, 5, 10**9, -(2**63), 2**62)
 TOLERANCE = 1e-4
 
@@ -51,52 +59,28 @@ def model(name: str, override: str) -> Any:
 
 
 def tensor(draw: random.Random, batch: int, length: int, kind: str) -> torch.Tensor:
-    """Of another dtype, shape, device or with values out of range; or nothing wrong with it."""
-    shape = draw.choice(
-        [(batch, length)] * 6
-        + [
-            (batch + 1, length),
-            (1, length),
-            (length,),
-            (batch, 0),
-            (0, length),
-            (batch, length, 1),
-            (),
-            (length, batch),
-        ]
-    )
-    chance = torch.Generator().manual_seed(draw.randrange(2**31))
-    value = torch.randint(VOCABULARY, shape, generator=chance)
+    """Return ids, often of another shape, dtype or device, or with values out of range."""
+    odd = [
+        (batch + 1, length),
+        (1, length),
+        (length,),
+        (batch, 0),
+        (0, length),
+        (batch, length, 1),
+        (),
+        (length, batch),
+    ]
+    shape = draw.choice([(batch, length)] * 6 + odd)
+    value = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(draw.randrange(2**31)))
     if kind == "documents":
-        value = {
-            "one": lambda: torch.zeros(shape, dtype=torch.int64),
-            "rising": lambda: (value % 2).cumsum(-1) if value.ndim else value,
-            "unsorted": lambda: value % 3,
-            "padded on the left": lambda: (
-                torch.arange(length).ge(draw.randrange(length + 1)).long().sub(1).expand(shape)
-                if shape[-1:] == (length,)
-                else value
-            ),
-            "padded within": lambda: value % 3 - 1,
-            "far below 0": lambda: value - 10**9,
-            "far above": lambda: value + 2**62,
-        }[
-            draw.choice(
-                ["one", "rising", "unsorted", "padded on the left", "padded within", "far below 0", "far above"]
-            )
-        ]()
+        value = draw.choice(DOCUMENTS)(value)
     elif draw.random() < 0.35 and value.numel():
-        bad = draw.choice([-1, -100, VOCABULARY, 10**6, 2**62, -(2**63)])
-        value = value.clone()
-        value.view(-1)[draw.randrange(value.numel())] = bad
-    dtype = draw.choice(DTYPES)
-    value = value.to(dtype)
+        value.view(-1)[draw.randrange(value.numel())] = draw.choice([-1, -100, VOCABULARY, 10**6, 2**62, -(2**63)])
+    value = value.to(draw.choice(DTYPES))
     if value.is_floating_point() and value.numel() and draw.random() < 0.5:
         value.view(-1)[0] = draw.choice([math.nan, math.inf, 0.5])
     if draw.random() < 0.1:
         value = value.to("meta")
-    if draw.random() < 0.1 and value.ndim == 2:
-        value = value.T.contiguous().T
     return value
 
 
@@ -128,7 +112,7 @@ def _model(draw: random.Random, made: Any) -> None:
         growing = _agree(one, two, static, growing)
     if static.used < CAPACITY and inside.first_row(static) <= static.used:
         rest = tokens[:, static.used :]
-        _same(made(rest, memory=static).logits, made(rest, memory=growing).logits, "what comes after the calls")
+        _check_same(made(rest, memory=static).logits, made(rest, memory=growing).logits, "what comes after the calls")
 
 
 def _pair(
@@ -157,19 +141,17 @@ def _pair(
             lambda: made.prefill(prompt, growing, chunk, papers),
         )
     other = model(*draw.choice(MODELS)).start(draw.choice([1, 2, 3]), draw.choice([CAPACITY, 5, None]))
-    number = draw.choice([0, -1, -(2**63)])
-    if kind == "rewind":
-        if other.batch == BATCH and other.capacity is not None:
-            other = made.start(3, CAPACITY)
-        return lambda: static.rewind(other), None
-    if kind == "load":
-        return lambda: static.load(made.start(draw.choice([1, 3]), CAPACITY)), None
-    if kind == "expand":
-        return lambda: static.expand(number), None
-    if kind == "start":
-        return lambda: made.start(*draw.choice([(number, 5), (1, number), (number,)])), None
-    options = _options(draw)
-    return lambda: _drawn(made.generate(tensor(draw, 1, 3, "tokens"), **options), options), None
+    if other.batch == BATCH and other.capacity is not None:
+        other = made.start(3, CAPACITY)
+    number, options = draw.choice([0, -1, -(2**63)]), _options(draw)
+    single: dict[str, Callable[[], Any]] = {
+        "rewind": lambda: static.rewind(other),
+        "load": lambda: static.load(made.start(draw.choice([1, 3]), CAPACITY)),
+        "expand": lambda: static.expand(number),
+        "start": lambda: made.start(*draw.choice([(number, 5), (1, number), (number,)])),
+        "generate": lambda: _check_drawn(made.generate(tensor(draw, 1, 3, "tokens"), **options), options),
+    }
+    return single[kind], None
 
 
 def _options(draw: random.Random) -> dict[str, Any]:
@@ -180,33 +162,28 @@ def _options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _drawn(ids: torch.Tensor, options: dict[str, Any]) -> None:
+def _check_drawn(ids: torch.Tensor, options: dict[str, Any]) -> None:
     if ids.shape[1] != options["max_new_tokens"] or ids.min() < 0 or ids.max() >= VOCABULARY:
         raise Wrong(f"it drew {list(ids.shape)} ids of {int(ids.min())} to {int(ids.max())} with {options}")
-    if (
-        not (math.isfinite(options["temperature"]) or options["temperature"] == math.inf)
-        or not 0 < options["top_p"] <= 1
-    ):
+    finite = math.isfinite(options["temperature"]) or options["temperature"] == math.inf
+    if not finite or not 0 < options["top_p"] <= 1:
         raise Wrong(f"it drew with {options}")
 
 
 def _agree(one: Callable[[], Any], two: Callable[[], Any] | None, static: Any, growing: Any) -> Any:
-    """Both calls refuse, in a sentence, or both give the same; the growing memory after them."""
+    """Both calls refuse, in a sentence, or both give the same. Return the growing memory after them."""
     used = static.used
-    got = _tried(one, _named)
-    if two is None or isinstance(got, ValueError):
-        if static.used != used:
-            raise Wrong(f"a refused call has read {static.used - used} tokens")
-        if two is None:
-            return growing
-    want = _tried(two, _named)
-    if isinstance(got, ValueError) != isinstance(want, ValueError):
-        if isinstance(got, ValueError) and "memory is full" in str(got):
+    got = _tried(one)
+    if (two is None or isinstance(got, ValueError)) and static.used != used:
+        raise Wrong(f"a refused call has read {static.used - used} tokens")
+    if two is None:
+        return growing
+    want = _tried(two)
+    if isinstance(got, ValueError) or isinstance(want, ValueError):
+        if type(got) is type(want) or "memory is full" in str(got):
             return growing
         raise Wrong(f"a static memory gives {_short(got)}, and a growing one {_short(want)}")
-    if isinstance(got, ValueError):
-        return growing
-    _same(got.logits, want.logits, "a call that was accepted")
+    _check_same(got.logits, want.logits, "a call that was accepted")
     if static.used != want.memory.used:
         raise Wrong(f"{static.used} tokens are used, and {want.memory.used} in a growing memory")
     return want.memory
@@ -216,59 +193,42 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {value}"[:150] if isinstance(value, Exception) else "an answer"
 
 
-def _named(error: ValueError) -> None:
-    """Raised again where it is no sentence: what follows would only hide it."""
-    from adversary.outcome import _fault
-
-    if _fault(error, ()):
-        raise error
-
-
-def _tried(call: Callable[[], Any], look: Callable[[ValueError], None]) -> Any:
+def _tried(call: Callable[[], Any]) -> Any:
+    """The answer of a call, or its refusal, which has to be a sentence."""
     try:
         return call()
     except ValueError as error:
-        look(error)
+        if fault(error, ()):
+            raise
         return error
 
 
-def _same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+def _check_same(got: torch.Tensor, want: torch.Tensor, subject: str) -> None:
     if got.shape != want.shape or not torch.allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=False):
-        raise Wrong(f"{what}: logits differ from those of a growing memory by {(got - want).abs().max().item():.2e}")
+        raise Wrong(f"{subject}: logits differ from those of a growing memory by {(got - want).abs().max().item():.2e}")
 
 
 @torch.no_grad()
 def _engine(draw: random.Random, made: Any) -> None:
     tokens = torch.randint(VOCABULARY, (BATCH, CAPACITY), generator=torch.Generator().manual_seed(1))
-    for options in (
-        {"batch": draw.choice(NUMBERS[2:4])},
-        {"capacity": draw.choice([0, -1])},
-        {"chunk": draw.choice([0, -1])},
-    ):
-        if not isinstance(
-            _tried(lambda o=options: gsm.Engine(made, **{"capacity": CAPACITY, **o}), _named), ValueError
-        ):
-            raise Wrong(f"an engine with {options} was made")
     engine = gsm.Engine(made, batch=BATCH, capacity=CAPACITY, chunk=draw.choice([1, 3, 4096]))
     engine.prefill(tokens[:, :READ])
     for _ in range(draw.choice([1, 2, 3])):
-        before, used = engine.memory.clone(), engine.memory.used
+        before = engine.memory.clone()
         kind = draw.choice(["prefill", "decode", "generate", "load"])
-        length = draw.choice([1, 3, CAPACITY - used + 1])
+        ids = tensor(draw, BATCH, draw.choice([1, 3, CAPACITY - before.used + 1]), "tokens")
+        documents = tensor(draw, BATCH, 3, "documents") if draw.random() < 0.4 else None
         calls: dict[str, Callable[[], Any]] = {
-            "prefill": lambda length=length: engine.prefill(
-                tensor(draw, BATCH, length, "tokens"),
-                tensor(draw, BATCH, length, "documents") if draw.random() < 0.4 else None,
-            ),
-            "decode": lambda: engine.decode(tensor(draw, 1, BATCH, "tokens").flatten()[: draw.choice([0, 1, 2, 2, 2])]),
-            "generate": lambda length=length: engine.generate(tensor(draw, BATCH, length, "tokens"), **_options(draw)),
+            "prefill": lambda ids=ids, documents=documents: engine.prefill(ids, documents),
+            "decode": lambda ids=ids: engine.decode(ids.flatten()[: draw.choice([0, 1, 2, 2, 2])]),
+            "generate": lambda ids=ids: engine.generate(ids, **_options(draw)),
             "load": lambda: engine.load(made.start(draw.choice([1, BATCH]), draw.choice([None, CAPACITY - 1]))),
         }
-        got = _tried(calls[kind], _named)
-        if isinstance(got, ValueError) and kind != "generate" and engine.memory.used != used:
-            raise Wrong(f"a refused {kind} has read {engine.memory.used - used} tokens")
-        if not isinstance(got, ValueError) or kind == "generate":  # it may have read its prompt
-            engine.load(before)
-    got = engine.decode(tokens[:, READ])
+        answer = _tried(calls[kind])
+        if isinstance(answer, ValueError) and kind != "generate" and engine.memory.used != before.used:
+            raise Wrong(f"a refused {kind} has read {engine.memory.used - before.used} tokens")
+        engine.load(before)
+    decoded = engine.decode(tokens[:, READ])
     growing = made(tokens[:, :READ], memory=made.start(BATCH)).memory
-    _same(got, made(tokens[:, READ : READ + 1], memory=growing).logits[:, -1], "what an engine decodes after the calls")
+    expected = made(tokens[:, READ : READ + 1], memory=growing).logits[:, -1]
+    _check_same(decoded, expected, "a token that an engine decodes after the calls")

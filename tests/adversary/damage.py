@@ -1,11 +1,9 @@
-"""Class 2: files that are not what was written; class 4: entries of a checkpoint that are others."""
+"""Files with other bytes than were written; checkpoints with other entries."""
 
 from __future__ import annotations
 
 import copy
-import os
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,16 @@ import torch
 import gsm
 from adversary import inside
 from adversary.outcome import Case, Wrong
-from adversary.payloads import _same_weights
 from adversary.world import World
 
 
 def mutate(draw: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Other bytes than these, and how they differ."""
-    kind = draw.choice(["bit", "bit", "bit", "byte", "cut", "zeros", "noise", "moved", "longer", "empty"])
+    """Return the kind of a change, and the changed bytes."""
+    kind = draw.choice(["bit", "bit", "bit", "cut", "zeros", "noise", "moved", "longer", "empty"])
     changed, size = bytearray(content), len(content)
     at, length = draw.randrange(size), draw.choice([1, 16, 512, 4096])
     if kind == "bit":
         changed[at] ^= 1 << draw.randrange(8)
-    elif kind == "byte":
-        changed[at] = draw.randrange(256)
     elif kind == "cut":
         del changed[at:]
     elif kind == "zeros":
@@ -45,7 +40,7 @@ def mutate(draw: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Equality of nested containers with tensors, NaN being what it is."""
+    """Whether nested containers with tensors are equal, NaN to NaN."""
     if isinstance(one, torch.Tensor):
         if not isinstance(two, torch.Tensor) or one.dtype != two.dtype or one.shape != two.shape:
             return False
@@ -57,24 +52,26 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or one != one and two != two)
 
 
+def check_weights(model: torch.nn.Module, world: World) -> None:
+    """Raise Wrong if a loaded model has other weights than the run's checkpoint."""
+    for name, value in model.state_dict().items():
+        if not torch.equal(value, world.saved["state_dict"][f"model.{name}"]):
+            raise Wrong(f"{name} is not what the checkpoint holds")
+
+
 def flipped(draw: random.Random, world: World) -> Case:
-    """One file of a run or of its cache, damaged on the disk, then used."""
-    return draw.choice([_checkpoint, _checkpoint, _cache, _cache, _parts])(draw, world)
-
-
-def _checkpoint(draw: random.Random, world: World) -> Case:
+    """Damage the checkpoint of a run on the disk, then use it."""
     use = draw.choice(["load_model", "resume", "resume by path", "start_from"])
-    how, content = mutate(draw, _content(world))
+    how, content = mutate(draw, world.last.read_bytes())
 
     def run(folder: Path) -> None:
         last = folder / "run/checkpoints/last.ckpt"
         last.parent.mkdir(parents=True)
         last.write_bytes(content)
         if use == "load_model":
-            _same_weights(gsm.load_model(last), world.saved["state_dict"])
+            check_weights(gsm.load_model(last), world)
         elif use == "start_from":
-            config = world.config("started", f"start_from={last}", f"folder={folder / 'new'}")
-            inside.build(config)
+            inside.build(world.config("started", f"start_from={last}", f"folder={folder / 'new'}"))
             if not same(torch.load(last, weights_only=True)["state_dict"], world.saved["state_dict"]):
                 raise Wrong("it started from other weights than were written")
         else:
@@ -85,90 +82,26 @@ def _checkpoint(draw: random.Random, world: World) -> Case:
     return Case(run, f"last.ckpt, {how}, {use}", ("last.ckpt",), outside=(world.home / "cache",))
 
 
-def _parts(draw: random.Random, world: World) -> Case:
-    """A checkpoint in parts, of which one is damaged, missing, another's, or in another's place."""
-    use = draw.choice(["load_model", "resume", "start_from"])
-    how = draw.choice(["mutated", "mutated", "mutated", "exchanged", "missing", "all missing", "older"])
-    files, state = draw.random() < 0.5, draw.getstate()
-
-    def run(folder: Path) -> None:
-        draw.setstate(state)
-        last = folder / "run/checkpoints/last.ckpt"
-        last.parent.mkdir(parents=True)
-        inside.in_parts(world.saved, world.last, last, files)
-        _harm_parts(draw, how, last, world)
-        if use == "load_model":
-            _same_weights(gsm.load_model(last), world.saved["state_dict"])
-        elif use == "start_from":
-            inside.build(world.config("started", f"start_from={last}", f"folder={folder / 'new'}"))
-        else:
-            inside.resumed(world.config("resumed", f"folder={folder / 'run'}"))
-        if not same(inside.whole(last), world.saved):
-            raise Wrong("it was taken for another content than was written")
-
-    title = f"parts, {'a file each, ' if files else ''}{how}, {use}"
-    return Case(run, title, ("last.ckpt", "shards"), outside=(world.home / "cache",))
-
-
-def _harm_parts(draw: random.Random, how: str, last: Path, world: World) -> None:
-    parts = sorted(path for path in last.parent.rglob("*") if path.is_file() and path != last)
-    chosen = draw.choice([*parts, last] if how == "mutated" else parts)  # the last says where each tensor is
-    if how == "mutated":
-        chosen.write_bytes(mutate(draw, chosen.read_bytes())[1])
-    elif how == "exchanged":
-        one, two = draw.choice(parts), draw.choice(parts)
-        content = one.read_bytes()
-        one.write_bytes(two.read_bytes())
-        two.write_bytes(content)
-    elif how == "missing":
-        chosen.unlink()
-    elif how == "all missing":
-        shutil.rmtree(chosen.parent)
-    else:  # parts of another step below the same index
-        other = last.parent.parent / "other/last.ckpt"
-        other.parent.mkdir()
-        changed = world.checkpoint()
-        for value in changed["state_dict"].values():
-            value.add_(1)
-        inside.in_parts(changed, world.last, other, files=len(parts) > 1)
-        place = other.parent / chosen.relative_to(last.parent)
-        if place.is_file():
-            chosen.write_bytes(place.read_bytes())
-
-
-def _content(world: World) -> bytes:
-    return world.last.read_bytes()
-
-
-def _cache(draw: random.Random, world: World) -> Case:
-    files = sorted(path for path in (world.home / "cache").rglob("*") if path.is_file() and path.stat().st_size)
-    chosen = draw.choice(files)
-    chosen = draw.choice([chosen, *(file for file in files if file.suffix == ".bin" or file.name == "index.json")])
-    how, content = mutate(draw, chosen.read_bytes())
-    kept = draw.random() < 0.5  # a disk that forgets a bit does not change the file's time
-
-    def run(folder: Path) -> None:
-        cache = world.own_cache(folder)
-        damaged = cache / chosen.relative_to(world.home / "cache")
-        times = damaged.stat()
-        damaged.write_bytes(content)
-        if kept:
-            os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
-        found = inside.ids(world.config("cached", f"data.cache_dir={cache}", f"folder={folder / 'run'}"))
-        if not same(found, world.ids):
-            raise Wrong("other tokens than the text has")
-
-    title = f"cache {chosen.name}, {how}{', time of change kept' if kept else ''}, data"
-    return Case(run, title, ("cache", chosen.name))
-
-
-# Class 4.
-
 ODD: tuple[Any, ...] = (None, 3, -1, "text", [], {}, [1.5], True, float("nan"))
+TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one longer": lambda value: torch.cat([value.flatten(), value.flatten()[:1]]),
+    "a scalar": lambda value: value.flatten()[0].clone(),
+    "turned": lambda value: value.mT.contiguous() if value.ndim > 1 and value.mT.shape != value.shape else value[None],
+    "empty": lambda value: torch.empty(0),
+    "half": lambda value: value.half(),
+    "double": lambda value: value.double(),
+    "int64": lambda value: value.long(),
+    "complex": lambda value: value.to(torch.complex64),
+    "nan": lambda value: torch.full_like(value, float("nan")) if value.is_floating_point() else value.half() / 0,
+    "inf": lambda value: torch.full_like(value, float("inf")) if value.is_floating_point() else value.half() / 0,
+    "sparse": lambda value: value.to_sparse() if value.ndim else value.bool(),
+    "in another order in memory": lambda value: value.T.contiguous().T if value.ndim == 2 else value.clone(),
+}
+UNTOUCHED = ("config", "pytorch-lightning_version")  # a configuration may be another
 
 
 def entries(draw: random.Random, world: World) -> Case:
-    """One to three entries of the optimiser, or of the weights, are others; then the run goes on to its end."""
+    """Change one to three entries of a checkpoint, at any depth; then the run goes on to its end."""
     checkpoint = copy.deepcopy(world.halfway)
     titles = [_change(draw, checkpoint) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
     poisoned = any(word in title for title in titles for word in ("nan", "inf"))
@@ -184,104 +117,41 @@ def entries(draw: random.Random, world: World) -> Case:
         elif not same(ended, world.saved["state_dict"]):
             raise Wrong("it trained on without a word, to other weights")
 
-    return Case(
-        run,
-        "; ".join(titles),
-        ("last.ckpt", "not finite", "model.", "the unfinished run in"),
-        60,
-        (world.home / "cache",),
-    )
+    names = ("last.ckpt", "not finite", "model.", "the unfinished run in")
+    return Case(run, "; ".join(titles), names, 60, (world.home / "cache",))
 
 
 def _change(draw: random.Random, checkpoint: dict[str, Any]) -> str:
-    """Changes one entry in place, and says which."""
-    where = draw.choice(["weight", "moment", "moment", "moment", "state", "group", "whole", "anywhere", "anywhere"])
-    if where == "anywhere":
-        return _anywhere(draw, checkpoint)
-    if where == "weight" and isinstance(checkpoint.get("state_dict"), dict) and checkpoint["state_dict"]:
-        weights = checkpoint["state_dict"]
-        name = draw.choice(sorted(weights))
-        return _other(draw, weights, name, f"weight {name}")
-    states = checkpoint.get("optimizer_states")
-    if where == "whole" or not (isinstance(states, list) and states and isinstance(states[0], dict)):
-        key = draw.choice(["optimizer_states", "state_dict", "lr_schedulers", "optimizer_entries"])
-        return _replaced(draw, checkpoint, key, key)
-    state, groups = states[0].get("state"), states[0].get("param_groups")
-    if where == "group" and isinstance(groups, list) and groups and isinstance(groups[0], dict):
-        group = draw.choice(groups)
-        key = draw.choice(["params", "lr", "betas", "eps", "weight_decay"])
-        how = draw.choice(["gone", "odd"])
-        if how == "gone":
-            group.pop(key, None)
-        else:
-            group[key] = draw.choice(ODD)
-        return f"param_groups {key} {how} {group.get(key)!r}"
-    if not isinstance(state, dict) or not state:
-        return _replaced(draw, states[0], "state", "state")
-    number = draw.choice(sorted(state, key=str))
-    if where == "state" or not isinstance(state[number], dict) or not state[number]:
-        if draw.random() < 0.3:
-            extra = draw.choice([999, -1, "0", 1.5])
-            state[extra] = copy.deepcopy(state[number])
-            return f"state of one more parameter {extra!r}"
-        return _replaced(draw, state, number, f"state {number}")
-    key = draw.choice(sorted(state[number]))
-    return _other(draw, state[number], key, f"moment {key} of {number}")
-
-
-def _anywhere(draw: random.Random, checkpoint: dict[str, Any]) -> str:
-    """Something is gone, or of another kind, at any depth; not in the configuration, which may be another."""
-    place, holder = "", checkpoint
+    """Change one entry in place; return its place and the change. Half of them are the optimiser's."""
+    start = draw.choice(["", "state_dict", "optimizer_states", "optimizer_states"])
+    path: list[str] = [start]
+    holder: Any = checkpoint.get(start)
+    if not isinstance(holder, dict | list) or not holder:
+        path, holder = [], checkpoint
     while True:
-        keys = [key for key in holder if key not in ("config", "pytorch-lightning_version")]
+        keys = range(len(holder)) if isinstance(holder, list) else [key for key in holder if key not in UNTOUCHED]
         if not keys:
-            return f"{place} as it was"
+            return f"{'.'.join(path)} unchanged"
         key = draw.choice(keys)
-        place += f".{key}"
-        if not isinstance(holder[key], dict) or not holder[key] or draw.random() < 0.3:
-            return _replaced(draw, holder, key, place[1:])
-        holder = holder[key]
+        path.append(str(key))
+        below = holder[key]
+        # Of lists only those of mappings: others are values, and are replaced as a whole.
+        mappings = isinstance(below, list) and below and isinstance(below[0], dict)
+        if not (mappings or isinstance(below, dict) and below) or draw.random() < 0.1:
+            return f"{'.'.join(path)} {_replace(draw, holder, key)}"
+        holder = below
 
 
-def _replaced(draw: random.Random, holder: dict, key: Any, name: str) -> str:
-    if draw.random() < 0.4:
-        holder.pop(key, None)
-        return f"{name} gone"
-    holder[key] = draw.choice(ODD)
-    return f"{name} is {holder[key]!r}"
-
-
-def _other(draw: random.Random, holder: dict, key: Any, name: str) -> str:
-    """Another tensor in its place, or none."""
+def _replace(draw: random.Random, holder: Any, key: Any) -> str:
     value = holder[key]
-    if not isinstance(value, torch.Tensor):
-        return _replaced(draw, holder, key, name)
-    changes: dict[str, Callable[[], Any]] = {
-        "one longer": lambda: torch.cat([value.flatten(), value.flatten()[:1]]),
-        "a scalar": lambda: value.flatten()[0].clone(),
-        "flat": lambda: value.flatten(),
-        "one dimension more": lambda: value[None],
-        "turned": lambda: value.T.contiguous() if value.T.shape != value.shape else value[None],
-        "empty": lambda: torch.empty(0),
-        "half": lambda: value.half(),
-        "double": lambda: value.double(),
-        "bfloat16": lambda: value.bfloat16(),
-        "int64": lambda: value.long(),
-        "bool": lambda: value.bool(),
-        "complex": lambda: value.to(torch.complex64),
-        "nan": lambda: torch.full_like(value, float("nan")) if value.is_floating_point() else value.half() / 0,
-        "inf": lambda: torch.full_like(value, float("inf")) if value.is_floating_point() else value.half() / 0,
-        "sparse": lambda: value.to_sparse() if value.ndim else value.bool(),
-        "in another order in memory": lambda: value.T.contiguous().T if value.ndim == 2 else value.clone(),
-        "missing": lambda: None,
-        "odd": lambda: draw.choice(ODD),
-        "one more": lambda: None,
-    }
-    how = draw.choice(list(changes))
-    if how == "missing":
+    how = draw.choice(["gone", "odd", "one more", *(TENSORS if isinstance(value, torch.Tensor) else ())])
+    if how == "gone":
         del holder[key]
-    elif how == "one more":
-        holder[f"{key}_too"] = value.clone()
+    elif how == "one more" and isinstance(holder, dict):
+        holder[f"{key}_too"] = copy.deepcopy(value)
+    elif how in TENSORS:
+        holder[key] = TENSORS[how](value)
     else:
-        holder[key] = changes[how]()
-    return f"{name} {how}"
+        holder[key] = draw.choice(ODD)
+        return f"is {holder[key]!r}"
+    return how

@@ -14,22 +14,24 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import gsm_kernels
 from adversary.inside import REMEDIES
-from gsm_kernels import native
+from gsm.paths import PACKAGE, ROOT
+from gsm_kernels.cpu import native
 
 RIGHT, NAMED, REFUSED, FAILED = "done right", "named error", "refused", "failed"
 ENDS = (RIGHT, NAMED, REFUSED, FAILED)
 WITHOUT_BOUND = "without bound"  # how a failure begins that is of memory or time
 ROOM = 3 << 30  # bytes that a case may take besides what the process has
 MARKER = "strangers_module"  # which no case may import
-OURS = ("/gsm/", "/gsm_kernels/")
-STARTED = (["git", "rev-parse", "HEAD"], [sys.executable, "-m", "gsm.data.merges"])  # for its commit, and its tokenizer
+OURS = (PACKAGE, Path(gsm_kernels.__file__).resolve().parent)  # not known by a name, since a clone may lie anywhere
+STARTED = (["git", "-C", str(ROOT)],)  # for its commit
 STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.startfile", "pty.spawn", "subprocess.Popen", "socket.connect"}
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 
@@ -63,9 +65,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended. ``said``: the error, or what failed."""
+    """The end of a case. ``kind``: its class. ``said``: the error, or the fault."""
 
-    number: str
+    kind: str
     seed: int
     title: str
     end: str
@@ -73,9 +75,9 @@ class Result:
     seconds: float
 
 
-def attempt(case: Case, number: str, seed: int, keep: Path | None = None) -> Result:
-    """Tries one case in a forked process, with limits of time and memory. ``keep``: where its folder is left."""
-    folder = Path(tempfile.mkdtemp(prefix=f"case-{number}-{seed}-")).resolve()
+def attempt(case: Case, kind: str, seed: int, keep: Path | None = None) -> Result:
+    """Try one case in a forked process, with limits of time and memory. ``keep``: a place for its folder."""
+    folder = Path(tempfile.mkdtemp(prefix=f"case-{kind}-{seed}-")).resolve()
     begun = time.monotonic()
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -106,16 +108,11 @@ def attempt(case: Case, number: str, seed: int, keep: Path | None = None) -> Res
             else f"exit {os.waitstatus_to_exitcode(status)}"
         )
         end, words = FAILED, f"the process was ended by {by}"
-    result = Result(number, seed, case.title, end, words, time.monotonic() - begun)
+    result = Result(kind, seed, case.title, end, words, time.monotonic() - begun)
     if keep:
         shutil.move(folder, keep)
     shutil.rmtree(folder, ignore_errors=True)
     return result
-
-
-def of_size(result: Result) -> Result:
-    """A failure for lack of a bound is the issue's class 11, whatever value led there."""
-    return replace(result, number="11") if result.said.startswith(WITHOUT_BOUND) else result
 
 
 def _end(child: int) -> None:
@@ -207,17 +204,17 @@ def _judged(case: Case, folder: Path) -> tuple[str, str]:
         traceback.print_exc()
         if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
             return FAILED, f"{WITHOUT_BOUND}: {str(error).splitlines()[0]}"
-        fault = _fault(error, case.names)
+        reason = fault(error, case.names)
         said = f"{type(error).__name__}: {error}"
-        if fault:
+        if reason:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            return FAILED, f"{fault}: {said.splitlines()[0]:.300} ({Path(place.filename).name}:{place.lineno})"
+            return FAILED, f"{reason}: {said.splitlines()[0]:.300} ({Path(place.filename).name}:{place.lineno})"
         early = type(error).__name__ in ("ConfigError", "ValueError") or "is not trusted" in said
         return (REFUSED if early else NAMED), said
     return RIGHT, ""
 
 
-def _fault(error: BaseException, names: tuple[str, ...]) -> str:
+def fault(error: BaseException, names: tuple[str, ...]) -> str:
     """Why an exception is not a sentence for the one who can put things right; empty if it is one."""
     said = str(error)
     if isinstance(error, SystemExit):
@@ -227,8 +224,8 @@ def _fault(error: BaseException, names: tuple[str, ...]) -> str:
     elif isinstance(error, OSError) and error.errno in REMEDIES:
         said = f"{error.filename} {error.strerror}"
     elif type(error) in (ValueError, FloatingPointError, FileNotFoundError, OSError):
-        last = traceback.extract_tb(error.__traceback__)[-1].filename
-        if not any(part in last for part in OURS):
+        last = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if not any(last.is_relative_to(folder) for folder in OURS):
             return "a raw error of a library"
     elif not (isinstance(error, ValueError | FloatingPointError) and type(error).__module__.startswith("gsm")):
         return "a raw traceback"

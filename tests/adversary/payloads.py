@@ -1,13 +1,11 @@
-"""Class 1: a checkpoint that asks for more than parts of the project, wherever a checkpoint is used."""
+"""A checkpoint that asks for more than parts of the project, wherever a checkpoint is used."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,79 +14,50 @@ import torch
 
 import gsm
 from adversary import inside
-from adversary.outcome import Case, Wrong
+from adversary.damage import check_weights
+from adversary.outcome import Case
 from adversary.world import World
 from gsm import notebook
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut
 
-# What a stranger might have called, with {folder} for the folder of the case.
+# One call of each kind, with {folder} for the folder of the case.
 CALLS: tuple[dict[str, Any], ...] = (
     {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
-    {"_target_": "io.open", "file": "{folder}/mark", "mode": "w"},
     {"_target_": "shutil.copyfile", "src": "{folder}/strangers_module.py", "dst": "{folder}/mark"},
     {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
-    {"_target_": "os.system", "command": "touch {folder}/mark"},
-    {"_target_": "os.mkdir", "path": "{folder}/mark"},
     {"_target_": "posix.system", "command": "touch {folder}/mark"},
     {"_target_": "subprocess.run", "args": ["touch", "{folder}/mark"]},
-    {"_target_": "subprocess.Popen", "args": ["touch", "{folder}/mark"]},
-    {
-        "_target_": "gsm.experiments.jobs.Child",
-        "command": ["touch", "{folder}/mark"],
-        "log": "{folder}/mark",
-        "environment": {},
-    },
     {"_target_": "gsm.files.write_json", "path": "{folder}/mark", "content": {}},
     {"_target_": "gsm.config.load.instantiate", "node": {"_target_": "os.system", "command": "touch {folder}/mark"}},
-    {"_target_": "gsm.experiments.fit.train", "config": {"folder": "{folder}/mark"}},
+    {"_target_": "gsm.training.run.train", "config": {"folder": "{folder}/mark"}},
     {"_target_": "torch.load", "f": "{folder}/pickle", "weights_only": False},
-    {"_target_": "torch.save", "obj": 1, "f": "{folder}/mark"},
     {"_target_": "torch.hub.load", "repo_or_dir": "{folder}", "model": "model", "source": "local"},
-    {"_target_": "torch.jit.load", "f": "{folder}/pickle"},
-    {"_target_": "pickle.loads", "_args_": ["cbuiltins\nopen\n"]},
-    {"_target_": "numpy.savetxt", "fname": "{folder}/mark", "X": [1]},
     {"_target_": "yaml.unsafe_load", "stream": "!!python/object/apply:os.system ['touch {folder}/mark']"},
-    {"_target_": "builtins.eval", "_args_": ["open('{folder}/mark', 'w')"]},
     {"_target_": "builtins.exec", "_args_": ["open('{folder}/mark', 'w')"]},
-    {"_target_": "builtins.__import__", "name": "strangers_module"},
     {"_target_": "importlib.import_module", "name": "strangers_module"},
     {"_target_": "runpy.run_path", "path_name": "{folder}/strangers_module.py"},
     {"_target_": "sympy.parsing.sympy_parser.parse_expr", "s": "open('{folder}/mark', 'w')"},
     {"_target_": "hydra.utils.instantiate", "config": {"_target_": "os.system", "command": "touch {folder}/mark"}},
-    {"_target_": "hydra.utils.call", "config": {"_target_": "os.getcwd"}},
     {"_target_": "hydra.utils.get_object", "path": "os.system"},
     {"_target_": "lightning.Trainer", "default_root_dir": "{folder}/mark"},
-    {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "{folder}/mark"},
-    {"_target_": "logging.FileHandler", "filename": "{folder}/mark"},
     {"_target_": "strangers_module.anything"},
-    {"_target_": "strangers_module"},
-    {"_target_": "gsm_benchmarks.plan.run", "output": "{folder}/mark"},
     {"_target_": "gsm.training.callbacks.checkpoints.Latest", "path": "{folder}/mark"},
-    {"_target_": "gsm.data.corpus.Corpus", "path": "{folder}"},
 )
-KNOWN = (
-    "gsm.slots.writer.additive.Additive",
-    "gsm.models.gsm.GSM",
-    "gsm.slots.retriever.dense.Dense",
-    "gsm.data.recall.Needle",
-)
+KNOWN = ("gsm.slots.writer.additive.Additive", "gsm.models.gsm.GSM", "gsm.data.recall.Needle")
 ODD: tuple[Any, ...] = (
     ["os.system"],
     1,
     None,
-    True,
     {"_target_": "os.getcwd"},
     ("os", "system"),
     b"os.system",
     "",
     ".",
-    "..",
     "os",
 )
 REFERENCES = (
     "${oc.env:HOME}",
-    "${oc.env:PATH,x}",
     "${oc.decode:1}",
     "${oc.create:{a:1}}",
     "???",
@@ -96,6 +65,7 @@ REFERENCES = (
     "${seed}",
     "${root:}",
 )
+KINDS = ["a call"] * 3 + ["calls", "an odd name", "a reference", "a known part elsewhere", "a pickle", "a place"]
 ANY = ("model", "model", "model", "data", "optimizer", "trainer", "callbacks", "")
 PARTS = {  # where a use looks, most of the time
     "load_model": ("model",) * 8 + ANY,
@@ -108,37 +78,21 @@ PARTS = {  # where a use looks, most of the time
 def case(draw: random.Random, world: World) -> Case:
     """A checkpoint with one or several payloads, and one way to use it."""
     use = draw.choice(list(USES))
-    what = draw.choice(
-        [
-            "a call",
-            "a call",
-            "a call",
-            "calls",
-            "an odd name",
-            "a reference",
-            "a known part elsewhere",
-            "a pickle",
-            "a place",
-        ]
-    )
+    what = draw.choice(KINDS)
     made = _pickle if what == "a pickle" else lambda folder: _saved(draw, world, use, what, folder)
 
     def run(folder: Path) -> None:
         (folder / "strangers_module.py").write_text("import pathlib, os\npathlib.Path('mark').touch()\n")
         (folder / "hubconf.py").write_text("import pathlib\npathlib.Path('mark').touch()\ndef model(): pass\n")
-        (folder / "pickle").write_bytes(_bomb())
+        (folder / "pickle").write_bytes(pickle.dumps(_Runs()))
         sys.path.insert(0, str(folder))
         path = made(folder)
-        found = USES[use](path, world, folder)
-        if isinstance(found, torch.nn.Module):
-            _same_weights(found, world.saved["state_dict"])
+        result = USES[use](path, world, folder)
+        if isinstance(result, torch.nn.Module):
+            check_weights(result, world)
 
-    return Case(
-        run,
-        f"{what}, {use}",
-        ("last.ckpt", "model", "data", "checkpoint", "differs in"),
-        outside=(world.home / "cache",),
-    )
+    names = ("last.ckpt", "model", "data", "checkpoint", "differs in")
+    return Case(run, f"{what}, {use}", names, outside=(world.home / "cache",))
 
 
 def _saved(draw: random.Random, world: World, use: str, what: str, folder: Path) -> Path:
@@ -164,36 +118,17 @@ def _payload(draw: random.Random, what: str) -> Any:
     payload = copy.deepcopy(draw.choice(CALLS))
     if what == "an odd name":
         name = payload["_target_"]
-        payload["_target_"] = draw.choice(
-            [
-                *ODD,
-                f" {name}",
-                f"{name} ",
-                f"{name}.__call__",
-                f"{name}.__globals__",
-                name.replace(".", ".\u200b"),
-                f".{name}",
-            ]
-            + [
-                f"gsm.models.gsm.{name}",
-                f"gsm.files.{name}",
-                "gsm.files.os.system",
-                "gsm.config.load.torch.hub.load",
-                name.upper(),
-            ]
-        )
+        longer = [f" {name}", f"{name}.__call__", name.replace(".", ".\u200b"), f".{name}", f"gsm.models.gsm.{name}"]
+        payload["_target_"] = draw.choice([*ODD, *longer, "gsm.files.os.system", name.upper()])
     for _ in range(draw.choice([0, 0, 1, 2, 4])):
         payload = draw.choice(
             [
-                {"_target_": "builtins.len", "_args_": [payload]},
                 {"_target_": "functools.partial", "_args_": [payload]},
                 {"_target_": draw.choice(KNOWN), "options": payload},
                 {"deeper": {"still": payload}},
                 [payload, [payload]],
                 {"_partial_": True, **payload} if isinstance(payload, dict) else [payload],
                 {"_recursive_": True, "value": payload},
-                {"_convert_": "all", "value": payload},
-                {"1": payload},
             ]
         )
     return payload
@@ -247,39 +182,16 @@ class _Runs:
         return exec, ("import pathlib; pathlib.Path('mark').touch()",)
 
 
-def _bomb() -> bytes:
-    return pickle.dumps(_Runs())
-
-
 def _pickle(folder: Path) -> Path:
-    """A file of torch.save whose pickle calls a function."""
+    """Write a file of torch.save with a pickle that calls a function."""
     path = folder / "run/checkpoints/last.ckpt"
     path.parent.mkdir(parents=True)
-    content = io.BytesIO()
-    torch.save({"state_dict": {}, "hyper_parameters": {"config": {"model": _Runs()}}}, content)
-    with zipfile.ZipFile(content) as whole:
-        whole.testzip()
-    path.write_bytes(content.getvalue())
+    torch.save({"state_dict": {}, "hyper_parameters": {"config": {"model": _Runs()}}}, path)
     return path
 
 
-def _same_weights(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    for name, value in model.state_dict().items():
-        if not torch.equal(value, saved[f"model.{name}"]):
-            raise Wrong(f"{name} is not what the checkpoint holds")
-
-
-def _started(path: Path, world: World, folder: Path) -> None:
-    config = world.config("started", f"start_from={path}", f"folder={folder / 'new'}")
-    inside.build(config)
-
-
-def _resumed(path: Path, world: World, folder: Path) -> None:
-    inside.build(world.config("resumed", f"folder={folder / 'run'}"))
-
-
-def _resumed_by_path(path: Path, world: World, folder: Path) -> None:
-    inside.build(world.config("resumed", f"resume={path}", f"folder={folder / 'new'}"))
+def _train(world: World, folder: Path, *words: str) -> None:
+    inside.build(world.config("strange", *words, *(() if words else (f"folder={folder / 'run'}",))))
 
 
 USES: dict[str, Callable[[Path, World, Path], Any]] = {
@@ -290,7 +202,7 @@ USES: dict[str, Callable[[Path, World, Path], Any]] = {
     ),
     "generate": lambda path, world, folder: generate(str(path), "a", max_new_tokens=3, device="cpu"),
     "notebook.load": lambda path, world, folder: notebook.load(path.parent.parent)[0],
-    "start_from": _started,
-    "resume": _resumed,
-    "resume by path": _resumed_by_path,
+    "start_from": lambda path, world, folder: _train(world, folder, f"start_from={path}", f"folder={folder / 'new'}"),
+    "resume": lambda path, world, folder: _train(world, folder),
+    "resume by path": lambda path, world, folder: _train(world, folder, f"resume={path}", f"folder={folder / 'new'}"),
 }

@@ -1,4 +1,4 @@
-"""Class 5: bad values for every key; class 11: sizes and groups that are no choice; class 12: places."""
+"""Bad values for every key; sizes without bound and groups left out; places that a run may write to."""
 
 from __future__ import annotations
 
@@ -37,55 +37,17 @@ CHOICES: tuple[list[str], ...] = (
     ["model/residual=plain", "data=recall", *SYNTHETIC],
     ["model/residual=plain", "data=state_tracking", *SYNTHETIC],
 )
-PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}  # class 12's
-LEFT_OUT = (
-    "choices.",
-    "model.geometry.",
-    "logger.",
-    "arms",
-    "seeds",
-    "runs",
-    "jobs",
-    "table",
-    "tune",
-)  # of several runs, or no value to type
-BAD_ANYWHERE = (
-    "null",
-    "''",
-    "[]",
-    "[1,2]",
-    "{a:1}",
-    "true",
-    "abc",
-    "größer",
-    "'\u202e\u0000x'",
-    "-1",
-    "0",
-    "nan",
-    "1.5",
-    "-0.0",
-    "[null]",
-    "'a b'",
-    "1e400",
-)
-BAD_NUMBERS = (
-    "-1",
-    "0",
-    "-0.5",
-    "nan",
-    "inf",
-    "-inf",
-    "1e30",
-    "1e-30",
-    "0.5",
-    "-1e9",
-    "2",
-    "3",
-    "7",
-    "0x10",
-    "1_000",
-    "1e3",
-)
+PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}  # tried by `places`
+# Of several runs, or no value to type.
+LEFT_OUT = ("choices.", "model.geometry.", "logger.", "arms", "seeds", "runs", "jobs", "table", "tune")
+UNTYPED = ("_target_", "_partial_", "path", "save_dir")
+BAD_ANYWHERE = "null '' [] [1,2] {a:1} true abc größer '\u202e\u0000x' -1 0 nan 1.5 -0.0 [null] 1e400".split()
+BAD_NUMBERS = "-1 0 -0.5 nan inf -inf 1e30 1e-30 0.5 -1e9 2 3 7 0x10 1_000 1e3".split()
+BAD_LISTS = "[] [0] [-1] null abc [nan] 5 [1,1] [3,2,1] [999] [[1]] ['']".split()
+BAD_WORDS = ["''", "null", "3", "[]", "größer", "'\u0000'", "x" * 5000, "true", "../x", "."]
+GROUPS = "model size data optimizer trainer callbacks logger model/writer model/retriever".split()
+BAD_PLACES = "../../x .. . '' null / /x .replaced a/../../../x 'a/b' ~ '\u0000' größer - 'a\u202eb' /dev/null".split()
+BAD_PLACES += [*"/proc/self/x logs/.replaced ... -1 true [a,b] {a:1}".split(), "' '", "x" * 300]
 LONG = ("trainer.max_steps", "global_batch")  # who asks for much time gets it; for centuries, not
 HUGE = ("100000", "10000000", "1000000000", "1000000000000", "9223372036854775807", "9223372036854775808")
 
@@ -102,13 +64,11 @@ def case(draw: random.Random, world: World) -> Case:
 
 
 def sizes(draw: random.Random, world: World) -> Case:
-    """Class 11: sizes without bound, groups that are null or deleted."""
+    """Sizes without bound, groups that are null or deleted."""
     choice = draw.choice(CHOICES)
     given = [*SIZES, *TRAINS, *choice]
     if draw.random() < 0.5:
-        group = draw.choice(
-            ["model", "size", "data", "optimizer", "trainer", "callbacks", "logger", "model/writer", "model/retriever"]
-        )
+        group = draw.choice(GROUPS)
         return _tried(world, given, [draw.choice([f"{group}=null", f"~{group}"])], [group], True)
     known = _keys(tuple(given), str(world.home / "text"))
     whole = sorted(key for key, value in known.items() if type(value) is int)
@@ -121,17 +81,10 @@ def sizes(draw: random.Random, world: World) -> Case:
 def _keys(given: tuple[str, ...], text: str) -> dict[str, Any]:
     """Every key of a composed configuration that has a value, with its value."""
     config = inside.compose([*given, *([f"data.path={text}"] if "data=folder" in given else [])])
-    found = _flat(config, "")
     return {
         key: value
-        for key, value in found.items()
-        if not (
-            key.startswith(LEFT_OUT)
-            or key in PLACES
-            or "_target_" in key
-            or "_partial_" in key
-            or key.endswith(("path", "save_dir"))
-        )
+        for key, value in _flat(config, "").items()
+        if not (key in PLACES or key.startswith(LEFT_OUT) or key.endswith(UNTYPED))
     }
 
 
@@ -151,11 +104,9 @@ def _value(draw: random.Random, good: Any) -> str:
     if isinstance(good, int | float):
         return draw.choice(BAD_NUMBERS)
     if isinstance(good, list):
-        return draw.choice(
-            ["[]", "[0]", "[-1]", "null", "abc", "[nan]", "5", "[1,1]", "[3,2,1]", "[999]", "[[1]]", "['']"]
-        )
+        return draw.choice(BAD_LISTS)
     if isinstance(good, str):
-        return draw.choice(["''", "null", "3", "[]", "größer", "'\u0000'", "x" * 5000, "true", "../x", "."])
+        return draw.choice(BAD_WORDS)
     return draw.choice(["1", "-1", "x", "[]", "nan", "0.5", "true", "''", "{}"])
 
 
@@ -186,36 +137,9 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
 
 
 def places(draw: random.Random, world: World) -> Case:
-    """Class 12: where a run may go. Nothing lies outside of the folder of logs afterwards, or of what was chosen."""
-    words = [
-        "../../x",
-        "..",
-        ".",
-        "''",
-        "null",
-        "/",
-        "/x",
-        ".replaced",
-        "a/../../../x",
-        "'a/b'",
-        "~",
-        "'\u0000'",
-        "x" * 300,
-        "größer",
-        "-",
-        "' '",
-        "'a\u202eb'",
-        "/dev/null",
-        "/proc/self/x",
-        "logs/.replaced",
-        "...",
-        "-1",
-        "true",
-        "[a,b]",
-        "{a:1}",
-    ]
+    """A run with a bad place: nothing lies outside of its folder of logs, or of the chosen folder, afterwards."""
     key = draw.choice([*["name", "arm", "logs", "folder"] * 2, "seed", "resume", "start_from"])
-    word = draw.choice([word for word in words if word != "/x" or key not in ("logs", "folder")])
+    word = draw.choice([word for word in BAD_PLACES if word != "/x" or key not in ("logs", "folder")])
     bad = f"{key}={word}"
 
     def run(folder: Path) -> None:
@@ -225,19 +149,13 @@ def places(draw: random.Random, world: World) -> Case:
         logs = home / "logs"
         inside.train(world.config("placed", f"logs={logs}", bad))
         chosen = logs if key not in ("logs", "folder") else (home / word.strip("'")).resolve()
-        left = [
-            path for path in folder.rglob("*") if path.is_file() and path not in before and chosen not in path.parents
-        ]
+        files = {path for path in folder.rglob("*") if path.is_file()} - before
+        left = [path for path in files if chosen not in path.parents]
         if left:
             raise Wrong(f"it wrote to {left[0].relative_to(folder)}")
 
-    return Case(
-        run,
-        _shown(bad),
-        (key, "not a directory", "file exists", *(["checkpoint"] if key in ("resume", "start_from") else [])),
-        40,
-        (world.home / "cache",),
-    )
+    names = (key, "not a directory", "file exists", *(["checkpoint"] if key in ("resume", "start_from") else []))
+    return Case(run, _shown(bad), names, 40, (world.home / "cache",))
 
 
 def _shown(word: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ class World:
         self.finish(self.config("plain"))
         self.last = self.run / "checkpoints/last.ckpt"
         self.saved = torch.load(self.last, weights_only=True)
-        self.ids = inside.ids(self.config("plain"))
 
     def config(self, name: str, *more: str) -> dict[str, Any]:
         """The run's configuration under another name, the caller's own. Where nothing but places are other, that is
@@ -98,10 +96,6 @@ class World:
             checkpoint["hyper_parameters"]["config"] = config
         torch.save(checkpoint, path)
         return path
-
-    def own_cache(self, folder: Path) -> Path:
-        """A copy of the cache, times of change included."""
-        return Path(shutil.copytree(self.home / "cache", folder / "cache"))
 
 
 def _moved(value: Any, old: str, new: str) -> Any:

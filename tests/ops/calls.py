@@ -1,14 +1,23 @@
-"""One small, ordinary call of every operation: arguments by name, for the checks that all of them must pass."""
+"""Calls of every operation, in float64, arguments by name: one that is ordinary, and the sizes that have gone wrong.
+
+`call_of(op, case)` makes one; `CASES` lists them. The first case of each operation is the ordinary one.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from oracles import angles, normal, packed_positions, slot_ranges
 from torch import Tensor
 
 
-def attention(batch=2, rows=11, entries=17, heads=4, channels=32, pairs=8, width=5, ratio=2, k=4, padding=2, seed=0):
-    """Arguments of `attend` and the slot ranges of its bank, float64; k slots drawn at random, some of them -1."""
+def attention(
+    batch=2, rows=11, entries=17, heads=4, channels=32, pairs=8, width=5, ratio=2, k=4, padding=2, bias=False, seed=0
+):
+    """Arguments of `attend` and the slot ranges of its bank; k slots drawn at random, some of them -1."""
     position_BE = packed_positions(batch, entries, seed, padding)
     first, last, slots = slot_ranges(position_BE, ratio)
     position = position_BE[:, entries - rows :]
@@ -25,7 +34,13 @@ def attention(batch=2, rows=11, entries=17, heads=4, channels=32, pairs=8, width
         "bank_BFC": normal(batch, slots, channels, seed=seed + 3),
         "index_BRK": index.clamp(min=-1) if slots else index.clamp(max=-1),
     }
+    if bias:
+        call["bias_BRK"] = normal(batch, rows, k, seed=seed + 7)
     return call, {"first_BR": first[:, entries - rows :], "last_BR": last[:, entries - rows :]}
+
+
+def attending(**sizes) -> dict:
+    return attention(**sizes)[0]
 
 
 def band(**sizes) -> dict:
@@ -68,45 +83,79 @@ def blocks(block=3, chosen=3, **sizes) -> dict:
     return {**{name: call[name] for name in names}, "chosen_BRGN": chosen_BRGN, "block": block, "own": own}
 
 
+def integral(call: dict) -> dict:
+    """Whole numbers: scores are exact in every dtype, and equal ones are frequent."""
+    return {name: x.round() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
+
+
 def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
+    """Arguments of `index_top_k`, in whole numbers."""
     call, ranges = attention(seed=seed, k=k, **sizes)
     batch, rows = call["position_BR"].shape
-    return {
+    student = {
         "query_BRJI": normal(batch, rows, heads, width, seed=seed + 4),
         "weight_BRJ": normal(batch, rows, heads, seed=seed + 5),
         "key_BFI": normal(batch, call["bank_BFC"].shape[1], width, seed=seed + 6),
-        **ranges,
-        "k": k,
     }
+    return {**integral(student), **ranges, "k": k}
+
+
+def pooled_selection(pool=2, pooled=3, **sizes) -> dict:
+    """The same, where each row may choose in some blocks alone, some of which are none."""
+    call = selection(**sizes)
+    shape = (*call["first_BR"].shape, pool)
+    drawn = torch.randint(-1, 4, shape, generator=torch.Generator().manual_seed(sizes.get("seed", 0)))
+    return {**call, "pool_BRN": drawn, "block": pooled}
+
+
+def pool(blocks=2, block=2, **sizes) -> dict:
+    """Arguments of `candidate_pool`, in whole numbers."""
+    call = selection(**sizes)
+    return {**{name: x for name, x in call.items() if name != "k"}, "blocks": blocks, "block": block}
 
 
 def scoring(**sizes) -> dict:
     chosen = selection(**sizes)
-    names = ("query_BRJI", "weight_BRJ", "key_BFI")
-    return {**{name: chosen[name] for name in names}, "index_BRK": attention(**sizes)[0]["index_BRK"]}
+    index = attention(**{name: size for name, size in sizes.items() if name != "width"})[0]["index_BRK"]
+    numbers = {name: chosen[name] + normal(*chosen[name].shape, seed=9) / 8 for name in SEARCH}
+    return {**numbers, "index_BRK": index}
 
 
-def indexer(seed=0, **sizes) -> dict:
+SEARCH = ("query_BRJI", "weight_BRJ", "key_BFI")
+
+
+def indexer(dense=True, pool=None, block=8, seed=0, **sizes) -> dict:
+    """Arguments of `indexer_kl`: distinct visible slots, as a selection has them: every second that a row sees."""
     call, ranges = attention(seed=seed, **sizes)
-    chosen = selection(seed=seed, **sizes)
-    student = {f"index_{name}": chosen[name] for name in ("query_BRJI", "weight_BRJ", "key_BFI")}
-    index = call.pop("index_BRK")
-    return {**call, **ranges, "index_BRK": index, **student}
+    student = scoring(seed=seed, **sizes)
+    index = call.pop("index_BRK").fill_(-1)
+    for b, r in itertools.product(*map(range, index.shape[:2])):
+        slots = torch.arange(int(ranges["first_BR"][b, r]), int(ranges["last_BR"][b, r]), 2)[: index.shape[2]]
+        index[b, r, : len(slots)] = slots
+    drawn = None
+    if pool is not None:
+        shape = (*index.shape[:2], pool)
+        drawn = torch.randint(-1, 3, shape, generator=torch.Generator().manual_seed(seed))
+    options = {"dense": dense, "pool_BRN": drawn, "block": block}
+    return {**call, **ranges, "index_BRK": index, **{f"index_{name}": student[name] for name in SEARCH}, **options}
 
 
-def hyper_connection(batch=2, rows=5, streams=4, width=6, seed=0) -> dict:
+def hyper_connection(batch=2, rows=5, streams=4, width=6, rounds=3, like_a_model=False, seed=0) -> dict:
+    """Arguments of `mhc_boundary`; those of a model have numbers as large whatever the width."""
     numbers = 2 * streams + streams * streams
+    size = (streams * width) ** -0.5 if like_a_model else 1.0
     return {
         "streams_BRXD": normal(batch, rows, streams, width, seed=seed),
         "update_BRD": normal(batch, rows, width, seed=seed + 1),
-        "phi": normal(numbers, streams * width, seed=seed + 2),
+        "phi": size * normal(numbers, streams * width, seed=seed + 2),
         "bias": normal(numbers, seed=seed + 3),
         "scale": normal(3, seed=seed + 4),
+        "rounds": rounds,
     }
 
 
 def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, by_channel=False, seed=0) -> dict:
-    """Arguments of `delta_rule`, float64: unit keys, documents of random lengths, padding in row 0 in two places."""
+    """Arguments of `delta_rule`: unit keys, documents of random lengths, padding in row 0 in two places."""
     position = packed_positions(batch, tokens, seed, padding=min(2, tokens - 1))
     position[0, tokens // 2 : tokens // 2 + 3] = -1
     shape = (batch, tokens, heads)
@@ -125,7 +174,7 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, b
 
 
 def slots(batch=2, tokens=37, heads=2, channels=4, slots=3, seed=0) -> dict:
-    """Arguments of `slot_attention`, float64: documents and padding as of `recurrence`; some slots are left alone."""
+    """Arguments of `slot_attention`: documents and padding as of `recurrence`; some slots are left alone."""
     call, shape = recurrence(batch, tokens, heads, channels, seed=seed), (batch, tokens, heads, slots)
     write = normal(*shape, seed=seed + 7).relu()
     return {
@@ -139,10 +188,10 @@ def slots(batch=2, tokens=37, heads=2, channels=4, slots=3, seed=0) -> dict:
 
 
 def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
-    """Arguments of `short_convolution`, float64: documents of random lengths, padding in row 0 in two places, and in
-    front of what is stored so many tokens more that are not."""
-    position = packed_positions(batch, before + stored + tokens, seed, padding)[:, before + stored :]
-    position[0, tokens // 2 : tokens // 2 + padding] = -1
+    """Arguments of `short_convolution`: documents of random lengths, padding in row 0 in two places, and in front of
+    what is stored so many tokens more that are not."""
+    position = packed_positions(max(batch, 1), before + stored + tokens, seed, padding)[:batch, before + stored :]
+    position[:1, tokens // 2 : tokens // 2 + padding] = -1
     return {
         "seen_BEC": normal(batch, stored + tokens, channels, seed=seed),
         "weight": normal(channels, width, seed=seed + 1),
@@ -150,38 +199,256 @@ def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, befo
     }
 
 
-def every_call() -> dict[str, dict]:
-    pooled = {k: v for k, v in selection().items() if k != "k"}
-    hyper = hyper_connection()
-    target = torch.tensor([3, -100, 0, 6, 6, 1])
-    return {
-        "attend": attention()[0],
-        "attend_band": band(),
-        "attend_range": ranges(),
-        "attend_blocks": blocks(),
-        "index_top_k": selection(),
-        "candidate_pool": {**pooled, "blocks": 2, "block": 2},
-        "score_slots": scoring(),
-        "indexer_kl": indexer(),
-        "pool_groups": {
-            "value_BSC": normal(2, 9, 4, seed=1),
-            "gate_BSC": normal(2, 9, 4, seed=2),
-            "end_BF": torch.tensor([[1, 3, 8], [2, 6, -1]]),
-            "ratio": 2,
-        },
-        "mhc_boundary": {**hyper, "rounds": 3},
-        "rms_norm": {"x": normal(2, 5, 8), "weight": normal(8, seed=1)},
-        "swiglu": {"gate": normal(2, 5, 8), "up": normal(2, 5, 8, seed=1), "limit": 0.7},
-        "short_convolution": convolved(),
-        "delta_rule": recurrence(by_channel=True),
-        "slot_attention": slots(),
-        "grouped_linear": {
-            "x_MD": normal(9, 4),
-            "weight_END": normal(4, 5, 4, seed=1),
-            "end_E": torch.tensor([3, 3, 8, 9], dtype=torch.int32),  # the second group is empty
-        },
-        "linear_cross_entropy": {"hidden_ND": normal(6, 5), "weight_VD": normal(7, 5, seed=1), "target_N": target},
+def groups(batch=2, tokens=23, channels=6, ratio=2, ends=None, seed=0) -> dict:
+    """Arguments of `pool_groups`: groups of packed documents in stream order, as a bank's, or those that are given."""
+    position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
+    found = [row.nonzero()[:, 0] for row in (position >= 0) & ((position + 1) % ratio == 0)]
+    end = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1) if ends is None else ends
+    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
+    value = normal(batch, tokens, channels, seed=seed)
+    return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": ratio}
+
+
+def norm(*shape: int, eps: float = 1e-6) -> dict:
+    return {"x": normal(*shape), "weight": normal(shape[-1], seed=1), "eps": eps}
+
+
+def product(*shape: int, limit: float = 0.7) -> dict:
+    return {"gate": 2 * normal(*shape), "up": 2 * normal(*shape, seed=1), "limit": limit}
+
+
+def grouped(sizes=(3, 0, 5, 1), width=16) -> dict:
+    """Arguments of `grouped_linear`: rows of four groups, some of which may be empty."""
+    ends = torch.tensor(sizes).cumsum(0).int()
+    return {"x_MD": normal(sum(sizes), width), "weight_END": normal(4, 8, width, seed=1), "end_E": ends}
+
+
+def logits(rows=23, width=7, vocabulary=11, ignored=3, scale=1.0) -> dict:
+    """Arguments of `linear_cross_entropy`; the first targets are ignored."""
+    target = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(0))
+    target[:ignored] = -100
+    weight = scale * normal(vocabulary, width, seed=1)
+    return {"hidden_ND": normal(rows, width), "weight_VD": weight, "target_N": target}
+
+
+ATTENDED = {
+    "several documents": {},
+    "one row of each of three sequences": {"rows": 1, "batch": 3, "entries": 40, "width": 33},
+    "as many rows as entries": {"rows": 17, "entries": 17},
+    "a window wider than the stream": {"width": 40},
+    "a window of one": {"width": 1, "rows": 4},
+    "only padding in one row": {"padding": 17},
+    "no row": {"rows": 0},
+    "tiles that are not full": {"rows": 5, "entries": 71, "width": 50, "heads": 8},
+    "more rows than a block": {"rows": 37, "entries": 40, "heads": 2, "width": 18, "k": 7},
+    "narrow blocks": {"rows": 33, "entries": 33, "heads": 1, "width": 3},
+    "a window longer than a part of a product": {"rows": 9, "entries": 300, "width": 200, "heads": 2, "batch": 1},
+    "two channels": {"channels": 2, "pairs": 1, "rows": 3},
+    "three heads of 6": {"heads": 3, "channels": 6, "pairs": 2, "k": 5},
+    "twelve heads of 20": {"heads": 12, "channels": 20, "pairs": 3, "k": 9},
+    "six heads": {"heads": 6, "rows": 4, "k": 3},
+    "sixteen heads of 64": {"heads": 16, "channels": 64, "pairs": 4, "rows": 5},
+    "more heads than lanes": {"heads": 40, "channels": 16, "rows": 3, "k": 17},
+    "64 heads": {"heads": 64, "rows": 2},
+    "128 channels, 32 heads": {"channels": 128, "pairs": 16, "heads": 32, "rows": 3},
+    "nothing rotated": {"pairs": 0},
+    "everything rotated": {"pairs": 16},
+}
+PICKED = {
+    "an empty bank": {"ratio": 50, "rows": 4},
+    "no slot selected": {"k": 0, "rows": 4},
+    "a bias": {"bias": True, "rows": 4},
+    "a bias of an empty bank": {"ratio": 50, "rows": 4, "bias": True},
+    "a bias of no slot": {"k": 0, "rows": 4, "bias": True},
+    "a bias of more picks than a tile": {"k": 70, "ratio": 1, "rows": 4, "bias": True},
+    "a bias of more rows than a block": {"rows": 37, "entries": 40, "heads": 2, "width": 18, "k": 7, "bias": True},
+    "a bias for twelve heads": {"heads": 12, "channels": 20, "pairs": 3, "k": 9, "bias": True},
+    "a bank that is gathered": {"ratio": 1, "k": 1, "rows": 40, "entries": 43},
+}
+RANGES = {
+    "several documents": {},
+    "one row": {"rows": 1},
+    "as many rows as slots": {"rows": 17, "padding": 0},
+    "one key head": {"groups": 1},
+    "a key head for every query head": {"groups": 4},
+    "only padding in one row": {"padding": 17},
+    "a window": {"width": 5},
+    "a window, one row": {"width": 5, "rows": 1},
+    "a window of one": {"width": 1},
+    "a window wider than the stream": {"width": 40},
+    "a window and more rows than a block": {"width": 18, "rows": 37, "slots": 40},
+    "a window and padding": {"width": 3, "rows": 33, "slots": 40, "padding": 20},
+    "one document": {"one_document": True, "rows": 17},
+    "the end of one document": {"one_document": True},
+    "one document through a window": {"one_document": True, "rows": 17, "width": 4},
+}
+BLOCKS = {
+    "several documents": {},
+    "one row": {"rows": 1},
+    "as many rows as slots": {"rows": 17, "padding": 3},
+    "one key head": {"groups": 1},
+    "a key head for every query head": {"groups": 4},
+    "only padding in one row": {"padding": 17},
+    "one document": {"one_document": True, "rows": 17},
+    "blocks of one slot": {"block": 1},
+    "blocks larger than documents": {"block": 16},
+    "its own block alone": {"chosen": 0},
+}
+SEARCHED = {
+    "several documents": {"k": 2},
+    "fewer slots than k": {"k": 20},
+    "one row": {"rows": 1, "k": 2},
+    "no bank": {"ratio": 50},
+    "no row": {"rows": 0, "padding": 0},
+    "a width that is no power of two": {"width": 24, "heads": 5, "rows": 4},
+    "one slot per token": {"ratio": 1, "k": 3, "entries": 40, "rows": 30},
+    "more rows than a tile": {"ratio": 1, "k": 5, "entries": 80, "rows": 66, "heads": 3, "batch": 1},
+    "many slots": {"ratio": 1, "k": 5, "entries": 300, "rows": 6, "heads": 3, "padding": 0},
+    "the gate's index heads": {"width": 64, "heads": 8, "ratio": 1, "entries": 40, "rows": 3, "k": 16},
+}
+SCORED = {
+    "several documents": {"rows": 6},
+    "one row": {"rows": 1, "padding": 0},
+    "no bank": {"ratio": 50, "rows": 2},
+    "no row": {"rows": 0, "padding": 0},
+    "no slot selected": {"k": 0},
+    "more rows than slots": {"rows": 20, "entries": 23, "k": 6, "batch": 1},
+    "more places than a tile": {"rows": 3, "k": 40, "width": 24, "heads": 5},
+    "many rows": {"rows": 40, "entries": 43, "ratio": 1},
+}
+LEARNED = {
+    "several documents": {"rows": 5},
+    "one row": {"rows": 1, "padding": 0},
+    "no bank": {"ratio": 50, "rows": 2},
+    "no row": {"rows": 0, "padding": 0},
+    "the selected slots alone": {"rows": 4, "dense": False},
+    "one row's selected slots": {"rows": 1, "padding": 0, "dense": False},
+    "a pool": {"ratio": 1, "rows": 12, "entries": 20, "batch": 1, "pool": 2, "block": 3},
+    "more slots asked for than there are": {"k": 12, "rows": 3},
+    "more rows than a tile": {"rows": 36, "entries": 43, "heads": 2, "ratio": 1, "batch": 1, "padding": 1},
+    "a width that is no power of two": {"heads": 20, "channels": 48, "pairs": 3, "rows": 3, "batch": 1},
+    "a window wider than a tile": {"width": 70, "rows": 3, "entries": 80, "batch": 1, "padding": 0},
+    "selected slots of many rows": {"rows": 36, "entries": 43, "ratio": 1, "batch": 1, "padding": 1, "dense": False},
+    "sixteen heads": {"heads": 16, "channels": 64, "rows": 5},
+}
+STREAMS = {  # a tile of the kernels has 16 tokens forward, 8 and 16 back
+    "four streams": {},
+    "one round": {"rounds": 1, "batch": 1},
+    "twenty rounds": {"rounds": 20, "batch": 1},
+    "one stream": {"streams": 1, "width": 16, "rounds": 2},
+    "two streams": {"streams": 2, "width": 48, "batch": 1, "rows": 17, "rounds": 2, "like_a_model": True},
+    "eight streams": {"streams": 8, "width": 24, "batch": 1, "rows": 3, "rounds": 2, "like_a_model": True},
+    "many columns": {"width": 160, "batch": 1, "rows": 9, "rounds": 2, "like_a_model": True},
+    "one token": {"width": 32, "batch": 1, "rows": 1},
+    "odd sizes": {"batch": 1, "rows": 33, "width": 7},
+    "more tokens than a piece": {"rows": 300, "width": 48, "like_a_model": True},
+    "no token": {"rows": 0},
+}
+CONVOLVED = {
+    "documents that began before": {"stored": 3, "tokens": 29},
+    "documents and padding": {"stored": 0, "tokens": 29},
+    "fewer stored than it sees": {"stored": 1, "tokens": 7, "width": 5, "before": 4},
+    "none stored of what came before": {"stored": 0, "tokens": 17, "before": 9},
+    "more stored than it sees": {"stored": 9, "tokens": 6, "width": 3},
+    "wider than all there is": {"stored": 1, "tokens": 3, "width": 9, "padding": 1, "before": 5},
+    "width 1": {"stored": 2, "tokens": 11, "width": 1},
+    "width 2": {"stored": 1, "tokens": 11, "width": 2},
+    "width 6, in several blocks": {"tokens": 61, "width": 6},
+    "one token": {"stored": 3, "tokens": 1, "batch": 1, "padding": 0},
+    "one channel": {"channels": 1},
+    "odd channels": {"channels": 131, "tokens": 41, "batch": 3},
+    "no token": {"stored": 3, "tokens": 0, "padding": 0},
+    "nothing": {"stored": 0, "tokens": 0, "padding": 0},
+    "no sequence": {"batch": 0},
+    "no channel": {"channels": 0},
+}
+CHUNKED = (2, 3, 31, 32, 33, 101)  # tokens around the chunks of 32
+RULES = {
+    " and ".join(name for name, on in kind.items() if on) or "sum": kind
+    for on in itertools.product((True, False), repeat=3)
+    for kind in [dict(zip(("rule", "decay", "by_channel"), on, strict=True))]
+}
+ENDS = {"groups that are given": torch.tensor([[3, 7, 11], [4, 9, -1]]), "no group": torch.full((2, 3), -1)}
+ENDS["no room for a group"] = torch.empty(2, 0, dtype=torch.int64)
+
+Case = Callable[[], dict]
+
+
+def sizes_of(build: Callable[..., dict], table: dict[str, dict]) -> dict[str, Case]:
+    return {case: partial(build, **sizes) for case, sizes in table.items()}
+
+
+CASES: dict[str, dict[str, Case]] = {
+    "attend": sizes_of(attending, ATTENDED | PICKED),
+    "attend_band": sizes_of(
+        band,
+        ATTENDED | {"programs that come round": {"rows": 40, "entries": 44, "width": 12, "heads": 8, "batch": 1}},
+    ),
+    "attend_range": sizes_of(ranges, RANGES),
+    "attend_blocks": sizes_of(blocks, BLOCKS),
+    "index_top_k": sizes_of(selection, SEARCHED)
+    | {
+        "a pool": partial(pooled_selection, k=3, ratio=1, entries=40, rows=30),
+        "a pool smaller than k": partial(pooled_selection, k=20, ratio=1, entries=40, rows=4, pool=1, pooled=2),
+    },
+    "candidate_pool": sizes_of(pool, SEARCHED)
+    | {"blocks of three": partial(pool, block=3, ratio=1, entries=40, rows=4)},
+    "score_slots": sizes_of(scoring, SCORED),
+    "indexer_kl": sizes_of(indexer, LEARNED),
+    "pool_groups": {
+        f"{channels} channels in groups of {ratio}": partial(groups, tokens=60, channels=channels, ratio=ratio)
+        for ratio, channels in ((2, 6), (1, 1), (3, 128), (4, 200), (1, 128))
     }
+    | {
+        f"{name}, in groups of {ratio}": partial(groups, ratio=ratio, ends=ends)
+        for (name, ends), ratio in itertools.product(ENDS.items(), (1, 2))
+    }
+    | {
+        "groups of sixteen": partial(groups, tokens=32, ratio=16, ends=torch.tensor([[15, 31, -1], [-1, -1, 31]])),
+        "no token": partial(groups, tokens=0, ends=torch.full((2, 3), -1)),
+    },
+    "mhc_boundary": sizes_of(hyper_connection, STREAMS),
+    "rms_norm": {
+        str(shape): partial(norm, *shape)
+        for shape in ((2, 5, 8), (1, 1, 128), (2, 3, 100), (2, 5, 7), (0, 64), (8,), (33, 128), (2, 33, 4, 65))
+    }
+    | {"a large eps": partial(norm, 7, 8, eps=0.5), "no eps": partial(norm, 5, 128, eps=0.0)}
+    | {"(3, 2048)": partial(norm, 3, 2048), "(2, 8192)": partial(norm, 2, 8192), "(700, 32)": partial(norm, 700, 32)},
+    "swiglu": {
+        str(shape): partial(product, *shape)
+        for shape in ((2, 5, 8), (1, 1, 128), (2, 5, 7), (3, 2), (0, 4), (2, 33, 4, 65), (700, 32))
+    }
+    | {"hardly clamped": partial(product, 2, 5, 8, limit=10.0)},
+    "short_convolution": sizes_of(convolved, CONVOLVED),
+    "delta_rule": {
+        f"{rule}, {tokens} tokens": partial(recurrence, tokens=tokens, **kind)
+        for tokens in (23, *CHUNKED)
+        for rule, kind in RULES.items()
+    },
+    "slot_attention": {f"{tokens} tokens": partial(slots, tokens=tokens) for tokens in (23, *CHUNKED)},
+    "grouped_linear": {
+        str(sizes): partial(grouped, sizes)
+        for sizes in ((3, 0, 5, 1), (0, 0, 9, 0), (9, 0, 0, 0), (0, 0, 0, 9), (2, 2, 2, 3))
+    },
+    "linear_cross_entropy": {
+        "some targets ignored": partial(logits, rows=9),
+        "all targets ignored": partial(logits, rows=4, ignored=4),
+        "no row": partial(logits, rows=0, ignored=0),
+        "one word": partial(logits, rows=9, vocabulary=1),
+        "64 words": partial(logits, rows=9, vocabulary=64),
+        "100 words": partial(logits, rows=9, vocabulary=100),
+        "confident and wrong": partial(logits, rows=9, scale=1e4),
+    },
+}
+
+
+def call_of(op: str, case: str) -> dict:
+    return CASES[op][case]()
+
+
+def every_call() -> dict[str, dict]:
+    """The ordinary call of every operation."""
+    return {op: next(iter(cases.values()))() for op, cases in CASES.items()}
 
 
 def cast(call: dict, dtype: torch.dtype) -> dict:

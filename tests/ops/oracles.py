@@ -1,8 +1,14 @@
-"""Random packed streams, and the operations as slow loops written from their formulas."""
+"""Random packed streams, and every operation as a slow loop written from its formula, with ordinary autograd.
+
+`ORACLES` gives the loop of an operation; it takes the values of a call, in their order.
+"""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,7 +24,7 @@ def packed_positions(batch: int, entries: int, seed: int = 0, padding: int = 0) 
     """Positions [B,E] of documents of random lengths that differ between batch rows; row 0 ends in `padding`."""
     rows = []
     for row in range(batch):
-        lengths = torch.randint(1, 12, (entries,), generator=seeded(100 * seed + row)).tolist()
+        lengths = torch.randint(1, 12, (max(entries, 1),), generator=seeded(100 * seed + row)).tolist()
         rows.append(torch.cat([torch.arange(length) for length in lengths])[:entries])
     position = torch.stack(rows)
     position[0, entries - padding :] = -1
@@ -92,9 +98,9 @@ def best(scores: dict[int, float], k: int) -> list[int]:
 def naive_top_k(query, weight, key, first, last, k, pool=None, block=8) -> Tensor:
     def row(b: int, r: int) -> list[int]:
         scores = naive_scores(query, weight, key, b, r)
-        return best({f: float(scores[f]) for f in choosable(first, last, pool, block, b, r)}, k)
+        return best({f: scores[f].item() for f in choosable(first, last, pool, block, b, r)}, k)
 
-    return torch.tensor([[row(b, r) for r in range(query.shape[1])] for b in range(query.shape[0])])
+    return chosen_by(row, query, k)
 
 
 def naive_pool(query, weight, key, first, last, blocks, block=8) -> Tensor:
@@ -102,17 +108,30 @@ def naive_pool(query, weight, key, first, last, blocks, block=8) -> Tensor:
         scores, maxima = naive_scores(query, weight, key, b, r), {}
         for f in choosable(first, last, None, block, b, r):
             ordinal = (f - int(first[b, r])) // block
-            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), float(scores[f]))
+            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), scores[f].item())
         if maxima:
             maxima[max(maxima)] = torch.inf
         return best(maxima, blocks)
 
-    return torch.tensor([[row(b, r) for r in range(query.shape[1])] for b in range(query.shape[0])])
+    return chosen_by(row, query, blocks)
+
+
+def chosen_by(row, query_BRJI: Tensor, k: int) -> Tensor:
+    batch, rows = query_BRJI.shape[:2]
+    chosen = [row(b, r) for b, r in itertools.product(range(batch), range(rows))]
+    return torch.tensor(chosen, dtype=torch.int64).view(batch, rows, k)
+
+
+def naive_slot_scores(query_BRJI, weight_BRJ, key_BFI, index_BRK) -> Tensor:
+    score = torch.zeros(index_BRK.shape, dtype=torch.float64)
+    for b, r, k in (index_BRK >= 0).nonzero().tolist():
+        score[b, r, k] = naive_scores(query_BRJI, weight_BRJ, key_BFI, b, r)[index_BRK[b, r, k]]
+    return score
 
 
 def naive_kl(query, window, position, width, sink, cos, sin, bank, first, last, index, iq, iw, ik, dense, pool, block):
-    """(loss, recall) by the formula, row by row; the teacher is detached."""
-    losses, recalls, rows = [], [], int((position >= 0).sum())
+    """(loss, recall) by the formula, row by row; the teacher is detached, and a selection alone has no recall."""
+    losses, recalls, rows = [torch.zeros((), dtype=torch.float64)], [], int((position >= 0).sum())
     for b, r in [(b, r) for b in range(query.shape[0]) for r in range(query.shape[1]) if position[b, r] >= 0]:
         slots = choosable(first, last, pool, block, b, r) if dense else [f for f in index[b, r].tolist() if f >= 0]
         if not slots:
@@ -128,7 +147,8 @@ def naive_kl(query, window, position, width, sink, cos, sin, bank, first, last, 
         model = torch.log_softmax(torch.stack([scores[f] for f in slots]), 0)
         losses.append((teacher * (teacher.log() - model)).sum())
         recalls.append(sum(p for p, f in zip(teacher.tolist(), slots, strict=True) if f in index[b, r].tolist()))
-    return sum(losses) / max(rows, 1), torch.tensor(recalls).mean()
+    recall = torch.tensor(recalls).mean() if dense else torch.tensor(torch.nan)
+    return sum(losses) / max(rows, 1), recall
 
 
 def naive_mhc(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, hc_eps=1e-6):
@@ -147,3 +167,119 @@ def naive_mhc(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, h
         mix = mix / (mix.sum(-2, keepdim=True) + hc_eps)
     left = write[..., None] * update[:, :, None] + torch.einsum("brjk,brjd->brkd", mix, streams)
     return left, torch.einsum("brk,brkd->brd", read, left)
+
+
+def naive_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False) -> Tensor:
+    out, shared = [], query_BRHC.shape[2] // key_BFGC.shape[2]
+    for b, r, h in itertools.product(*map(range, query_BRHC.shape[:3])):
+        seen = slice(int(first_BR[b, r]), int(last_BR[b, r]))
+        key, value = key_BFGC[b, seen, h // shared], value_BFGC[b, seen, h // shared]
+        weight = torch.exp(key @ query_BRHC[b, r, h] / query_BRHC.shape[3] ** 0.5)
+        out.append(weight / weight.sum() @ value if len(weight) else 0 * query_BRHC[b, r, h])
+    return torch.stack(out).view(query_BRHC.shape)
+
+
+def naive_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block, own=False) -> Tensor:
+    out, shared = [], query_BRHC.shape[2] // key_BFGC.shape[2]
+    for b, r, h in itertools.product(*map(range, query_BRHC.shape[:3])):
+        chosen = set(chosen_BRGN[b, r, h // shared].tolist())
+        first, last = int(first_BR[b, r]), int(last_BR[b, r])
+        seen = [slot for slot in range(first, last) if (slot - first) // block in chosen]
+        key, value = key_BFGC[b, seen, h // shared], value_BFGC[b, seen, h // shared]
+        weight = torch.exp(key @ query_BRHC[b, r, h] / query_BRHC.shape[3] ** 0.5)
+        out.append(weight / weight.sum() @ value if seen else 0 * query_BRHC[b, r, h])
+    return torch.stack(out).view(query_BRHC.shape)
+
+
+def naive_delta_rule(
+    query, key, value, beta, log_decay, start, live, state, scale, by_channel
+) -> tuple[Tensor, Tensor]:
+    """The recurrence with one matrix at a time, I - beta k k^T among them."""
+    out, after = torch.zeros_like(query), state.clone()
+    eye = torch.eye(key.shape[-1], dtype=key.dtype)
+    for b, h in itertools.product(range(query.shape[0]), range(query.shape[2])):
+        S = state[b, h]
+        for t in range(query.shape[1]):
+            if not live[b, t]:
+                continue
+            k, v = key[b, t, h], value[b, t, h]
+            S = torch.zeros_like(S) if start[b, t] else S
+            S = S if log_decay is None else log_decay[b, t, h].exp() * S
+            S = S if by_channel is None else torch.diag(by_channel[b, t, h].exp()) @ S
+            strength = 1 if beta is None else beta[b, t, h]
+            S = (S if beta is None else (eye - strength * torch.outer(k, k)) @ S) + strength * torch.outer(k, v)
+            out[b, t, h] = scale * (query[b, t, h] @ S)
+        after[b, h] = S
+    return out, after
+
+
+def naive_slot_attention(query, key, value, write, log_decay, start, live, state, scale):
+    """Slot by slot, each a key and a value."""
+    out, after, channels = torch.zeros_like(query), state.clone(), query.shape[-1]
+    for b, h in itertools.product(range(query.shape[0]), range(query.shape[2])):
+        slots = [(row[:channels], row[channels:]) for row in state[b, h]]
+        for t in range(query.shape[1]):
+            if not live[b, t]:
+                continue
+            if start[b, t]:
+                slots = [(0 * k, 0 * v) for k, v in slots]
+            left, strength = log_decay[b, t, h].exp(), write[b, t, h]
+            slots = [
+                (left[m] * k + strength[m] * key[b, t, h], left[m] * v + strength[m] * value[b, t, h])
+                for m, (k, v) in enumerate(slots)
+            ]
+            weight = [(scale * query[b, t, h] @ k).exp() for k, _ in slots]
+            out[b, t, h] = sum(w * v for w, (_, v) in zip(weight, slots, strict=True)) / sum(weight)
+        after[b, h] = torch.stack([torch.cat(slot) for slot in slots])
+    return out, after
+
+
+def naive_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
+    stored = seen_BEC.shape[1] - position_BT.shape[1]
+    total_BTC = seen_BEC.new_zeros(*position_BT.shape, len(weight))
+    for b, position_T in enumerate(position_BT.tolist()):
+        for t, position in enumerate(position_T):
+            for back in range(min(position, weight.shape[1] - 1, stored + t) + 1):
+                total_BTC[b, t] += weight[:, back] * seen_BEC[b, stored + t - back]
+    return total_BTC
+
+
+def naive_pooling(value_BSC, gate_BSC, end_BF, ratio) -> Tensor:
+    pooled = value_BSC.new_zeros(*end_BF.shape, value_BSC.shape[2])
+    for b, f in (end_BF >= 0).nonzero().tolist():
+        members = slice(int(end_BF[b, f]) - ratio + 1, int(end_BF[b, f]) + 1)
+        weight = 1.0 if ratio == 1 else torch.softmax(gate_BSC[b, members], 0)
+        pooled[b, f] = (weight * value_BSC[b, members]).sum(0)
+    return pooled
+
+
+def naive_grouped(x_MD, weight_END, end_E) -> Tensor:
+    group = [next(e for e, end in enumerate(end_E.tolist()) if m < end) for m in range(len(x_MD))]
+    return torch.stack([weight_END[e] @ x for e, x in zip(group, x_MD, strict=True)])
+
+
+def naive_cross_entropy(hidden_ND, weight_VD, target_N) -> Tensor:
+    """All logits at once, through PyTorch's own loss; zero where all targets are ignored."""
+    total = F.cross_entropy(hidden_ND @ weight_VD.T, target_N, reduction="sum")
+    return total / (target_N >= 0).sum().clamp(min=1)
+
+
+ORACLES = {
+    "attend": naive_attend,
+    "attend_band": naive_attend,
+    "attend_range": naive_range,
+    "attend_blocks": naive_blocks,
+    "index_top_k": naive_top_k,
+    "candidate_pool": naive_pool,
+    "score_slots": naive_slot_scores,
+    "indexer_kl": naive_kl,
+    "pool_groups": naive_pooling,
+    "mhc_boundary": naive_mhc,
+    "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "swiglu": lambda gate, up, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
+    "short_convolution": naive_convolution,
+    "delta_rule": naive_delta_rule,
+    "slot_attention": naive_slot_attention,
+    "grouped_linear": naive_grouped,
+    "linear_cross_entropy": naive_cross_entropy,
+}

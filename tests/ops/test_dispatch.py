@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gsm_kernels
-from gsm_kernels import Impl, KernelBuildError, Op, launch, listening, using
+from gsm_kernels import Impl, KernelBuildError, Op, device, launch, listening, using
 from gsm_kernels.device import describe
 from gsm_kernels.dispatch import REMEMBERED
 
@@ -76,7 +76,7 @@ def test_an_implementation_for_few_calls_takes_these_and_is_not_forced_on_others
 
 def test_an_unknown_choice_is_named():
     with (
-        pytest.raises(ValueError, match="'fast' is no implementation; choose one of auto, reference, triton, "),
+        pytest.raises(ValueError, match="'fast' is no implementation. Use auto, reference, triton, "),
         using("fast"),
     ):
         pass
@@ -194,7 +194,7 @@ def gpu(monkeypatch):
         ((8, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
         ((8, 9), "reference", "triton", "GSM_KERNELS=triton tries them"),
         ((10, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
-        ((7, 5), "reference", "none", "take compute capability 8.0 or newer, this device has 7.5"),
+        ((7, 5), "reference", "none", "need compute capability 8.0 or newer. This device has 7.5"),
     ],
 )
 def test_every_gpu_is_told_what_runs_why_and_how_to_try_triton(gpu, capsys, capability, runs, tried, advice):
@@ -219,11 +219,55 @@ def test_a_gpu_of_amds_is_not_taken_for_a_hopper_one(gpu, capsys, monkeypatch):
     gpu((9, 0))
     runpy.run_module("gsm_kernels", run_name="__main__")
     printed = capsys.readouterr().out
-    assert "this is one of AMD's" in printed and "on AMD's PyTorch runs everything" in printed
+    assert "this is an AMD GPU" in printed and "On AMD GPUs PyTorch runs all operations" in printed
     assert "trusted on NVIDIA's GPUs alone" in printed
     for name in ("", "triton"):
         with using(name) if name else contextlib.nullcontext():
             assert gsm_kernels.rms_norm.explain()[0] != "triton"
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Let the installed Triton have this version."""
+
+    def release(version):
+        monkeypatch.setattr(device, "triton_version", lambda: version)
+        monkeypatch.setattr(launch, "triton_version", lambda: version)
+        device._absent.cache_clear()
+
+    yield release
+    device._absent.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "right"), [("3.5.1", False), ("3.6.0+git1", False), ("3.7.1", True), ("3.10.0", True)]
+)
+def test_triton_without_the_fence_runs_on_no_hopper_gpu(gpu, triton, version, right):
+    """The wgmma kernels of Triton before 3.7.1 may read shared memory before it is written."""
+    gpu((9, 0)), triton(version)
+    assert (gsm_kernels.attend.explain()[0] == "triton") == right
+    with using("triton"):
+        assert (gsm_kernels.attend.explain()[0] == "triton") == right
+    for reason in (launch.missing(), launch.unready(), device.absent("fla")):
+        assert right or "pip install triton==3.7.1" in reason
+    gpu((8, 0))
+    with using("triton"):
+        assert launch.missing() is None, "other GPUs have no wgmma"
+
+
+def test_training_on_hopper_needs_a_c_compiler(gpu, triton, monkeypatch):
+    """Triton cannot be loaded without one, and PyTorch's operations would train in its place, several times slower."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    gpu((9, 0)), triton("3.7.1")
+    assert "finds no C compiler" in launch.unready()
+    with using("reference"):
+        assert launch.unready() is None
+    monkeypatch.setenv("CC", "gcc-12")
+    assert launch.unready() is None
+    monkeypatch.delenv("CC")
+    gpu((8, 0))
+    assert launch.unready() is None
 
 
 def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):

@@ -16,11 +16,12 @@ from calls import cast, hyper_connection
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gsm_kernels import explain, listening, mhc_boundary, native, rms_norm, using
-from gsm_kernels import threads as shared
+from gsm_kernels import explain, listening, mhc_boundary, rms_norm, using
+from gsm_kernels.cpu import native
+from gsm_kernels.cpu import threads as shared
 
 numba = pytest.importorskip("numba")
-from gsm_kernels.arrays import integers  # noqa: E402
+from gsm_kernels.cpu.arrays import integers  # noqa: E402
 
 
 @numba.njit(nogil=True)
@@ -123,7 +124,7 @@ def test_an_error_in_another_thread_is_raised(threads):
 
 def test_the_number_of_threads_changes_no_bit_of_what_a_loop_writes(threads):
     """The products with phi are PyTorch's, whose sums may depend on it: one thread does these."""
-    from gsm_kernels.mhc import loops
+    from gsm_kernels.cpu.loops import mhc as loops
 
     given, found = call(), []
     number = given["streams_BRXD"].view(600, -1) @ given["phi"].T
@@ -154,7 +155,7 @@ def test_a_forked_process_computes_the_same_with_threads_of_its_own(threads, tmp
         expected = mhc_boundary(**given)[0]  # has made this process' threads
     child = os.fork()
     if not child:
-        torch.set_num_threads(1)  # PyTorch's own threads did not come along
+        torch.randn(800, 800) @ torch.randn(800, 800)  # waited for threads that did not come along
         native.torch.get_num_threads = lambda: 2
         with torch.no_grad():
             (tmp_path / "found").write_bytes(pickle.dumps(mhc_boundary(**given)[0].tolist()))
@@ -189,9 +190,8 @@ def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pyte
     folder = Path(native.cache_folder())
     with torch.no_grad():
         mhc_boundary(**call(3))
-    assert list(folder.rglob("loops.forward*.nbc")), folder
-    (tmp_path / "mhc").mkdir()
-    for file in (*native.HERE.glob("*/loops.py"), native.HERE / "arrays.py", native.HERE / "native.py"):
+    assert list(folder.rglob("mhc.forward*.nbc")), folder
+    for file in (*native.HERE.glob("loops/*.py"), native.HERE / "arrays.py", native.HERE / "native.py"):
         (tmp_path / file.relative_to(native.HERE)).parent.mkdir(exist_ok=True)
         (tmp_path / file.relative_to(native.HERE)).write_text(file.read_text())
     monkeypatch.setattr(native, "HERE", tmp_path)
@@ -269,7 +269,7 @@ def test_the_other_pieces_have_ended_when_an_error_is_raised(threads):
 def test_a_loop_that_cannot_be_compiled_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
     from numba.core.errors import TypingError
 
-    from gsm_kernels.mhc import loops
+    from gsm_kernels.cpu.loops import mhc as loops
 
     def broken(*_):
         raise TypingError("a Numba that knows less")
@@ -287,7 +287,7 @@ def test_a_loop_that_cannot_be_compiled_is_not_tried_again(monkeypatch: pytest.M
 
 
 def test_what_loops_call_is_compiled_into_them():
-    for file in native.HERE.glob("*/loops.py"):
+    for file in native.HERE.glob("loops/*.py"):
         for one in ast.parse(file.read_text()).body:
             if isinstance(one, ast.FunctionDef) and one.name.startswith("_"):
                 assert [ast.unparse(how) for how in one.decorator_list] == ["part"], f"{file}: {one.name}"

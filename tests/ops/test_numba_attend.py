@@ -11,32 +11,12 @@ from calls import attention, band, cast, gradients
 from oracles import normal
 from torch import Tensor
 
-from gsm_kernels import attend, attend_band, listening, native, using
-from gsm_kernels.attend import numba
+from gsm_kernels import attend, attend_band, listening, using
+from gsm_kernels.cpu import attend as numba
+from gsm_kernels.cpu import native
 from gsm_kernels.testing import assert_close
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-
-SIZES = {
-    "several documents": {},
-    "one row, as in decoding": {"rows": 1, "batch": 3},
-    "a window wider than the stream": {"width": 40},
-    "a window of one": {"width": 1},
-    "an empty bank": {"ratio": 50},
-    "nothing picked": {"k": 0},
-    "more rows than a block": {"rows": 37, "entries": 40, "heads": 2, "width": 18, "k": 7},
-    "a window longer than a part of a product": {"rows": 9, "entries": 300, "width": 200, "heads": 2, "batch": 1},
-    "one head": {"rows": 70, "entries": 75, "heads": 1, "width": 3},
-    "three heads of 6": {"heads": 3, "channels": 6, "pairs": 2, "k": 5},
-    "twelve heads of 20": {"heads": 12, "channels": 20, "pairs": 3, "k": 9},
-    "sixteen heads of 64": {"heads": 16, "channels": 64, "pairs": 4, "rows": 5},
-    "more heads than lanes": {"heads": 40, "channels": 16, "rows": 3, "k": 17},
-    "two channels": {"channels": 2, "pairs": 1, "rows": 3},
-    "nothing rotated": {"pairs": 0},
-    "everything rotated": {"pairs": 16},
-    "only padding in one row": {"padding": 17},
-    "no rows": {"rows": 0},
-}
 
 
 def biased(**sizes):
@@ -64,21 +44,6 @@ def assert_agrees(op, call):
     for name, wanted in expected.items():
         wanted = torch.zeros_like(found[name]) if wanted is None else wanted
         assert_close(found[name], wanted, name=name, gradient=name != "output")
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("kind", ["selection", "biased", "band"])
-def test_the_loops_and_their_gradients_are_the_reference_s(kind, sizes):
-    op, call = of(kind, **sizes)
-    assert_agrees(op, cast(call, torch.float32))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["biased", "band"])
-def test_low_precision_is_within_its_tolerance(kind, dtype):
-    for sizes in ({}, {"rows": 1, "channels": 20, "pairs": 3}, {"rows": 40, "entries": 48, "width": 20, "k": 9}):
-        op, call = of(kind, **sizes)
-        assert_agrees(op, cast(call, dtype))
 
 
 def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
@@ -124,27 +89,6 @@ def test_a_decoded_token_copies_neither_window_nor_bank(monkeypatch):
 def long_call(kind: str, **sizes):
     op, call = of(kind, rows=1100, entries=1150, width=150, heads=3, channels=16, pairs=4, k=6, ratio=3, **sizes)
     return op, cast(call, torch.float32)
-
-
-@pytest.mark.parametrize("kind", ["biased", "band"])
-def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
-    monkeypatch.setattr(numba, "THREAD", 1)
-    op, call = long_call(kind)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(op, call))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(other[name], wanted) for name, wanted in found[0].items())
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("kind", ["biased", "band"])
-def test_parts_of_the_rows_add_up(kind, batch):
-    assert_agrees(*long_call(kind, batch=batch))
 
 
 def test_two_threads_may_call_at_once():
@@ -232,18 +176,6 @@ def test_float64_is_for_the_reference():
     assert heard == [("attend", "reference"), ("attend", "numba")]
     with using("numba"), pytest.raises(RuntimeError, match="too coarse for float64"):
         attend_band(**band())
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_it_is_one_node_of_a_compiled_graph():
-    op, call = attend, cast(biased(), torch.float32)
-    torch.compiler.reset()
-    compiled = torch.compile(lambda **call: op(**call), fullgraph=True, backend="aot_eager")
-    with using("numba"):
-        (out,), grads = gradients(compiled, call)
-        (expected,), expected_grads = gradients(op, call)
-    assert torch.equal(out, expected)
-    assert all(torch.equal(grads[name], wanted) for name, wanted in expected_grads.items())
 
 
 def test_the_package_is_imported_without_numba():

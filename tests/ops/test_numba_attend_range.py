@@ -8,9 +8,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gsm_kernels import attend_range, listening, native, using
-from gsm_kernels.attend_range import numba
+from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range.inputs import Inputs
+from gsm_kernels.cpu import attend_range as numba
+from gsm_kernels.cpu import native
 from gsm_kernels.testing import assert_close
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -172,9 +173,9 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 
 def test_one_row_of_one_sequence_is_shared_among_threads(threads, monkeypatch):
-    from gsm_kernels.attend_range import loops
+    from gsm_kernels.cpu.loops import attend_range as loops
 
-    monkeypatch.setattr("gsm_kernels.threads.SLOWER", 1)  # Python's threads, as what counts here is not compiled
+    monkeypatch.setattr("gsm_kernels.cpu.threads.SLOWER", 1)  # Python's threads, as what counts here is not compiled
     pieces, inner = [], loops.forward
     monkeypatch.setattr(loops, "forward", lambda first, last, *rest: pieces.append(first) or inner(first, last, *rest))
     threads(2)

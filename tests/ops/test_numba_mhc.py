@@ -4,27 +4,10 @@ import pytest
 import torch
 from calls import cast, gradients, hyper_connection
 
-from gsm_kernels import listening, mhc_boundary, using
+from gsm_kernels import mhc_boundary, using
 from gsm_kernels.testing import assert_close
 
 pytest.importorskip("numba")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rounds", [1, 2, 20])
-@pytest.mark.parametrize(
-    "sizes", [{}, {"rows": 1}, {"batch": 1, "rows": 33, "width": 7}, {"rows": 0}, {"rows": 300, "width": 48}]
-)
-def test_results_and_gradients_equal_the_reference_in_float64(sizes, rounds, dtype):
-    given = {**cast(hyper_connection(**sizes), dtype), "rounds": rounds}
-    with listening() as heard:
-        out, grads = gradients(mhc_boundary, given)
-    expected, expected_grads = gradients(mhc_boundary, cast(given, torch.float64))
-    assert heard == [("mhc_boundary", "numba")]
-    for name, got, wanted in zip(("streams", "mixed"), out, expected, strict=True):
-        assert_close(got, wanted, name=name)
-    for name, wanted in expected_grads.items():
-        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
 
 
 def test_the_number_of_threads_changes_no_bit():

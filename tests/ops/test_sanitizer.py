@@ -14,13 +14,14 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import sanitizer
 import torch
 from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs, selection
+from check import with_reference
 from oracles import normal
 from torch import Tensor
-from triton_check import with_reference
 
-from gsm_kernels import OPS, Op, inverse, launch, sanitizer, using
+from gsm_kernels import OPS, Op, inverse, launch, using
 from gsm_kernels.index_top_k import triton as search
 from gsm_kernels.testing import TOLERANCE, relative_error
 
@@ -256,7 +257,7 @@ LONG = {"attend", "index_top_k", "indexer_kl", "mhc_boundary"}  # up to a minute
 def with_kernels() -> list[object]:
     """The operations that have kernels of their own, each module of kernels once."""
     found = {kernels_of(op): op for op in reversed(OPS) if any(impl.name == "triton" for impl in op.fast)}
-    return [pytest.param(op, id=op.name, marks=[pytest.mark.slow] * (op.name in LONG)) for op in found.values()]
+    return [pytest.param(op, id=op.name, marks=[pytest.mark.nightly] * (op.name in LONG)) for op in found.values()]
 
 
 def kernels_of(op: Op) -> str:

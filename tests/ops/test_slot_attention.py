@@ -9,54 +9,9 @@ import torch
 from calls import cast, gradients, slots
 
 from gsm_kernels import listening, slot_attention, using
-from gsm_kernels.chunks import CHUNK
 from gsm_kernels.slot_attention import fla, reference
 from gsm_kernels.slot_attention.inputs import Inputs
 from gsm_kernels.testing import assert_close, relative_error
-
-
-def written_out(query, key, value, write, log_decay, start, live, state, scale):
-    """Slot by slot, each a key and a value."""
-    out, after, channels = torch.zeros_like(query), state.clone(), query.shape[-1]
-    for b, h in itertools.product(range(query.shape[0]), range(query.shape[2])):
-        kept = [(one[:channels], one[channels:]) for one in state[b, h]]
-        for t in range(query.shape[1]):
-            if not live[b, t]:
-                continue
-            if start[b, t]:
-                kept = [(0 * k, 0 * v) for k, v in kept]
-            left, strength = log_decay[b, t, h].exp(), write[b, t, h]
-            kept = [
-                (left[m] * k + strength[m] * key[b, t, h], left[m] * v + strength[m] * value[b, t, h])
-                for m, (k, v) in enumerate(kept)
-            ]
-            weight = [(scale * query[b, t, h] @ k).exp() for k, _ in kept]
-            out[b, t, h] = sum(w * v for w, (_, v) in zip(weight, kept, strict=True)) / sum(weight)
-        after[b, h] = torch.stack([torch.cat(one) for one in kept])
-    return out, after
-
-
-def test_the_reference_equals_the_slots_written_out():
-    call = slots(tokens=23)
-    with using("reference"):
-        out, state = slot_attention(**call)
-    expected_out, expected_state = written_out(*call.values())
-    assert_close(out, expected_out)
-    assert_close(state, expected_state, name="state")
-
-
-@pytest.mark.parametrize("tokens", [2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-def test_chunks_equal_the_reference_forward_and_backward(tokens):
-    call = slots(tokens=tokens)
-    with listening() as heard, using("chunked"):
-        out, grads = gradients(slot_attention, call)
-    with using("reference"):
-        expected, expected_grads = gradients(slot_attention, call)
-    assert heard == [("slot_attention", "chunked")]
-    for got, wanted in zip(out, expected, strict=True):
-        assert_close(got, wanted)
-    for name, wanted in expected_grads.items():
-        assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
 
 
 def test_a_stream_in_parts_equals_the_whole_stream():
@@ -103,14 +58,6 @@ def test_a_decay_to_nothing_is_finite_forward_and_backward():
     assert all(x.isfinite().all() for x in (*out, *grads.values()))
     for got, wanted in zip(out, expected, strict=True):
         assert_close(got, wanted)
-
-
-def test_what_does_not_fit_is_named():
-    call = slots(tokens=1)
-    with pytest.raises(ValueError, match="at least one token"):
-        slot_attention(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k})
-    with pytest.raises(ValueError, match="U must be 2 C, keys and values side by side, got 4 for C = 4"):
-        slot_attention(**call | {"state_BHMU": call["state_BHMU"][..., :4]})
 
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
@@ -175,16 +122,6 @@ def test_documents_become_sequences_end_to_end(tokens, monkeypatch):
         expected_out, expected_state = reference.slot_attention(inputs)
         assert_close(out, expected_out)
         assert_close(state, expected_state, name="state")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is missing without a GPU")
-def test_the_library_says_why_it_cannot_be_used_here():
-    with (
-        using("fla"),
-        pytest.raises(RuntimeError, match="slot_attention: cannot run as 'fla': fla runs on CUDA devices"),
-    ):
-        slot_attention(**slots())
-    assert fla.refuses(Inputs(**slots())) == "needs tensors on a GPU, got cpu"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

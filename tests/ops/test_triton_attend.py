@@ -6,47 +6,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import attention, band, cast, gradients, outputs
-from oracles import normal
-from triton_check import (
+from check import (
     DEVICE,
     assert_agrees,
     assert_as_good_as_eager,
-    each_size,
     ordinary,
     to_device,
     with_reference,
     with_triton,
 )
+from oracles import normal
 
-from gsm_kernels import Op, attend, attend_band, using
+from gsm_kernels import Op, attend, attend_band
 from gsm_kernels.attend import triton
 from gsm_kernels.testing import assert_close
-
-SHAPES = {
-    "tiles that are not full": {"rows": 5, "entries": 71, "width": 50, "heads": 8},
-    "one row, as in decoding": {"rows": 1, "entries": 40, "width": 33},
-    "no row": {"rows": 0},
-    "as many rows as entries": {"rows": 7, "entries": 7},
-    "a window wider than the stream": {"width": 4096},
-    "a window of one": {"width": 1},
-    "only padding in one row": {"padding": 17},
-    "three sequences": {"batch": 3, "rows": 2},
-    "one head": {"heads": 1, "rows": 33, "entries": 36, "batch": 1, "k": 1},
-    "six heads": {"heads": 6, "k": 3},
-    "64 heads": {"heads": 64, "rows": 2},
-    "16 channels, all rotated": {"channels": 16, "pairs": 8},
-    "64 channels, nothing rotated": {"channels": 64, "pairs": 0},
-    "128 channels, 32 heads": {"channels": 128, "pairs": 16, "heads": 32, "rows": 3},
-}
-NEAR = {"programs that come round": {"rows": 40, "entries": 44, "width": 12, "heads": 8, "batch": 1}}
-FAR = {
-    "an empty bank": {"ratio": 50},
-    "no slot selected": {"k": 0},
-    "more picks than a tile": {"k": 70, "ratio": 1},
-}
-
-
-QUICK = ("tiles that are not full", "one row, as in decoding", "no row", "a window of one", "three sequences")
 
 
 def picked(**sizes) -> dict:
@@ -54,21 +27,6 @@ def picked(**sizes) -> dict:
     call, _ = attention(**{"rows": 4, "k": 2, **sizes})
     bias = {"bias_BRK": normal(*call["index_BRK"].shape, seed=7)}
     return call | bias if call["index_BRK"].shape[2] % 2 else call
-
-
-@each_size(SHAPES | FAR, *QUICK, "an empty bank", "no slot selected")
-def test_attend_and_its_gradients_are_the_reference_s(sizes):
-    assert_agrees(attend, picked(**sizes))
-
-
-@each_size(SHAPES | NEAR, *QUICK, *NEAR)
-def test_attend_band_and_its_gradients_are_the_reference_s(sizes):
-    assert_agrees(attend_band, band(**sizes))
-
-
-@pytest.mark.parametrize("sizes", FAR.values(), ids=FAR.keys())
-def test_with_a_bias_they_are_too(sizes):
-    assert_agrees(attend, picked(**sizes) | {"bias_BRK": normal(2, 4, sizes.get("k", 2), seed=7)})
 
 
 def test_the_gradients_are_the_same_in_several_chunks_of_rows(monkeypatch):
@@ -88,27 +46,6 @@ def test_a_row_that_sees_nothing_returns_zeros():
     call["index_BRK"][0] = -1
     out = outputs(with_triton(attend)(**to_device(call)))[0]
     assert not out[0].any() and out[1].all()
-
-
-def test_strides_do_not_matter():
-    call = to_device(cast(picked(k=3), torch.float32))
-    strided = {k: v.mT.contiguous().mT if isinstance(v, torch.Tensor) and v.ndim > 1 else v for k, v in call.items()}
-    (out, grads), (other, other_grads) = gradients(with_triton(attend), call), gradients(with_triton(attend), strided)
-    assert torch.equal(out[0], other[0])
-    assert all(torch.equal(grad, other_grads[name]) for name, grad in grads.items())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"channels": 8, "pairs": 2}, "made for 16, 32, 64, 128 or 256 channels, got 8"),
-        ({"channels": 256}, "at most 128 channels in float32"),
-        ({"heads": 65}, "made for 1 to 64 heads, got 65"),
-    ],
-)
-def test_what_they_are_not_made_for_is_refused_with_the_number(sizes, reason):
-    with using("triton"), pytest.raises(RuntimeError, match=reason):
-        attend_band(**to_device(cast(band(**sizes), torch.float32)))
 
 
 def test_entries_of_another_dtype_than_the_queries_learn_too():
@@ -142,7 +79,7 @@ def test_in_bfloat16_they_err_no_more_than_eager(heads, channels):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("channels", [16, 32, 64, 128])
 @pytest.mark.parametrize("heads", [1, 4, 8, 12, 16, 32, 64])
 def test_in_bfloat16_all_heads_and_channels_are_the_reference_s(heads, channels):
     sizes = {"heads": heads, "channels": channels, "rows": 150, "entries": 200, "width": 70}

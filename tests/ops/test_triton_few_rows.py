@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import attention, band, cast
-from triton_check import DEVICE, launches_of, to_device, with_reference, with_triton
+from check import DEVICE, launches_of, to_device, with_reference, with_triton
 
 from gsm_kernels import attend, attend_band
 from gsm_kernels.attend import triton

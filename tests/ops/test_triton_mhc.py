@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import cast, gradients, hyper_connection
-from triton_check import (
+from check import (
     assert_agrees,
     assert_as_good_as_eager,
     launches_of,
@@ -35,11 +35,6 @@ def call_of(rounds=2, **sizes) -> dict:
     return {**call, "phi": call["phi"] * call["phi"].shape[1] ** -0.5, "rounds": rounds}
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_any_number_of_streams_tokens_and_columns(sizes):
-    assert_agrees(mhc_boundary, call_of(**sizes))
-
-
 FEW = [  # streams, width, tokens; of four streams, a width of 60 makes four tiles of columns, the last one ragged
     (4, 60, 1), (4, 60, 2), (4, 60, 5), (4, 60, 17), (8, 24, 3), (2, 300, 1), (1, 520, 3), (4, 160, 64),
 ]  # fmt: skip
@@ -63,11 +58,6 @@ def test_many_tokens_and_narrow_streams_are_one_kernel_s():
     assert [triton.shares_of(wide.expand(-1, tokens, -1, -1)) for tokens in (1, 16, 17, 64, 65)] == [32, 32, 32, 16, 0]
     assert triton.shares_of(torch.empty(1, 1, 4, 32, device="meta")) == 4
     assert triton.shares_of(torch.empty(1, 1, 2, 32, device="meta")) == triton.shares_of(wide[:, :0]) == 0
-
-
-@pytest.mark.parametrize("rounds", [1, 20])
-def test_any_number_of_rounds(rounds):
-    assert_agrees(mhc_boundary, call_of(rounds, batch=1))
 
 
 def test_streams_that_are_one_memory_as_after_the_embedding():
@@ -109,15 +99,6 @@ def test_saturated_gates_and_mixtures_stay_finite():
         with_triton(mhc_boundary), to_device(cast({**call, "phi": 100 * call["phi"]}, torch.float32))
     )
     assert all(x.isfinite().all() for x in (*out, *grads.values()))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"streams": 3}, "made for 1, 2, 4, 8 streams, got 3"), ({"rounds": 33}, "at most 32 rounds")],
-)
-def test_what_the_kernels_are_not_made_for_is_refused(change, reason):
-    with using("triton"), pytest.raises(RuntimeError, match=reason):
-        mhc_boundary(**to_device(cast(call_of(**change), torch.float32)))
 
 
 @pytest.mark.gpu

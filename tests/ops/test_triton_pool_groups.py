@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import gradients
-from oracles import normal, packed_positions
-from triton_check import (
+from calls import groups as packed
+from check import (
     DEVICE,
     assert_agrees,
     assert_as_good_as_eager,
@@ -18,6 +18,7 @@ from triton_check import (
     with_reference,
     with_triton,
 )
+from oracles import normal, packed_positions
 
 from gsm.cache.slots import plan_slots
 from gsm_kernels import pool_groups, using
@@ -25,43 +26,8 @@ from gsm_kernels.pool_groups import triton
 from gsm_kernels.testing import assert_close
 
 
-def example(batch=2, tokens=23, channels=6, ratio=2, seed=0) -> dict:
-    """Groups of packed documents in stream order, as a bank's: tails of documents and padding are in no group."""
-    position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
-    ends = [row.nonzero()[:, 0] for row in (position >= 0) & ((position + 1) % ratio == 0)]
-    end = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True, padding_value=-1)
-    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
-    value = normal(batch, tokens, channels, seed=seed)
-    return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": ratio}
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
-@pytest.mark.parametrize("channels", [1, 6, 128, 200])
-def test_groups_of_packed_documents(ratio, channels):
-    assert_agrees(pool_groups, example(tokens=60, channels=channels, ratio=ratio))
-
-
-def test_sixteen_tokens_from_the_first_to_the_last():
-    end = torch.tensor([[15, 31, -1], [-1, -1, 31]])
-    call = {"value_BSC": normal(2, 32, 5), "gate_BSC": normal(2, 32, 5, seed=1), "end_BF": end, "ratio": 16}
-    assert_agrees(pool_groups, call)
-
-
-@pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize("end", [torch.full((2, 3), -1), torch.empty(2, 0, dtype=torch.int64)], ids=["-1", "none"])
-def test_no_group_at_all_is_zero_with_zero_gradients(end, ratio):
-    assert_agrees(pool_groups, {**example(ratio=ratio), "end_BF": end})
-
-
-def test_a_stream_without_tokens_has_groups_of_zeros():
-    none = torch.zeros(2, 0, 4, device=DEVICE)
-    with using("triton"):
-        pooled = pool_groups(none, none, torch.full((2, 3), -1, device=DEVICE), 2)
-    assert torch.equal(pooled, torch.zeros(2, 3, 4, device=DEVICE))
-
-
 def test_gates_far_apart_choose_one_token():
-    call = example()
+    call = packed()
     assert_agrees(pool_groups, {**call, "gate_BSC": 1e4 * call["gate_BSC"]})
 
 
@@ -77,7 +43,7 @@ def halves(op, ratio=2):
 
 def test_halves_of_one_projection_are_read_where_they_lie(monkeypatch):
     launched = launches_of(triton, monkeypatch)
-    call = to_device({"both_BSX": normal(2, 23, 12).float(), "end_BF": example()["end_BF"]})
+    call = to_device({"both_BSX": normal(2, 23, 12).float(), "end_BF": packed()["end_BF"]})
     assert_same(halves(with_triton(pool_groups)), halves(with_reference(pool_groups)), call)
     forward, backward = (
         [x.untyped_storage().data_ptr() for x in one.args if isinstance(x, torch.Tensor)] for one in launched
@@ -96,7 +62,7 @@ def test_the_groups_of_a_bank_share_no_token(ratio):
 
 @pytest.mark.parametrize("frozen", ["value_BSC", "gate_BSC"])
 def test_one_side_may_be_frozen(frozen):
-    call = to_device({k: v.float() if k.endswith("BSC") else v for k, v in example().items() if k != "ratio"})
+    call = to_device({k: v.float() if k.endswith("BSC") else v for k, v in packed().items() if k != "ratio"})
     other = {"value_BSC": "gate_BSC", "gate_BSC": "value_BSC"}[frozen]
     fixed = {k: v for k, v in call.items() if k != other}
 
@@ -106,16 +72,10 @@ def test_one_side_may_be_frozen(frozen):
     assert_close(learned(with_triton(pool_groups)), learned(with_reference(pool_groups)), gradient=True)
 
 
-def test_longer_groups_are_refused():
-    none = torch.zeros(1, 40, 4, device=DEVICE)
-    with using("triton"), pytest.raises(RuntimeError, match="at most 16 tokens, got ratio = 17"):
-        pool_groups(none, none, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 17)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 def test_in_bfloat16_it_errs_no_more_than_eager(ratio):
-    assert_as_good_as_eager(pool_groups, example(tokens=4096, channels=128, ratio=ratio))
+    assert_as_good_as_eager(pool_groups, packed(tokens=4096, channels=128, ratio=ratio))
 
 
 def scattered(batch: int, groups: int, channels: int, ratio: int, multiple: int, seed: int) -> dict:

@@ -29,18 +29,15 @@ Raises:
 Source: DeepSeek-V4.1-Flash's compressed sparse attention; the sink is that of Xiao et al. 2023 in its learned form.
 """
 
-from .. import launch, native
+from .. import launch
 from ..dispatch import Impl, Op
-from . import numba, reference, triton
+from . import reference, triton
 from .inputs import Inputs, check
 
 attend = Op(
     "attend",
     reference.attend,
-    (
-        Impl("triton", triton.attend, triton.refuses, launch.missing),
-        Impl("numba", numba.attend, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.attend, triton.refuses, launch.missing),),
     inputs=Inputs,
     check=check,
     doc=__doc__,

@@ -1,22 +1,23 @@
-"""Attention over a window and a selection: the kernels of forward, of a few rows, and of backward.
+"""Attention over a window and a selection: Triton kernels of forward, of a few rows, and of backward.
 
-A tile's M rows are Q neighbouring queries times HEADS heads (H, padded to a power of two), query by query. Sizes as in
-`gsm_kernels.attend`; logits are in base 2 and arithmetic is in float32, matrix products in the dtype of the inputs.
+The M rows of a tile are Q neighbouring queries times HEADS heads (H, padded to a power of two), query by query. Sizes
+as in `gsm_kernels.attend`; logits are in base 2, arithmetic is in float32, and matrix products in the dtype of the
+inputs.
 """
 
-# Triton's types say that calling one kernel from another does not return.
+# Triton's type hints declare that a call of one kernel from another does not return.
 # pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # a maximum before anything was seen: finite, so that -inf minus it is not a NaN
+LOWEST = tl.constexpr(-1e30)  # initial maximum: finite, so that -inf minus it is not NaN
 
 
 @triton.jit
 def rows(first, last, H: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
-    """Row, head, and whether there is such a row, of a tile that starts at row `first`; all [M]."""
+    """Return row, head and a mask of existing rows of a tile that starts at row `first`; all [M]."""
     number = tl.arange(0, QUERIES * HEADS)
     row, head = first + number // HEADS, number % HEADS
     return row, head, (row < last) & (head < H)
@@ -24,7 +25,7 @@ def rows(first, last, H: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexp
 
 @triton.jit
 def reach(position_ptr, batch, row, R, E, width, inside):
-    """First and last stream place that each row sees, [M]; the first is after the last where it sees nothing."""
+    """Return the first and last stream place that each row sees, [M]; first > last if it sees nothing."""
     position = tl.load(position_ptr + batch * R + row, mask=inside, other=-1).to(tl.int32)
     place = E - R + row
     return tl.maximum(place - tl.minimum(position, width - 1), 0), place
@@ -35,9 +36,9 @@ def turn(
     x, cos_ptr, sin_ptr, batch, first, R,
     SIGN: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last PAIRS pairs of channels of a float32 tile [M,C], forth (SIGN 1) or back (-1).
+    """Rotate the last PAIRS pairs of channels of a float32 tile [M,C], forwards (SIGN 1) or back (-1).
 
-    The pair axis lies within a thread in every layout that these tiles come in, so that nothing moves between threads.
+    The pair axis is within a thread in all layouts of these tiles, so that no data moves between threads.
     """
     if PAIRS > 0:
         row = first + tl.arange(0, QUERIES)
@@ -53,7 +54,7 @@ def turn(
 
 @triton.jit
 def absorb(product, entry, high, total, mixed, scale):
-    """One more tile of the online softmax: query . entry [M,N] of entries [N,C], -inf where a row does not see one."""
+    """Add a tile to the online softmax: products [M,N] with entries [N,C], -inf for entries that a row does not see."""
     higher = tl.maximum(high, tl.max(product, 1) * scale)
     weight = tl.exp2(product * scale - higher[:, None])
     fade = tl.exp2(high - higher)
@@ -63,8 +64,10 @@ def absorb(product, entry, high, total, mixed, scale):
 
 @triton.jit
 def whole_tiles(low, stop, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """Where whole tiles of the entries low..stop end, so that what is left fits an edge of fewer: two queries see 129
-    entries of a window of 128, which are two tiles of 64 and one, and three tiles would be half empty."""
+    """Return the end of the whole tiles of entries low..stop, so that the rest fits a smaller edge tile.
+
+    Two queries see 129 entries with a window of 128: two tiles of 64 and one entry. A third tile would be almost empty.
+    """
     return low + (tl.maximum(stop - low, 0) + BLOCK - EDGE - 1) // BLOCK * BLOCK
 
 
@@ -73,10 +76,10 @@ def absorb_window(
     query, window_ptr, batch, low, begin, end, high, total, mixed, scale, E,
     C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over SIZE entries of the window, from `low` on."""
+    """Add SIZE entries of the window, from `low` on, to the online softmax."""
     place, channel = low + tl.arange(0, SIZE), tl.arange(0, C)[None, :]
     entry = tl.load(window_ptr + (batch * E + place)[:, None] * C + channel, mask=(place < E)[:, None], other=0.0)
-    entry = entry.to(query.dtype)  # a memory may be wider than the rows that read it
+    entry = entry.to(query.dtype)  # a memory may have a wider dtype than the rows
     product = tl.dot(query, tl.trans(entry), input_precision="ieee")
     seen = (place[None, :] >= begin[:, None]) & (place[None, :] <= end[:, None])
     return absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
@@ -89,7 +92,7 @@ def forward(
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, QUERIES:
     tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """out and lse = log2( sum exp(z) + exp(sink) ) of one tile of rows: its window, then its selections, then sinks."""
+    """Compute out and lse = log2( sum exp(z) + exp(sink) ) of a tile of rows: window, then selections, then sinks."""
     tiles = tl.cdiv(R, QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * QUERIES
@@ -121,13 +124,13 @@ def forward(
         for step in range(tl.minimum(R - first, QUERIES) * steps):
             owner = first + step // steps
             pick = step % steps * BLOCK + tl.arange(0, BLOCK)
-            known = pick < K
+            valid = pick < K
             pick_at = (batch * R + owner) * K + pick
-            slot = tl.load(index_ptr + pick_at, mask=known, other=-1).to(tl.int32)
+            slot = tl.load(index_ptr + pick_at, mask=valid, other=-1).to(tl.int32)
             entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel).to(loaded.dtype)
             product = tl.dot(query, tl.trans(entry), input_precision="ieee")
             if BIASED:
-                bias = tl.load(bias_ptr + pick_at, mask=known, other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + pick_at, mask=valid, other=0.0).to(tl.float32)
                 product += bias[None, :] * (LOG2_E / scale)
             seen = (row == owner)[:, None] & (slot >= 0)[None, :]
             high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
@@ -141,8 +144,7 @@ def forward(
     tl.store(lse_ptr + at, higher + tl.log2(total), mask=inside)
 
 
-# A few rows, in two kernels. Columns are numbered through: first `width` of the window, the oldest first, then the K
-# picks.
+# A few rows, in two kernels. The columns are `width` window entries, the oldest first, then the K picks.
 
 
 @triton.jit(do_not_specialize=["R", "E", "F"])
@@ -153,7 +155,7 @@ def split(
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, HEADS:
     tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of one row over one share of its columns: maxima, sums and mixtures, not yet divided."""
+    """Compute the online softmax of one row over a share of its columns: maxima, sums and undivided mixtures."""
     number, part = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     batch, row = (number // R).to(tl.int64), number % R
     head, channel = tl.arange(0, HEADS), tl.arange(0, C)[None, :]
@@ -183,7 +185,7 @@ def split(
             seen = seen | chosen
         entry = entry.to(loaded.dtype)
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
-        if BIASED:  # by what it will be multiplied with
+        if BIASED:  # divided by the factor that multiplies the products later
             bias = tl.load(bias_ptr + pick_at, mask=picked, other=0.0).to(tl.float32)
             product += bias[None, :] * (LOG2_E / scale)
         product = tl.where(seen[None, :], product, float("-inf"))
@@ -201,7 +203,8 @@ def join(
     R,
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out of one row: its shares brought to one maximum and summed in their order, with the sink below the line."""
+    """Compute out of one row: its shares, scaled to one maximum and summed in order, with the sink in the
+    denominator."""
     number = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, HEADS), tl.arange(0, C)[None, :]
     high = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
@@ -220,16 +223,16 @@ def join(
     tl.store(out_ptr + into, mixed.to(out_ptr.dtype.element_ty), mask=(head < H)[:, None])
 
 
-# Backward. With p = exp2(z - lse), D = sum over channels of out * grad (out with the sink's share in its denominator)
-# and dS = p (grad . entry - D): the query's gradient is dS entry, an entry's is dS^T query + p^T grad, a bias's the sum
-# of dS over heads. Everything is in the rotated frame, except what is stored as a gradient of the query.
+# Backward. With p = exp2(z - lse), D = sum over channels of out * grad (out includes the sink in its denominator) and
+# dS = p (grad . entry - D), the gradients are: dS entry for the query, dS^T query + p^T grad for an entry, and the sum
+# of dS over heads for a bias. All of this is in the rotated frame; the stored gradient of the query is rotated back.
 
 
 @triton.jit
 def slopes(entry, query, grad, seen, lse, delta, scale):
-    """Softmax p and dS, [N,M] for entries [N,C] and rows [M,C]; 0 where a row does not see an entry.
+    """Return softmax p and dS, [N,M] for entries [N,C] and rows [M,C]; 0 for entries that a row does not see.
 
-    Entries come first so that p and dS, as wgmma leaves them in registers, are left operands of an entry's gradient.
+    Entries come first, so that p and dS in wgmma's register layout are left operands of an entry's gradient.
     """
     logit = tl.dot(entry, tl.trans(query), input_precision="ieee") * scale
     value = tl.dot(entry, tl.trans(grad), input_precision="ieee")
@@ -237,7 +240,7 @@ def slopes(entry, query, grad, seen, lse, delta, scale):
     return p, p * (value - delta)
 
 
-@triton.jit(do_not_specialize=["start", "stop", "R", "E", "F"])  # else one is built for each way they divide by 16
+@triton.jit(do_not_specialize=["start", "stop", "R", "E", "F"])  # no variants by divisibility by 16
 def query_gradient(
     query_ptr, window_ptr, bank_ptr, index_ptr, bias_ptr, position_ptr, cos_ptr, sin_ptr, grad_ptr, out_ptr, lse_ptr,
     delta_ptr, turned_query_ptr, turned_grad_ptr, query_grad_ptr, bias_grad_ptr, pair_ptr,
@@ -245,9 +248,9 @@ def query_gradient(
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, QUERIES:
     tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of rows start..stop: the query's gradient, the bias's, and what each pick adds to its slot's, [rows,K,C].
+    """Compute for rows start..stop the gradients of query and bias, and the contribution of each pick, [rows,K,C].
 
-    It also leaves what `window_gradient` reads again and again: D, the rotated query and the rotated gradient.
+    It also stores D, the rotated query and the rotated gradient, which `window_gradient` reads repeatedly.
     """
     tiles = tl.cdiv(stop - start, QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -269,7 +272,7 @@ def query_gradient(
 
     lse = tl.load(lse_ptr + row_at, mask=inside, other=0.0)
     query_grad = tl.zeros([C, QUERIES * HEADS], tl.float32)
-    natural = scale / LOG2_E  # C ** -0.5: `scale` holds the change of base as well
+    natural = scale / LOG2_E  # C ** -0.5, because `scale` includes the change of base
 
     begin, end = reach(position_ptr, batch, row, R, E, width, inside)
     for low in range(tl.min(begin), tl.minimum(E - R + first + QUERIES, E), BLOCK):
@@ -285,23 +288,23 @@ def query_gradient(
         for step in range(QUERIES * steps):
             owner = first + step // steps
             pick = step % steps * BLOCK + tl.arange(0, BLOCK)
-            known = pick < tl.where(owner < stop, K, 0)
+            valid = pick < tl.where(owner < stop, K, 0)
             pick_at = (batch * R + owner) * K + pick
-            slot = tl.load(index_ptr + pick_at, mask=known, other=-1).to(tl.int32)
+            slot = tl.load(index_ptr + pick_at, mask=valid, other=-1).to(tl.int32)
             entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel)
             seen = (slot >= 0)[:, None] & (inside & (row == owner))[None, :]
             shifted = lse[None, :]
             if BIASED:
-                shifted -= tl.load(bias_ptr + pick_at, mask=known, other=0.0).to(tl.float32)[:, None] * LOG2_E
+                shifted -= tl.load(bias_ptr + pick_at, mask=valid, other=0.0).to(tl.float32)[:, None] * LOG2_E
             p, slope = slopes(entry, query, grad, seen, shifted, delta[None, :], scale)
             if BIASED:
-                tl.store(bias_grad_ptr + pick_at, tl.sum(slope, 1), mask=known)
+                tl.store(bias_grad_ptr + pick_at, tl.sum(slope, 1), mask=valid)
             slope = (slope * natural).to(entry.dtype)
             pair = tl.dot(p.to(entry.dtype), grad, input_precision="ieee")
             pair = tl.dot(slope, query, pair, input_precision="ieee")
             query_grad = tl.dot(tl.trans(entry), slope, query_grad, input_precision="ieee")
             pair_at = (batch * (stop - start) + owner - start) * K + pick
-            tl.store(pair_ptr + pair_at[:, None] * C + channel, pair.to(entry.dtype), mask=known[:, None])
+            tl.store(pair_ptr + pair_at[:, None] * C + channel, pair.to(entry.dtype), mask=valid[:, None])
 
     query_grad = turn(tl.trans(query_grad), cos_ptr, sin_ptr, batch, first, R, -1, QUERIES, HEADS, C, PAIRS)
     tl.store(query_grad_ptr + at, query_grad.to(loaded.dtype), mask=mask)
@@ -313,10 +316,10 @@ def window_gradient(
     scale, width, R, E,
     H: tl.constexpr, C: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BLOCK window entries, from all rows that can see one of them; query and grad are rotated.
+    """Compute the gradient of BLOCK window entries from all rows that can see any of them; query and grad are rotated.
 
-    Programs side by side see mostly the same rows. They start at different ones and come round, so that all visit a row
-    at the same step, and only the first of them reads it from further away than the L2 cache.
+    Neighbouring programs see mostly the same rows. They start at different rows and wrap around, so that all of them
+    visit a row at the same step, and only the first reads it from beyond the L2 cache.
     """
     blocks = tl.cdiv(E, BLOCK)
     batch = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,7 +1,7 @@
 """Plain PyTorch attention over a window and a selection, in chunks of rows, with a hand-written backward.
 
-A call that fits one chunk keeps its softmax for backward; a longer one keeps nothing but its inputs, and backward
-computes each chunk's softmax again. Letters as in `gsm_kernels.joint`.
+A call of one chunk saves its softmax for backward. A longer call saves only its inputs, and backward computes each
+chunk's softmax again. Letters as in `gsm_kernels.joint`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, scratch_elements
+from ..device import at_least_float32, full_precision, once, scratch_elements
 from ..inputs import keep, kept
 from ..joint import (
     Cut,
@@ -37,7 +37,7 @@ def attend(inputs: Inputs) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """The rows of one chunk, padded to whole blocks: what forward computes and backward needs again."""
+    """The rows of one chunk, padded to whole blocks: intermediate results of forward that backward needs too."""
 
     cut: Cut
     query_BRHC: Tensor
@@ -49,7 +49,7 @@ class _Chunk(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        """Of the fields of `Inputs`, [B,R,H,C]; where all rows are one chunk, its softmax is kept for backward."""
+        """Compute [B,R,H,C] from the fields of `Inputs`; save the softmax if all rows are one chunk."""
         inputs = Inputs(*arguments)
         ranges = _row_chunks(inputs)
         out_BRHC = torch.empty_like(inputs.query_BRHC, memory_format=torch.contiguous_format)
@@ -63,8 +63,9 @@ class _Attention(torch.autograd.Function):
         return out_BRHC
 
     @staticmethod
+    @once
     def backward(ctx, grad_BRHC):
-        """A gradient for each field of `Inputs`, in its dtype."""
+        """Return a gradient for each field of `Inputs`, in its dtype."""
         inputs, softmax = kept(ctx, Inputs)
         with full_precision(grad_BRHC):
             return _gradients(inputs, softmax, grad_BRHC)
@@ -108,13 +109,13 @@ def _row_chunks(inputs: Inputs) -> list[slice]:
 
 
 def stream(inputs: Inputs, rows: slice) -> slice:
-    """The entries that these rows can see."""
+    """Return the range of window entries that these rows can see."""
     offset = inputs.window_BEC.shape[1] - inputs.query_BRHC.shape[1]
     return slice(max(0, offset + rows.start - (inputs.width - 1)), offset + rows.stop)
 
 
 def near(inputs: Inputs, rows: slice) -> tuple[Cut, Tensor, Tensor]:
-    """How these rows are cut into blocks, their queries, rotated, scaled and padded, and their blocks' entries."""
+    """Return the blocks of these rows, their queries (rotated, scaled and padded), and the entries of the blocks."""
     seen = stream(inputs, rows)
     blocks = cut(rows.stop - rows.start, seen.stop - seen.start, inputs.width)
     query = at_least_float32(inputs.query_BRHC[:, rows])
@@ -138,8 +139,10 @@ def _chunk(inputs: Inputs, rows: slice, softmax: Tensor | None = None) -> _Chunk
 
 
 def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
-    """Whether to multiply with the whole bank under a mask rather than to gather: on a CPU cheaper up to this size. A
-    bias belongs to a pick, not to a slot, so it needs the gather, unless there is nothing to gather."""
+    """Return whether to multiply with the whole bank and a mask instead of a gather, which is faster for small banks.
+
+    A bias belongs to a selected place and not to a slot, so it needs the gather, unless there is nothing to gather.
+    """
     return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
 
@@ -150,9 +153,9 @@ def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None, dtype: to
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
         times_BRF = times_BRF[..., :slots]
-        # The bias is log(times); the CPU's vector log is a hundred times slower on zeros, so these are filled in.
+        # The bias is log(times). The CPU's vector log is a hundred times slower for zeros, so these are replaced.
         return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
-    keys = gather_slots(bank_BFC, index_BRK).to(dtype)  # after gathering: a step of decoding reads K slots, not all
+    keys = gather_slots(bank_BFC, index_BRK).to(dtype)  # after gathering, so that a decoding step reads only K slots
     hidden = index_BRK < 0
     bias = as_bias(~hidden, dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
     return Far(keys, bias)
@@ -173,7 +176,7 @@ def _logit_grad(chunk: _Chunk, mixed_grad: Tensor) -> Tensor:
     channels = mixed_grad.shape[-1]
     sources = [chunk.window] if chunk.far is None else [chunk.window, chunk.far.keys]
     parts = [torch.bmm(mixed_grad.view(keys.shape[0], -1, channels), keys.mT) for keys in sources]
-    # The sink carries no value, so nothing flows into its probability; softmax couples it to the others.
+    # The sink has no value, so its probability has no direct gradient; the softmax couples it to the others.
     grad = join(parts, mixed_grad.new_zeros(chunk.softmax.shape[:2].numel()), chunk.softmax.shape[0])
     return torch._softmax_backward_data(grad, chunk.softmax, -1, grad.dtype)
 
@@ -196,7 +199,7 @@ def _bias_grad(chunk: _Chunk, logit_grad: Tensor) -> Tensor:
 def _add_far_grad(
     bank_grad: Tensor, index_BRK: Tensor, chunk: _Chunk, keys: Tensor, mixed_grad: Tensor, logit_grad: Tensor
 ) -> None:
-    """Add the gradient of the far entries to that of the bank: as it is, or scattered to where they were gathered."""
+    """Add the gradient of the far entries to that of the bank: directly, or scattered to the gathered slots."""
     span, columns = chunk.window.shape[1], logit_grad.shape[-1]
     groups, channels = keys.shape[0], keys.shape[-1]
     from_logits, weight = (x.view(groups, -1, columns)[..., span:-1].mT for x in (logit_grad, chunk.softmax))

@@ -1,32 +1,32 @@
-"""Attention over a window and a selection from a bank as Triton kernels: when they run, their sizes, and autograd.
+"""Attention over a window and a selection from a bank as Triton kernels: conditions, sizes, launches and autograd.
 
-Forward is one kernel; a few rows without gradients, as in decoding, take two others (`few_rows`). A program takes a few
-neighbouring queries with all their heads: they share the window's entries, every one of which is loaded once as key
-and value of all heads; the online softmax (Dao et al. 2022, "FlashAttention") then goes on over the selection of one
-query after the other. Rotation, scale, sink and the rotation back happen on the tile in registers. Backward recomputes
-the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
+Forward is one kernel; a few rows without gradients, as in decoding, use two others (`few_rows`). A program processes a
+few neighbouring queries with all their heads. They share the window's entries, each of which is loaded once as key and
+value of all heads. The online softmax (Dao et al. 2022, "FlashAttention") then continues with the selection of one
+query after the other. Rotation, scale, sink and the inverse rotation are applied to the tile in registers. Backward
+recomputes the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
 
-1. `query_gradient` owns a few queries; per pick, it leaves what that adds to its bank slot;
-2. `gsm_kernels.inverse` sums up every slot's picks, found by a stable sort of the selection, chunk by chunk of rows:
-   the first `inverse.KEPT` chunks once for all layers that read it, any others once a layer;
-3. `window_gradient` owns a tile of window entries and visits the rows that see it.
+1. `query_gradient` processes a few queries; for each pick, it stores the contribution to its bank slot;
+2. `gsm_kernels.inverse` sums the contributions to every slot, with a stable sort of the selection, chunk by chunk of
+   rows: the first `inverse.KEPT` chunks are sorted once for all layers that read it, any others once per layer;
+3. `window_gradient` processes a tile of window entries and visits the rows that see it.
 
-An entry's gradient is accumulated in float32 and rounded once a call; where several layers attend to one stream,
-autograd sums over them. With W + K entries a row sees, H heads of C channels and 2 bytes a number, a row takes
+An entry's gradient is accumulated in float32 and rounded once per call. If several layers attend to one stream,
+autograd sums over them. With W + K visible entries, H heads of C channels and 2 bytes per element, a row needs
 
                 FLOPs                   HBM bytes           the floor's FLOPs and bytes
     forward     4 H C (W + K)           4 H C               the same
     backward    14 H C W + 10 H C K     16 H C + 4 C K      10 H C (W + K), 8 H C
 
-The 8 H C above the floor are the rotated query and gradient, written and read, which saves the W / 64 + 1 programs that
-read a row a rotation each; the 4 C K are what the picks add, written and read. Gathered entries come from L2: at
-5.5 TB/s a tile of them takes as long as its products with 73 rows at 798 TFLOP/s. So the 64 rows that wgmma asks for
-cost no more than the gather, even where (H < 64) the rows of other queries than the one that picked are masked.
-Neighbouring queries see a few entries more than one does: forward takes these as an edge of 16, not as another tile of
-64. Backward does not: there the edge's registers spill, and memory is what it waits for. All of this is derived, not
-measured; `benchmark=counts` counts it.
+The 8 H C above the floor are the rotated query and gradient, written and read; they save a rotation in each of the
+W / 64 + 1 programs that read a row. The 4 C K are the contributions of picks, written and read. Gathered entries come
+from L2: at 5.5 TB/s a tile of them takes as long as its products with 73 rows at 798 TFLOP/s. So the 64 rows that wgmma
+requires cost no more than the gather, even for H < 64, when the rows of other queries are masked. Neighbouring queries
+together see a few entries more than one query: forward processes these as an edge of 16, not as another tile of 64.
+Backward does not, because the edge's registers would spill, and it is memory-bound. All of this is derived, not
+measured.
 
-Why our own: no library has one entry as key and value of all heads, two sources, a sink, and their gradients.
+These kernels exist because no library has one entry as key and value of all heads, two sources, a sink, and gradients.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import contiguous, keep, kept, schema
-from ..inverse import add_segments, inverse_index, keeping
+from ..inputs import contiguous, learns, schema
+from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..register import register
 from ..rows import Rows, slices
-from .inputs import Inputs
+from .inputs import LEARNED, Inputs
 
 LOG2_E = 1.4426950408889634
-PAIR_BYTES = 1 << 29  # the picks' contributions that exist at a time
-PROCESSORS = 132  # of an H100
-EDGE = 16  # entries of the window's last tile, the fewest that a product of matrices takes
-SHARE = 32  # columns that are worth a program of `few_rows`
+PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
+PROCESSORS = 132  # multiprocessors of an H100
+EDGE = 16  # entries of the window's last tile, the smallest size of a matrix product
+SHARE = 32  # columns per program of `few_rows`
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut and launched: QUERIES x HEADS rows, BLOCK entries."""
+    """Tile and launch options of a kernel: QUERIES x HEADS rows, BLOCK entries."""
 
     QUERIES: int
     HEADS: int
@@ -60,34 +61,31 @@ class Tile(NamedTuple):
 
 
 def tile(kernel: str, inputs: Inputs) -> Tile:
-    """The tile of a kernel for these heads, channels and dtype.
+    """Return the tile of a kernel for these heads, channels and dtype.
 
-    wgmma takes 64 rows on its left: of queries forward, of entries backward. An SM holds two programs of four warps if
-    each takes at most 113 KB of shared memory (their threads have 255 registers), or one of eight. A gathered tile is
-    on its way while another is computed with five stages, since its slots have to be there before it. float32 is not
-    for wgmma, and takes twice the registers.
+    wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
+    warps if each uses at most 113 KB of shared memory (their threads have 255 registers), or one program of eight
+    warps. Loading a gathered tile during the computation of another needs five stages, because its slots are loaded
+    first. float32 cannot use wgmma, and takes twice the registers.
     """
-    heads, channels = inputs.query_BRHC.shape[2:]
-    padded, picks, wide = power_of_two(heads), inputs.slots > 0, channels > 128
+    heads = inputs.query_BRHC.shape[2]
+    padded, picks = power_of_two(heads), inputs.slots > 0
     if inputs.query_BRHC.dtype == torch.float32:
         rows, block, warps, stages = 32, 32, 8, 1
     elif kernel == "forward":
-        rows, block, warps, stages = (128, 64, 8, 2) if wide and not picks else (64, 64, 4, 5 if picks else 4)
+        rows, block, warps, stages = 64, 64, 4, 5 if picks else 4
     elif kernel == "query_gradient":
         rows, block, warps, stages = (32, 64, 4, 5 if padded <= 32 else 3) if picks else (64, 64, 4, 3)
     else:
         rows, block, warps, stages = 64, 64, 4, 2
-    rows = rows // 2 if wide and kernel != "forward" else rows
-    return Tile(max(rows // padded, 1), padded, block, warps, min(stages, 2) if wide else stages)
+    return Tile(max(rows // padded, 1), padded, block, warps, stages)
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call cannot go to the kernels, or None."""
     heads, channels = inputs.query_BRHC.shape[2:]
-    if channels not in (16, 32, 64, 128, 256):
-        return f"made for 16, 32, 64, 128 or 256 channels, got {channels}"
-    if channels == 256 and inputs.query_BRHC.dtype == torch.float32:
-        return "made for at most 128 channels in float32, got 256"
+    if channels not in (16, 32, 64, 128):
+        return f"made for 16, 32, 64 or 128 channels, got {channels}"
     if not 1 <= heads <= 64:
         return f"made for 1 to 64 heads, got {heads}"
     query, window, sink, bank, bias = inputs.learned
@@ -96,18 +94,18 @@ def refuses(inputs: Inputs) -> str | None:
 
 def attend(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.learned)
-    if not learns and (shares := splits(inputs)) > 1:
-        return few_rows(*inputs, shares)
-    if learns:
+    learning = learns(*inputs.learned)
+    if not learning and (shares := splits(inputs)) > 1:
+        return _few_rows(*inputs, shares)
+    if learning:
         inputs = _in_one_dtype(inputs)
         if inputs.query_BRHC.numel():
             _build_backward(inputs)
-    return _forward(*inputs)[0]
+    return _operator(*inputs)[0]
 
 
 def _in_one_dtype(inputs: Inputs) -> Inputs:
-    """Window and bank in the dtype of the queries, as backward needs them; forward converts what it loads."""
+    """Convert window and bank to the dtype of the queries, as backward needs them; forward converts while loading."""
     dtype = inputs.query_BRHC.dtype
     bank = None if inputs.bank_BFC is None else inputs.bank_BFC.to(dtype)
     return inputs._replace(window_BEC=inputs.window_BEC.to(dtype), bank_BFC=bank)
@@ -118,7 +116,7 @@ def _build_backward(inputs: Inputs) -> None:
     key = ("attend", inputs.query_BRHC.device, inputs.query_BRHC.dtype, by_16, *_constants(inputs).values())
 
     def build() -> None:
-        # Divided by 16 or not, as the rows themselves: kernels are built for that, too.
+        # Divisible by 16 or not, like the rows themselves, because kernels are specialised for it.
         few = _first_rows(inputs, 64 if by_16 else 63)
         lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
         _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few)
@@ -127,14 +125,16 @@ def _build_backward(inputs: Inputs) -> None:
 
 
 def _first_rows(inputs: Inputs, rows: int) -> Inputs:
-    """The call of these rows of the first sequence: what is compiled for it serves the whole, since its tensors begin
-    at the same addresses."""
+    """Return the call for the first rows of the first sequence.
+
+    Kernels compiled for it serve the whole call, because its tensors begin at the same addresses.
+    """
     by_row = ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK", "bias_BRK")
-    given = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "sink_H"}
-    return inputs._replace(**{name: x[:1, :rows] if name in by_row else x[:1] for name, x in given.items()})
+    tensors = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "sink_H"}
+    return inputs._replace(**{name: x[:1, :rows] if name in by_row else x[:1] for name, x in tensors.items()})
 
 
-# What the kernels of rows are given, in their order: `_read`, what they write, `_sizes`, `_constants`.
+# Arguments of the kernels of rows, in order: `_read`, their outputs, `_sizes`, `_constants`.
 
 
 def _read(inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -143,7 +143,7 @@ def _read(inputs: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def _sizes(inputs: Inputs) -> tuple[float | int, ...]:
-    """scale of a logit to base 2, width, R, E, F, K."""
+    """Return the scale of a logit in base 2, width, R, E, F, K."""
     rows, _, channels = inputs.query_BRHC.shape[1:]
     return channels**-0.5 * LOG2_E, inputs.width, rows, inputs.window_BEC.shape[1], inputs.slots, inputs.picks
 
@@ -154,47 +154,41 @@ def _constants(inputs: Inputs) -> dict[str, int | bool]:
     return sizes | {"PICKS": inputs.slots > 0, "BIASED": inputs.slots > 0 and inputs.bias_BRK is not None}
 
 
-INPUTS = schema(Inputs)
-
-
-@torch.library.custom_op("gsm_kernels::attend", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
 def _forward(*arguments):
-    """The output, and the logarithm to base 2 of each row's softmax denominator, float32 [B,R,H]."""
+    """Compute the output, and the base-2 logarithm of each row's softmax denominator, float32 [B,R,H]."""
     from .kernels import forward
 
     inputs = contiguous(Inputs(*arguments))
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows, cut = *inputs.query_BRHC.shape[:2], tile("forward", inputs)
     tensors = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH)
-    edge = EDGE if inputs.query_BRHC.shape[3] <= 128 else 0  # more channels find no room in registers for another tile
-    options = {**_constants(inputs), **cut._asdict(), "EDGE": edge}
+    options = {**_constants(inputs), **cut._asdict(), "EDGE": EDGE}
     launch(forward, (batch * cdiv(rows, cut.QUERIES),), *tensors, *_sizes(inputs), **options)
     return out_BRHC, lse_BRH
 
 
 def splits(inputs: Inputs) -> int:
-    """How many programs share a row's columns: as many as a few rows leave idle; 1: the ordinary kernel is as good."""
+    """Return the number of programs per row, to use processors that a few rows leave idle; 1: the ordinary kernel."""
     batch, rows = inputs.query_BRHC.shape[:2]
     columns = inputs.width + (inputs.picks if inputs.slots else 0)
     return max(1, min(cdiv(columns, SHARE), PROCESSORS // max(batch * rows, 1)))
 
 
-@torch.library.custom_op("gsm_kernels::attend_few_rows", mutates_args=(), schema=f"({INPUTS}, int shares) -> Tensor")
 def few_rows(*arguments):
-    """The output for a few rows without gradients; takes the fields of `Inputs`, then into how many shares each row's
-    columns are split.
+    """Compute the output for a few rows without gradients.
 
-    One token with 256 entries is work for one of 132 processors, which would take its tiles one after the other; in
-    shares of 32 they are read at the same time, and a second kernel joins them. Derived: two launches, and 2 (W + K) C
-    bytes of entries that are in the L2 cache. Sizes follow from shapes alone, so that a CUDA graph can hold both
-    kernels. Source: "Flash-Decoding" (Dao et al. 2023).
+    The arguments are the fields of `Inputs`, then the number of shares of each row's columns. One token with 256
+    entries would occupy one of 132 processors, with one tile after the other. In shares of 32 columns they are read in
+    parallel, and a second kernel joins them. Derived: two launches, and 2 (W + K) C bytes of entries in the L2 cache.
+    Sizes depend only on shapes, so that a CUDA graph can contain both kernels. Source: "Flash-Decoding" (Dao et al.
+    2023).
     """
     from .kernels import join, split
 
-    *given, shares = arguments
-    inputs = contiguous(Inputs(*given))
+    *fields, shares = arguments
+    inputs = contiguous(Inputs(*fields))
     batch, rows, heads, channels = inputs.query_BRHC.shape
-    padded = power_of_two(heads, 16)  # what a matrix product takes
+    padded = power_of_two(heads, 16)  # smallest size of a matrix product
     out_BRHC = torch.empty_like(inputs.query_BRHC)
     high, total = inputs.query_BRHC.new_empty(2, batch * rows * shares, padded, dtype=torch.float32)
     mixed = high.new_empty(*high.shape, channels)
@@ -208,15 +202,10 @@ def few_rows(*arguments):
     return out_BRHC
 
 
-@torch.library.custom_op(
-    "gsm_kernels::attend_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
-    """The gradients of `Inputs.learned`; without elements where there is no bank or bias."""
+    """Compute the gradients of `Inputs.learned`; empty tensors for an absent bank or bias."""
     inputs = contiguous(Inputs(*arguments))
-    grads = _empty_gradients(grad_BRHC, out_BRHC, lse_BRH, *arguments)
+    grads = _empty_gradients(grad_BRHC, inputs)
     query_grad, window_grad, sink_grad, bank_grad, bias_grad = grads
     bank_sum = torch.zeros_like(bank_grad, dtype=torch.float32)
     bias_grad.zero_()
@@ -233,7 +222,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 
 
 def _row_chunks(inputs: Inputs) -> list[slice]:
-    """Ranges of rows whose picks' contributions are at most PAIR_BYTES."""
+    """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
     queries = tile("query_gradient", inputs).QUERIES
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
@@ -242,7 +231,7 @@ def _row_chunks(inputs: Inputs) -> list[slice]:
 
 
 def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -> Tensor:
-    """Fill in the gradients of these rows; return what their picks add to the bank's, [B, rows, K, C]."""
+    """Fill in the gradients of these rows; return the contributions of their picks to the bank's, [B, rows, K, C]."""
     from .kernels import query_gradient
 
     batch, _, _, channels = inputs.query_BRHC.shape
@@ -264,7 +253,7 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
 
 
 def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:
-    """Add the picks' contributions to the bank's gradient, each slot's in the order of the rows."""
+    """Add the picks' contributions to the bank's gradient, for each slot in the order of the rows."""
     if inputs.index_BRK is not None and inputs.slots:
         channels = bank_sum.shape[2]
         part = Rows(0, inputs.index_BRK.shape[0], rows.start, rows.stop - rows.start)
@@ -273,29 +262,21 @@ def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice
 
 
 def _outputs(*arguments):
-    """Uninitialised; what `_forward` returns of tensors without data."""
+    """Return uninitialised outputs of `_forward`, also for tensors without data."""
     query = arguments[0]
     out_BRHC = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out_BRHC, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _empty_gradients(grad_BRHC, out_BRHC, lse_BRH, *arguments):
-    """Uninitialised; what `_backward` returns of tensors without data."""
-    given = (grad_BRHC.new_empty(0) if x is None else x for x in Inputs(*arguments).learned)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+def _empty_gradients(grad_BRHC: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    like = (grad_BRHC.new_empty(0) if x is None else x for x in inputs.learned)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
 
-def _keep(ctx, inputs, output) -> None:
-    keep(ctx, Inputs(*inputs), *output)
+def _like_query(query, *_):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-def _gradients(ctx, grad_BRHC, _):
-    inputs, *results = kept(ctx, Inputs)
-    with keeping():
-        return inputs.gradients(*_backward(grad_BRHC, *results, *inputs))
-
-
-few_rows.register_fake(lambda *arguments: torch.empty_like(arguments[0], memory_format=torch.contiguous_format))
-_forward.register_fake(_outputs)
-_backward.register_fake(_empty_gradients)
-_forward.register_autograd(_gradients, setup_context=_keep)
+TAKES = schema(Inputs)
+_operator = register("attend", _forward, _outputs, _backward, learned=LEARNED, takes=TAKES, outputs=2, saved=2)
+_few_rows = register("attend_few_rows", few_rows, _like_query, takes=f"{TAKES}, int shares")

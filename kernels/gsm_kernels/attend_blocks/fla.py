@@ -1,46 +1,38 @@
 """The attention of `gsm_kernels.attend_blocks` by the kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-Its kernels know no ranges but sequences laid end to end, with blocks counted from the first token of each, as here from
-the first of a document. How many there are only the device knows, so a call waits for it.
+Its kernels take no ranges, but concatenated sequences, with blocks counted from the first token of each; here they are
+counted from the first token of a document. Only the device knows the number of documents, so a call waits for it.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import absent, for_a_graph, needs_one_half_type
+from ..device import absent, unfit_for_package
 from .inputs import Inputs
 
-SHARED = 16  # query heads that share a key head, at least; a power of two
+SHARED = 16  # smallest number of query heads per key head; a power of two
 NARROWEST, WIDEST = 16, 256  # channels of a head, and slots of a block
 
-
-def missing() -> str | None:
-    """Why these kernels can take no call at all."""
-    if torch.compiler.is_compiling():
-        return "cannot be traced into a graph"
-    return absent("fla", "fla.ops.nsa.parallel")
+missing = partial(absent, "fla", "fla.ops.nsa.parallel")
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why these kernels cannot take this call."""
-    if inputs.query_BRHC.device.type != "cuda":
-        return f"needs tensors on a GPU, got {inputs.query_BRHC.device.type}"
-    refusal = needs_one_half_type(*inputs[:3]) or _wrong_sizes(inputs)
+    """Return why these kernels cannot take this call, or None."""
+    refusal = unfit_for_package(*inputs[:3], waits=True) or _wrong_sizes(inputs)
     if refusal is not None:
         return refusal
-    if not inputs.own:
-        return "needs the rows to be the slots: it has no memory"
-    return "waits for the device, which a CUDA graph cannot" if for_a_graph() else None
+    return None if inputs.own else "needs the rows to be the slots: it has no memory"
 
 
 def _wrong_sizes(inputs: Inputs) -> str | None:
-    """Why these kernels are not for such heads or blocks."""
+    """Return why these kernels cannot take these heads or blocks, or None."""
     (heads, channels), groups = inputs.query_BRHC.shape[2:], inputs.key_BFGC.shape[2]
     shared, block = heads // groups, inputs.block
     if shared < SHARED or shared & (shared - 1):
@@ -55,11 +47,12 @@ def _wrong_sizes(inputs: Inputs) -> str | None:
 def attend_blocks(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_blocks`."""
     (batch, length), blocks = inputs.first_BR.shape, inputs.chosen_BRGN.shape[3]
-    spare = (1 << (blocks - 1).bit_length()) - blocks  # in backward there must be a power of two of them
-    cut_BT = inputs.first_BR >= torch.arange(length, device=inputs.first_BR.device)  # padding is cut off as well
+    spare = (1 << (blocks - 1).bit_length()) - blocks  # backward needs a power of two of them
+    # padding becomes separate sequences, too
+    cut_BT = inputs.first_BR >= torch.arange(length, device=inputs.first_BR.device)
     cut_BT[:, 0] = True
     first_N = cut_BT.flatten().nonzero()[:, 0]
-    # A kernel's row sees at least its own block, the first one of what has been cut off.
+    # A row must see at least its own block, which is block 0 of a sequence of padding.
     idle_BR11 = (inputs.first_BR >= inputs.last_BR)[..., None, None]
     chosen_BRGN = F.pad(inputs.chosen_BRGN.masked_fill(idle_BR11, 0), (0, spare), value=-1)
     query, key, value, chosen = (x.flatten(0, 1)[None] for x in (*inputs[:3], chosen_BRGN))
@@ -79,5 +72,5 @@ def attend_blocks(inputs: Inputs) -> Tensor:
 
 
 def _kernel() -> Callable[..., Tensor]:
-    """The library's function."""
+    """Return the library's function."""
     return importlib.import_module("fla.ops.nsa.parallel").parallel_nsa

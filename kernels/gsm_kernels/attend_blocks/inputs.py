@@ -1,4 +1,4 @@
-"""What `attend_blocks` is called with."""
+"""The inputs of `attend_blocks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..shapes import agree, require, require_divided_heads
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.attend_blocks`, which tells what they are."""
+    """The parameters of `gsm_kernels.attend_blocks`, documented there."""
 
     query_BRHC: Tensor
     key_BFGC: Tensor
@@ -23,8 +23,8 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, a block has no slot, or the
-    rows are said to be the slots and are not as many."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, G does not divide H, a block has no slot, or `own`
+    is set but the numbers of rows and slots differ."""
     sizes = agree("attend_blocks", inputs)
     require_divided_heads("attend_blocks", sizes)
     require("attend_blocks", inputs.block >= 1, f"block = {inputs.block} must be at least 1")

@@ -1,7 +1,7 @@
-"""PyTorch's own attention under masks made from the chosen blocks, on all slots for some rows at a time.
+"""PyTorch's own attention with masks made from the chosen blocks, on all slots for some rows at a time.
 
-That multiplies what is not seen too, but gathers nothing: where rows are many and slots not many more than a row sees,
-it takes less time, and in training far less memory.
+It also multiplies invisible slots, but has no gather. With many rows, and not many more slots than a row sees, it takes
+less time, and in training far less memory.
 """
 
 from __future__ import annotations
@@ -15,43 +15,40 @@ from ..rows import slices
 from ..slots import visible_blocks
 from .inputs import Inputs
 
-MOST = 64  # slots for each one that a row sees
+MOST = 64  # largest ratio of all slots to the slots that a row sees
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for it."""
-    rows, slots, wanted = (
-        inputs.query_BRHC.shape[1],
-        inputs.key_BFGC.shape[1],
-        inputs.chosen_BRGN.shape[3] * inputs.block,
-    )
-    if 0 in (rows, slots, wanted):  # PyTorch's result would be NaN
+    """Return why this call cannot use masks, or None."""
+    rows, slots = inputs.query_BRHC.shape[1], inputs.key_BFGC.shape[1]
+    visible = inputs.chosen_BRGN.shape[3] * inputs.block
+    if 0 in (rows, slots, visible):  # PyTorch's result would be NaN
         return "needs at least one row, one slot and one block"
-    if rows == 1 and wanted < slots:
-        return "a single row gathers what it sees"
-    most = MOST * wanted
-    return None if slots <= most else f"takes at most {most} slots for rows that see {wanted}, got {slots}"
+    if rows == 1 and visible < slots:
+        return "a single row gathers its slots"
+    most = MOST * visible
+    return None if slots <= most else f"takes at most {most} slots for rows that see {visible}, got {slots}"
 
 
 def attend_blocks(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_blocks`."""
     query_BRHC, dtype = inputs.query_BRHC, inputs.query_BRHC.dtype
-    if query_BRHC.device.type != "cuda":  # whose kernels sum in float32; a CPU's round the weights to a half type
+    if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; the CPU's round the weights to a half type
         query_BRHC = at_least_float32(query_BRHC)
     inputs = inputs._replace(query_BRHC=query_BRHC)
     (batch, slots), heads = inputs.key_BFGC.shape[:2], query_BRHC.shape[2]
     size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
-    parts = [_attend(inputs, here) for here in slices(query_BRHC.shape[1], size)]
+    parts = [_attend(inputs, part) for part in slices(query_BRHC.shape[1], size)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
 
 
-def _attend(inputs: Inputs, here: slice) -> Tensor:
-    """The rows of a slice, heads first; the heads that share a key head go in as rows."""
-    query_BRHC, (slots, groups) = inputs.query_BRHC[:, here], inputs.key_BFGC.shape[1:3]
-    first_BR, last_BR, chosen_BRGN = (x[:, here] for x in (inputs.first_BR, inputs.last_BR, inputs.chosen_BRGN))
+def _attend(inputs: Inputs, part: slice) -> Tensor:
+    """Compute the rows of a slice, heads first; query heads of one key head become rows."""
+    query_BRHC, (slots, groups) = inputs.query_BRHC[:, part], inputs.key_BFGC.shape[1:3]
+    first_BR, last_BR, chosen_BRGN = (x[:, part] for x in (inputs.first_BR, inputs.last_BR, inputs.chosen_BRGN))
     seen_BRGF = visible_blocks(slots, first_BR, last_BR, chosen_BRGN, inputs.block)
     nothing_BRG = ~seen_BRGF.any(-1)
-    seen_BRGF[..., 0] |= nothing_BRG  # lest a softmax of nothing spread NaN through backward
+    seen_BRGF[..., 0] |= nothing_BRG  # otherwise an empty softmax spreads NaN through backward
     key, value = (x.to(query_BRHC.dtype).transpose(1, 2) for x in (inputs.key_BFGC, inputs.value_BFGC))
     query_BRGMC = query_BRHC.unflatten(2, (groups, -1))
     shared = query_BRGMC.shape[3]

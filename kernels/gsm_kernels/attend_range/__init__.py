@@ -28,9 +28,8 @@ Source: scaled dot-product attention of Vaswani et al. 2017; shared key and valu
 al. 2023; sliding windows as in Beltagy et al. 2020.
 """
 
-from .. import native
 from ..dispatch import Impl, Op
-from . import numba, reference, sdpa, xformers
+from . import reference, sdpa, xformers
 from .inputs import Inputs, check
 
 attend_range = Op(
@@ -38,7 +37,6 @@ attend_range = Op(
     reference.attend_range,
     (
         Impl("xformers", xformers.attend_range, xformers.refuses, xformers.missing),
-        Impl("numba", numba.attend_range, numba.refuses, native.missing, narrow=numba.NARROW),
         Impl("sdpa", sdpa.attend_range, sdpa.refuses),
     ),
     inputs=Inputs,

@@ -1,4 +1,4 @@
-"""What `attend_range` is called with."""
+"""The inputs of `attend_range`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..shapes import agree, require, require_divided_heads
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.attend_range`, which tells what they are."""
+    """The parameters of `gsm_kernels.attend_range`, documented there."""
 
     query_BRHC: Tensor
     key_BFGC: Tensor
@@ -22,10 +22,10 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than
-    1, or rows that stand at the last slots are more than these."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than 1,
+    or the rows do not fit into the slots that they stand at."""
     sizes, width = agree("attend_range", inputs), inputs.width
     require_divided_heads("attend_range", sizes)
     require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")
-    standing = width is None and not inputs.whole or sizes["F"] >= sizes["R"]
-    require("attend_range", standing, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")
+    fits = width is None and not inputs.whole or sizes["F"] >= sizes["R"]
+    require("attend_range", fits, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")

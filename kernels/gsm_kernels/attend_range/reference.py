@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, scratch_elements
+from ..device import at_least_float32, full_precision, once, scratch_elements
 from ..inputs import gradients, keep, kept
 from ..rows import slices
 from ..slots import visible
@@ -25,7 +25,7 @@ def attend_range(inputs: Inputs) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """Some rows, the slots that they can see, and what they make of these."""
+    """Some rows, the slots that they can see, and their softmax."""
 
     rows: slice
     slots: slice
@@ -47,6 +47,7 @@ class _Attention(torch.autograd.Function):
         return out_BRHC
 
     @staticmethod
+    @once
     def backward(ctx, grad_BRHC):
         (inputs,) = kept(ctx, Inputs)
         with full_precision(grad_BRHC):
@@ -55,7 +56,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(inputs: Inputs, grad_BRHC: Tensor) -> Iterator[Tensor]:
-    """Those of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     wide = at_least_float32(inputs.query_BRHC[:0]).dtype
     query_grad, key_grad, value_grad = grads = [torch.zeros_like(x, dtype=wide) for x in inputs[:3]]
     for chunk in _chunks(inputs):
@@ -70,18 +71,18 @@ def _gradients(inputs: Inputs, grad_BRHC: Tensor) -> Iterator[Tensor]:
 
 
 def _chunks(inputs: Inputs) -> Iterator[_Chunk]:
-    """The rows in chunks, with the softmax over the slots that each chunk can see."""
+    """Yield the rows in chunks, with the softmax over the slots that each chunk can see."""
     (batch, rows, heads, channels), (slots, groups) = inputs.query_BRHC.shape, inputs.key_BFGC.shape[1:3]
     width, offset = inputs.width, slots - rows
     size = max(1, scratch_elements(inputs.query_BRHC.device) // max(1, batch * heads * slots))
-    for here in slices(rows, size if width is None else max(width, 16)):
+    for part in slices(rows, size if width is None else max(width, 16)):
         seen = slice(0, slots)
         if width is not None:
-            seen = slice(max(0, offset + here.start - width + 1), offset + here.stop)
-        query_BRGMC = at_least_float32(inputs.query_BRHC[:, here]).unflatten(2, (groups, -1)) * channels**-0.5
+            seen = slice(max(0, offset + part.start - width + 1), offset + part.stop)
+        query_BRGMC = at_least_float32(inputs.query_BRHC[:, part]).unflatten(2, (groups, -1)) * channels**-0.5
         key, value = at_least_float32(inputs.key_BFGC[:, seen]), at_least_float32(inputs.value_BFGC[:, seen])
-        hidden = ~visible(inputs.first_BR[:, here], inputs.last_BR[:, here], seen)[:, None, None]
+        hidden = ~visible(inputs.first_BR[:, part], inputs.last_BR[:, part], seen)[:, None, None]
         logit = torch.einsum("brgmc,bfgc->bgmrf", query_BRGMC, key)
-        # A row that sees nothing has a softmax of NaN, filled with zeros like every weight of what is hidden.
+        # A row that sees nothing has a softmax of NaN, which is replaced by zeros like all weights of hidden slots.
         weight = logit.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0)
-        yield _Chunk(here, seen, query_BRGMC, key, value, weight)
+        yield _Chunk(part, seen, query_BRGMC, key, value, weight)

@@ -1,9 +1,10 @@
-"""PyTorch's own attention under masks made from the ranges: all slots for some rows at a time, or blocks of a window.
+"""PyTorch's own attention with masks made from the ranges: all slots for some rows at a time, or blocks of a window.
 
-Under a mask, the M query heads that share a key head go in as M rows: keys and values need not be repeated.
-PyTorch's grouped attention is not used: with a mask, it has no fused kernel on a GPU.
+With a mask, the M query heads of a key head become M rows, so that keys and values are not repeated. PyTorch's grouped
+attention is not used, because with a mask it has no fused kernel on a GPU.
 
-Rows that see nothing are let see one slot, lest a softmax of nothing spread NaN through backward, and set to 0 after.
+Rows that see nothing get one visible slot, because an empty softmax spreads NaN through backward; their output is set
+to 0 afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .inputs import Inputs
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for it: without slots or rows, PyTorch's result is NaN."""
+    """Return why this call cannot use it, or None: without slots or rows, PyTorch's result is NaN."""
     return None if inputs.key_BFGC.shape[1] and inputs.query_BRHC.shape[1] else "needs at least one row and one slot"
 
 
@@ -40,15 +41,15 @@ def attend_range(inputs: Inputs) -> Tensor:
 
 def _in_one_dtype(inputs: Inputs) -> Inputs:
     query_BRHC = inputs.query_BRHC
-    if query_BRHC.device.type != "cuda":  # whose kernels sum in float32; a CPU's round the weights to a half type
+    if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; the CPU's round the weights to a half type
         query_BRHC = at_least_float32(query_BRHC)
-    # Under autocast new queries may be of a half type, and keys from a memory not.
+    # Under autocast, queries may have a half type while keys from a memory do not.
     key_BFGC, value_BFGC = inputs.key_BFGC.to(query_BRHC.dtype), inputs.value_BFGC.to(query_BRHC.dtype)
     return inputs._replace(query_BRHC=query_BRHC, key_BFGC=key_BFGC, value_BFGC=value_BFGC)
 
 
 def _by_rows(inputs: Inputs) -> Tensor:
-    """All slots, for as many rows at a time as a mask may have."""
+    """Attend to all slots, in chunks of rows with masks of limited size."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR = inputs[:5]
     (batch, slots), heads = key_BFGC.shape[:2], query_BRHC.shape[2]
     size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
@@ -61,7 +62,8 @@ def _by_rows(inputs: Inputs) -> Tensor:
 
 
 def _by_blocks(inputs: Inputs) -> Tensor:
-    """Blocks of about `width` rows, each with the run of slots that its rows can see, as in `gsm_kernels.joint`."""
+    """Attend in blocks of about `width` rows, each to the run of slots that its rows can see, as in
+    `gsm_kernels.joint`."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width, _ = inputs
     assert width is not None
     (batch, rows), (slots, groups) = query_BRHC.shape[:2], key_BFGC.shape[1:3]
@@ -73,7 +75,7 @@ def _by_blocks(inputs: Inputs) -> Tensor:
 
 
 def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
-    """What each row of a block sees of the block's slots, bool [B * n, Q, Y]; rows without any see the last one."""
+    """Return the mask of the block's slots that each row sees, bool [B * n, Q, Y]; rows without any see the last."""
     device, before = first_BR.device, blocks.entries - blocks.rows - (blocks.width - 1)
     block_n1 = torch.arange(blocks.count, device=device)[:, None]
     slot_nY = before + block_n1 * blocks.size + torch.arange(blocks.span, device=device)
@@ -84,8 +86,10 @@ def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
 
 
 def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
-    """PyTorch's attention, heads first, of the last R of F slots, each on all before it: no mask is made, for which
-    there is a fast kernel; one row sees everything."""
+    """Attend from the last R of F slots to all slots up to each, heads first, without a mask, for a fast kernel.
+
+    A single row sees everything.
+    """
     rows, slots, shared = query_BRHC.shape[1], key_BFGC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
     heads_first = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
     mask = causal_lower_right(rows, slots) if 1 < rows < slots else None
@@ -96,21 +100,23 @@ def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> T
 
 
 def _attend_chunk(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
-    """The same on a CPU, whose fast kernel knows no end of a longer stream: what lies before the R rows, which all see,
-    and their own R slots in turn, put together by the sums of exponentials that the kernel gives beside its output. It
-    gives them no gradient, so this is for reading prompts."""
+    """Attend from the last R of F slots to all slots up to each, on a CPU, without gradients.
+
+    The CPU's fast kernel requires R = F, so it runs twice: on the slots before the R rows, and on their own slots. The
+    sums of exponentials that it returns combine the two outputs. They have no gradient, so this is only for prefill.
+    """
     rows, shared = query_BRHC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
     query, key, value = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     before, sum_before = kernel(query, key[:, :, :-rows], value[:, :, :-rows])
-    own, sum_own = kernel(query, key[:, :, -rows:], value[:, :, -rows:], is_causal=True)
-    share = torch.sigmoid(sum_own - sum_before)[..., None].to(own.dtype)
-    return torch.lerp(before, own, share).transpose(1, 2)
+    recent, sum_recent = kernel(query, key[:, :, -rows:], value[:, :, -rows:], is_causal=True)
+    share = torch.sigmoid(sum_recent - sum_before)[..., None].to(recent.dtype)
+    return torch.lerp(before, recent, share).transpose(1, 2)
 
 
 def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor) -> Tensor:
-    """PyTorch's attention under a mask, heads first."""
+    """Run PyTorch's attention with a mask, heads first."""
     groups, shared = key_BFGC.shape[2], query_BRHC.shape[2] // key_BFGC.shape[2]
     key, value = key_BFGC.transpose(1, 2), value_BFGC.transpose(1, 2)
     query = query_BRHC.unflatten(2, (groups, shared)).transpose(1, 2).flatten(2, 3)

@@ -1,7 +1,7 @@
-"""xformers' memory-efficient attention, under the masks that it knows by name; imported only when needed.
+"""xformers' memory-efficient attention with its built-in masks; imported only when needed.
 
-Its masks live on the host. The promise `whole` names one without looking; packed documents have to be read from the
-ranges, which waits for the device: only where the rows are all there is, so never while a memory is being read.
+Its masks are on the host. The guarantee `whole` selects one without a check. Packed documents are read from the ranges,
+which waits for the device; this happens only if the rows are all slots, and so never with a memory.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import absent, needs_one_half_type
+from ..device import absent, unfit_for_package
 from .inputs import Inputs
 
 
 def missing() -> str | None:
-    """Why it cannot run here at all, or None."""
-    if torch.compiler.is_compiling():
-        return "xformers' masks cannot be made inside a compiled graph"
-    return _absent()
+    """Return why it cannot run on this machine, or None."""
+    return "cannot be traced into a graph" if torch.compiler.is_compiling() else _missing()
 
 
 @functools.cache
-def _absent() -> str | None:
+def _missing() -> str | None:
     with _quiet():
         reason = absent("xformers", "xformers._cpp_lib", "xformers.ops.fmha")
     if reason is not None or getattr(importlib.import_module("xformers._cpp_lib"), "_built_with_cuda", False):
@@ -38,10 +36,8 @@ def _absent() -> str | None:
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why it cannot take this call, or None; the values of the ranges come last, for reading them takes time."""
-    if inputs.query_BRHC.device.type != "cuda":
-        return "xformers runs on CUDA devices alone"
-    refusal = needs_one_half_type(*inputs[:3])
+    """Return why it cannot take this call, or None; values of ranges are checked last, because reading them is slow."""
+    refusal = unfit_for_package(*inputs[:3])
     if refusal is not None:
         return refusal
     channels = inputs.query_BRHC.shape[-1]
@@ -59,14 +55,14 @@ def attend_range(inputs: Inputs) -> Tensor:
     # Heads of a group share keys and values without a copy: their stride is 0.
     shared = (inputs.key_BFGC, inputs.value_BFGC)
     key, value = (x[:, :, :, None].expand(-1, -1, -1, shape[2] // groups, -1) for x in shared)
-    if not inputs.whole:  # packed documents: all sequences of the batch lie in one row
+    if not inputs.whole:  # packed documents: all sequences of the batch become one row
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
     attention = importlib.import_module("xformers.ops.fmha").memory_efficient_attention
     return attention(query, key, value, attn_bias=mask).reshape(shape)
 
 
 def mask_of(inputs: Inputs) -> Any:
-    """The mask of xformers that these ranges are, or None if there is none."""
+    """Return the mask of xformers for these ranges, or None if there is none."""
     with _quiet():
         masks = importlib.import_module("xformers.ops.fmha.attn_bias")
     width = inputs.width
@@ -86,8 +82,10 @@ def mask_of(inputs: Inputs) -> Any:
 
 
 def document_lengths(first_BR: Tensor, last_BR: Tensor, width: int | None) -> list[int] | None:
-    """Lengths of the documents that all sequences are made of, in order; None if a row sees other than its document's
-    slots up to its own (padding sees nothing)."""
+    """Return the lengths of all documents in order; None unless every row sees its document's slots up to its own.
+
+    Padding sees nothing, so it also returns None.
+    """
     batch, rows = first_BR.shape
     place_R = torch.arange(rows, device=first_BR.device)
     begins_BR = last_BR - first_BR == 1  # the first row of a document sees itself alone
@@ -102,7 +100,7 @@ def document_lengths(first_BR: Tensor, last_BR: Tensor, width: int | None) -> li
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that xformers prints at its first import where its extension does not load."""
+    """Suppress the lines that xformers prints at its first import if its extension does not load."""
     logger = logging.getLogger("xformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -31,6 +31,7 @@ Source: the recurrences of Katharopoulos et al. 2020 (linear attention), Schlag 
 (with a decay for each channel).
 """
 
+from ..chunks import too_short
 from ..dispatch import Impl, Op
 from . import chunked, fla, reference
 from .inputs import Inputs, check
@@ -38,7 +39,7 @@ from .inputs import Inputs, check
 delta_rule = Op(
     "delta_rule",
     reference.delta_rule,
-    (Impl("fla", fla.delta_rule, fla.refuses, fla.missing), Impl("chunked", chunked.delta_rule, chunked.refuses)),
+    (Impl("fla", fla.delta_rule, fla.refuses, fla.missing), Impl("chunked", chunked.delta_rule, too_short)),
     inputs=Inputs,
     check=check,
     doc=__doc__,

@@ -1,46 +1,39 @@
 """The recurrence of `gsm_kernels.delta_rule` by the Triton kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-Its kernels know no flags of documents but sequences laid end to end (`gsm_kernels.sequences`). How many there are only
-the device knows, so a call of several tokens waits for it; a single token does not.
+Its kernels take no flags of documents, but concatenated sequences (`gsm_kernels.sequences`). Only the device knows
+their number, so a call of several tokens waits for it; a single token does not.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
+from ..device import absent, at_least_float32, unfit_for_package
 from ..sequences import laid_end_to_end
 from .inputs import Inputs
 
-# No delta rule; with it; with decay besides; and with a decay of each channel.
+# Without the delta rule; with it; with the delta rule and decay; with a decay of each channel.
 FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule", "kda")
-WIDEST = 256  # channels of a head
+WIDEST = 256  # largest number of channels of a head
 
 
-def missing() -> str | None:
-    """Why these kernels can take no call at all."""
-    if torch.compiler.is_compiling():
-        return "cannot be traced into a graph"
-    return absent("fla", *(f"fla.ops.{family}" for family in FAMILIES))
+missing = partial(absent, "fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why these kernels cannot take this call."""
-    if inputs.query_BTHC.device.type != "cuda":
-        return f"needs tensors on a GPU, got {inputs.query_BTHC.device.type}"
-    refusal = needs_one_half_type(*inputs[:3])
+    """Return why these kernels cannot take this call, or None."""
+    refusal = unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)
     if refusal is not None:
         return refusal
     if inputs.query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {inputs.query_BTHC.shape[-1]}"
     if inputs.channel_decay_BTHC is not None and inputs.beta_BTH is None:
-        return "has decays of channels with the delta rule alone"
-    if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
-        return "waits for the device, which a CUDA graph cannot"
+        return "has decays of channels only with the delta rule"
     return None
 
 
@@ -67,7 +60,7 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _decay(inputs: Inputs) -> Tensor | None:
-    """All decay together: a number for each head, [B, T, H], or for each of its channels, [B, T, H, C]."""
+    """Return the total decay: a number per head, [B, T, H], or per channel, [B, T, H, C]."""
     head_BTH, channel_BTHC = inputs.log_decay_BTH, inputs.channel_decay_BTHC
     if head_BTH is None or channel_BTHC is None:
         decay = channel_BTHC if head_BTH is None else head_BTH
@@ -76,5 +69,5 @@ def _decay(inputs: Inputs) -> Tensor | None:
 
 
 def _kernel(family: str, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The library's function of a family, in its ``chunk`` or its ``fused_recurrent`` form."""
+    """Return the library's function of a family, in its ``chunk`` or its ``fused_recurrent`` form."""
     return getattr(importlib.import_module(f"fla.ops.{family}"), f"{form}_{family}")

@@ -1,4 +1,4 @@
-"""What `delta_rule` is called with."""
+"""The inputs of `delta_rule`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..shapes import agree, require
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.delta_rule`, which tells what they are."""
+    """The parameters of `gsm_kernels.delta_rule`, documented there."""
 
     query_BTHC: Tensor
     key_BTHC: Tensor
@@ -25,6 +25,6 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, or T is 0."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, or T is 0."""
     sizes = agree("delta_rule", inputs)
     require("delta_rule", sizes["T"] >= 1, "there must be at least one token, got T = 0")

@@ -1,4 +1,4 @@
-"""The recurrence of `gsm_kernels.delta_rule`, token by token as its equations stand."""
+"""The recurrence of `gsm_kernels.delta_rule`, token by token, as in its equations."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _read(state_BHCC: Tensor, x_BHC: Tensor) -> Tensor:
-    """S^T x; not as a matrix product, whose gradients autocast would round."""
+    """Return S^T x as a sum, because autocast would round the gradients of a matrix product."""
     return (x_BHC[..., None] * state_BHCC).sum(dim=-2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import HOPPER
+from ..device import HOPPER
 
 ALIGNED = 8  # numbers of 2 bytes in 16 bytes
 

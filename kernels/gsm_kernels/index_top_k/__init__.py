@@ -29,18 +29,15 @@ Source: DeepSeek-V3.2's lightning indexer; the pool is V4.1's hierarchical selec
 
 from functools import partial
 
-from .. import launch, native
+from .. import launch
 from ..dispatch import Impl, Op
-from . import numba, reference, triton
+from . import reference, triton
 from .inputs import Inputs, check, pool
 
 index_top_k = Op(
     "index_top_k",
     reference.index_top_k,
-    (
-        Impl("triton", triton.index_top_k, triton.refuses, launch.missing),
-        Impl("numba", numba.index_top_k, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.index_top_k, triton.refuses, launch.missing),),
     inputs=Inputs,
     check=partial(check, "index_top_k", "k"),
     doc=__doc__,
@@ -48,10 +45,7 @@ index_top_k = Op(
 candidate_pool = Op(
     "candidate_pool",
     reference.candidate_pool,
-    (
-        Impl("triton", triton.candidate_pool, triton.refuses_pool, launch.missing),
-        Impl("numba", numba.candidate_pool, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.candidate_pool, triton.refuses_pool, launch.missing),),
     inputs=pool,
     check=partial(check, "candidate_pool", "blocks"),
     doc=__doc__,

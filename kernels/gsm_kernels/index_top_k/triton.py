@@ -36,6 +36,7 @@ from torch import Tensor
 from ..indexer import Indexer
 from ..inputs import schema
 from ..launch import cdiv, launch, power_of_two
+from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
 from .inputs import Inputs
@@ -65,16 +66,15 @@ def refuses_pool(inputs: Inputs) -> str | None:
 @torch.no_grad()
 def index_top_k(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    return _index_top_k(*inputs)
+    return _slots(*inputs)
 
 
 @torch.no_grad()
 def candidate_pool(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.index_top_k`."""
-    return _candidate_pool(*inputs)
+    return _blocks(*inputs)
 
 
-@torch.library.custom_op("gsm_kernels::index_top_k", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
 def _index_top_k(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     search, index = Search.of(inputs), _chosen(*arguments)
@@ -86,7 +86,6 @@ def _index_top_k(*arguments: Any) -> Tensor:
     return index
 
 
-@torch.library.custom_op("gsm_kernels::candidate_pool", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
 def _candidate_pool(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     search, pool, block = Search.of(inputs), _chosen(*arguments), inputs.block
@@ -101,8 +100,8 @@ def _chosen(*arguments: Any) -> Tensor:
     return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
 
 
-_index_top_k.register_fake(_chosen)
-_candidate_pool.register_fake(_chosen)
+_slots = register("index_top_k", _index_top_k, _chosen, takes=schema(Inputs))
+_blocks = register("candidate_pool", _candidate_pool, _chosen, takes=schema(Inputs))
 
 
 class Search(NamedTuple):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attend.reference import near
-from ..device import at_least_float32, scratch_elements
+from ..device import at_least_float32, once, scratch_elements
 from ..indexer import Indexer, weigh
 from ..inputs import gradients
 from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_visible
@@ -41,6 +41,7 @@ class _IndexerKL(torch.autograd.Function):
         return sums.loss / count, recall
 
     @staticmethod
+    @once
     def backward(ctx, grad, _):
         """The gradients that forward has made, scaled by that of the loss."""
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=False)  # none is saved where none was wanted

@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import once
 from ..index_top_k.triton import Search, members_of
-from ..inputs import contiguous, schema
+from ..inputs import contiguous, learns, schema
 from ..launch import cdiv, launch, power_of_two, unfit
+from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import add_gradients, score_listed, zeros_for
 from .inputs import IndexerLoss, Inputs
@@ -49,31 +51,26 @@ def refuses(inputs: Inputs) -> str | None:
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer)
-    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), wants_grad))
+    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), learns(*inputs.indexer)))
 
 
 class _IndexerKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        loss, recall, *grads = _indexer_kl(*arguments)
+        loss, recall, *grads = _operator(*arguments)
         ctx.save_for_backward(*grads)
         ctx.wants_grad, ctx.dtypes = arguments[-1], [x.dtype for x in Inputs(*arguments[:-1]).indexer]
         ctx.mark_non_differentiable(recall)
         return loss, recall
 
     @staticmethod
+    @once
     def backward(ctx, grad, _):
         grads = [(grad * saved).to(dtype) for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return *indexer_gradients(*(grads if ctx.wants_grad else ())), None
 
 
-@torch.library.custom_op(
-    "gsm_kernels::indexer_kl",
-    mutates_args=(),
-    schema=f"({schema(Inputs)}, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _indexer_kl(*arguments):
+def _forward(*arguments):
     *given, wants_grad = arguments
     inputs = _readable(Inputs(*given))
     position = inputs.position_BR
@@ -87,13 +84,15 @@ def _indexer_kl(*arguments):
     return loss.sum() / count, recall, query_grad, weight_grad, key_grad
 
 
-@_indexer_kl.register_fake
-def _(*arguments):
+def _empty(*arguments):
     *given, wants_grad = arguments
     inputs = Inputs(*given)
     loss, recall = (inputs.query_BRHC.new_empty((), dtype=torch.float32) for _ in range(2))
     shapes = ((x, x.shape if wants_grad else (0,)) for x in inputs.indexer)
     return loss, recall, *(x.new_empty(shape, dtype=torch.float32) for x, shape in shapes)
+
+
+_operator = register("indexer_kl", _forward, _empty, takes=f"{schema(Inputs)}, bool wants_grad", outputs=5)
 
 
 def _readable(inputs: Inputs) -> Inputs:

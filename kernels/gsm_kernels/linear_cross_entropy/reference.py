@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, handed_out, scratch_elements
+from ..device import at_least_float32, handed_out, once, scratch_elements
 from ..rows import slices
 
 # Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
@@ -42,6 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return handed_out(loss)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         """The gradients that forward has made, scaled by that of the loss."""
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -43,7 +43,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ..device import once
 from ..launch import cdiv, launch, unfit
+from ..register import register
 from ..rows import slices
 
 # 1,024 threads with more than 32 registers each: one program on a processor, so that the second sweep over a row finds
@@ -82,7 +84,7 @@ def chunk_rows(vocabulary: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
-        total, *grads = _chunks(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
+        total, *grads = _operator(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
         count = (target_N != ignore_index).sum().clamp(min=1)
         ctx.save_for_backward(count, *grads)
         ctx.dtypes = (hidden_ND.dtype if wants_hidden else None, weight_VD.dtype if wants_weight else None)
@@ -90,6 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         count, *grads = ctx.saved_tensors
         share = grad / (count * ctx.lift)
@@ -98,7 +101,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-@torch.library.custom_op("gsm_kernels::linear_cross_entropy", mutates_args=())
 def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,12 +128,14 @@ def _chunks(
     return loss_N.sum(), hidden_grad, weight_grad if count else weight_grad.zero_()
 
 
-@_chunks.register_fake
-def _(
+def _shapes(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
     return loss_N.new_empty(()), hidden_grad, weight_grad
+
+
+_operator = register("linear_cross_entropy", _chunks, _shapes, outputs=3)
 
 
 def _empty(hidden_ND: Tensor, weight_VD: Tensor, wants_hidden: bool, wants_weight: bool) -> tuple[Tensor, ...]:

@@ -27,18 +27,15 @@ Raises:
 Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections"; the delayed read is DeepSeek-V4.1's.
 """
 
-from .. import launch, native
+from .. import launch
 from ..dispatch import Impl, Op
-from . import numba, reference, triton
+from . import reference, triton
 from .inputs import Inputs, check
 
 mhc_boundary = Op(
     "mhc_boundary",
     reference.mhc_boundary,
-    (
-        Impl("triton", triton.mhc_boundary, triton.refuses, launch.missing),
-        Impl("numba", numba.mhc_boundary, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.mhc_boundary, triton.refuses, launch.missing),),
     inputs=Inputs,
     check=check,
     doc=__doc__,

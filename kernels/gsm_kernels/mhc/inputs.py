@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..shapes import agree, require
 
+LEARNED = ("streams_BRXD", "update_BRD", "phi", "bias", "scale")  # the inputs that get a gradient
+
 
 class Inputs(NamedTuple):
     """The parameters of `gsm_kernels.mhc_boundary`, which tells what they are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, handed_out
+from ..device import at_least_float32, full_precision, handed_out, once
 from .inputs import Inputs
 from .sinkhorn import sinkhorn, sinkhorn_grad
 
@@ -42,6 +42,7 @@ class _Boundary(torch.autograd.Function):
         return left, handed_out(mixed.view(update_BRD.shape), streams_BRXD.dtype)
 
     @staticmethod
+    @once
     def backward(ctx, left_grad_BRXD, mixed_grad_BRD):
         """Gradients of streams, update, phi, bias and scale, each in the dtype of its input."""
         saved = ctx.saved_tensors

@@ -37,9 +37,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import contiguous, keep, kept, schema
+from ..inputs import contiguous, learns, schema
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
-from .inputs import Inputs
+from ..register import register
+from .inputs import LEARNED, Inputs
 
 STREAMS = (1, 2, 4, 8)
 MOST_ROUNDS = 32  # they are unrolled in backward
@@ -92,18 +93,14 @@ def blocks(streams_BRXD: Tensor) -> Blocks:
 def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.mhc`."""
     tensors = inputs[:5]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if learns(*tensors):
         streams = inputs.streams_BRXD
         key = ("mhc_boundary", streams.device, streams.shape[2:], inputs.rounds, *(x.dtype for x in tensors))
         # Tensors of the right types stand in for what forward leaves to backward.
         build_once(key, lambda: _backward(*_results(*inputs), *inputs))
-    return _forward(*inputs)[:2]
+    return _operator(*inputs)[:2]
 
 
-INPUTS, RESULTS = schema(Inputs), "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-
-
-@torch.library.custom_op("gsm_kernels::mhc_boundary", mutates_args=(), schema=f"({INPUTS}) -> {RESULTS}")
 def _forward(*arguments):
     """Both results, and what backward needs of a token: numbers, inverse rms and coefficients."""
     from .kernels import forward
@@ -149,12 +146,6 @@ def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> Non
     launch(finish, (cdiv(tokens, few), cdiv(width, tile.width)), *tensors, tokens, width, rounds, eps, hc_eps, **sizes)
 
 
-@torch.library.custom_op(
-    "gsm_kernels::mhc_boundary_backward",
-    mutates_args=(),
-    schema=f"(Tensor left_grad, Tensor mixed_grad, Tensor number, Tensor inverse, Tensor coefficient, {INPUTS})"
-    f" -> {RESULTS}",
-)
 def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
     """The gradients of the five tensors among the inputs."""
     streams, update, phi, bias, scale, rounds, _, hc_eps = contiguous(Inputs(*arguments))
@@ -244,22 +235,6 @@ def _results(*arguments):
     return left, mixed, number, number.new_empty(tokens), number.new_empty(number.shape[::-1])
 
 
-@_backward.register_fake
-def _(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:5])
-
-
-def _keep(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    keep(ctx, inputs, *output[2:])
-    ctx.set_materialize_grads(False)  # the last three outputs have no gradient, and need no zeros for one
-
-
-def _gradients(ctx, left_grad: Tensor | None, mixed_grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    inputs, *results = kept(ctx, Inputs)
-    left_grad = torch.zeros_like(inputs.streams_BRXD) if left_grad is None else left_grad
-    mixed_grad = torch.zeros_like(inputs.update_BRD) if mixed_grad is None else mixed_grad
-    return *_backward(left_grad, mixed_grad, *results, *inputs), None, None, None
-
-
-_forward.register_fake(_results)
-_forward.register_autograd(_gradients, setup_context=_keep)
+_operator = register(
+    "mhc_boundary", _forward, _results, _backward, learned=LEARNED, takes=schema(Inputs), outputs=5, results=2, saved=3
+)

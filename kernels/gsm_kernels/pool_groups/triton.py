@@ -12,10 +12,11 @@ that groups are disjoint: the gradient of its gather is an `index_add`, with ato
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..inputs import learns
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..register import register
 
 LONGEST = 16  # tokens of a group: read one after the other by one program
 
@@ -30,12 +31,12 @@ def refuses(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: i
 def pool_groups(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> Tensor:
     """See `gsm_kernels.pool_groups`."""
     gate = None if ratio == 1 else gate_BSC
-    if torch.is_grad_enabled() and (value_BSC.requires_grad or (gate is not None and gate.requires_grad)):
+    if learns(value_BSC, gate):
         dtypes = value_BSC.dtype, None if gate is None else gate.dtype
         grad = value_BSC.new_empty(*end_BF.shape, value_BSC.shape[2])
         key = ("pool_groups", value_BSC.device, *dtypes, value_BSC.shape[2], ratio)
         build_once(key, lambda: _backward(grad, value_BSC, gate, end_BF, ratio))
-    return _forward(value_BSC, gate, end_BF, ratio)
+    return _operator(value_BSC, gate, end_BF, ratio)
 
 
 def tile(channels: int) -> tuple[int, int]:
@@ -44,7 +45,6 @@ def tile(channels: int) -> tuple[int, int]:
     return 2048 // block, block
 
 
-@torch.library.custom_op("gsm_kernels::pool_groups", mutates_args=())
 def _forward(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Tensor:
     from .kernels import forward
 
@@ -55,7 +55,6 @@ def _forward(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Ten
     return out
 
 
-@torch.library.custom_op("gsm_kernels::pool_groups_backward", mutates_args=())
 def _backward(grad: Tensor, value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
     from .kernels import backward
 
@@ -82,25 +81,8 @@ def _grid(end: Tensor, channels: int, ratio: int) -> tuple[tuple[int, int], dict
     return (cdiv(end.numel(), groups), cdiv(channels, block)), options
 
 
-@_forward.register_fake
-def _(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Tensor:
+def _shape(value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> Tensor:
     return value.new_empty(*end.shape, value.shape[2])
 
 
-@_backward.register_fake
-def _(grad: Tensor, value: Tensor, gate: Tensor | None, end: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    return value.new_empty(value.shape), value.new_empty(0) if gate is None else gate.new_empty(gate.shape)
-
-
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    value, gate, end, ctx.ratio = inputs
-    ctx.save_for_backward(value, gate, end)
-
-
-def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, gate, end = ctx.saved_tensors
-    value_grad, gate_grad = _backward(grad, value, gate, end, ctx.ratio)
-    return value_grad, None if gate is None else gate_grad, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_operator = register("pool_groups", _forward, _shape, _backward, learned=("value", "gate"))

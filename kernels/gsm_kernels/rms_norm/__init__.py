@@ -18,9 +18,9 @@ Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 
 from torch import Tensor
 
-from .. import launch, native
+from .. import launch
 from ..dispatch import Impl, Op
-from . import numba, reference, triton
+from . import reference, triton
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
@@ -33,10 +33,7 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
 rms_norm = Op(
     "rms_norm",
     reference.rms_norm,
-    (
-        Impl("triton", triton.rms_norm, triton.refuses, launch.missing),
-        Impl("numba", numba.rms_norm, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.rms_norm, triton.refuses, launch.missing),),
     check=check,
     doc=__doc__,
 )

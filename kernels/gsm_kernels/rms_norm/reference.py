@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, handed_out, in_dtype
+from ..device import at_least_float32, full_precision, handed_out, in_dtype, once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -26,6 +26,7 @@ class _RMSNorm(torch.autograd.Function):
         return handed_out((wide * inverse).mul_(in_dtype(weight, wide.dtype)), x.dtype)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         """Gradients of x and weight, each in the dtype of its input."""
         x, weight, inverse = ctx.saved_tensors

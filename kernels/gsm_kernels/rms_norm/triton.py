@@ -16,7 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..inputs import learns
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..register import register
 
 WIDEST = 8192  # 16 numbers a thread in 16 warps: backward takes 118 of the 128 registers that each of them may have
 PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide the sums of others
@@ -31,10 +33,10 @@ def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """See `gsm_kernels.rms_norm`."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if learns(x, weight):
         key = ("rms_norm", x.device, x.dtype, weight.dtype, x.shape[-1])
         build_once(key, lambda: _backward(x, x, weight, eps))
-    return _forward(x, weight, eps)
+    return _operator(x, weight, eps)
 
 
 def tile(width: int) -> tuple[int, int, int]:
@@ -44,7 +46,6 @@ def tile(width: int) -> tuple[int, int, int]:
     return rows, columns, min(16, rows * columns // 512)
 
 
-@torch.library.custom_op("gsm_kernels::rms_norm", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from .kernels import forward
 
@@ -57,7 +58,6 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@torch.library.custom_op("gsm_kernels::rms_norm_backward", mutates_args=())
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from .kernels import backward
 
@@ -72,23 +72,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x_grad, partial_PD.sum(0).to(weight.dtype)
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _like(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
-
-
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    x, weight, ctx.eps = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.eps), None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_operator = register("rms_norm", _forward, _like, _backward, learned=("x", "weight"))

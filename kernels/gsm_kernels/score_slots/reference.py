@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, scratch_elements
+from ..device import at_least_float32, full_precision, once, scratch_elements
 from ..indexer import weigh
 from ..rows import slices
 from ..slots import flat_slots, gather_slots
@@ -43,6 +43,7 @@ class _Scores(torch.autograd.Function):
         return score_BRK
 
     @staticmethod
+    @once
     def backward(ctx, grad_BRK):
         inputs = Inputs(*ctx.saved_tensors)
         with full_precision(grad_BRK):

@@ -13,29 +13,36 @@ import torch
 from torch import Tensor
 
 from ..indexer import Indexer
-from ..inputs import schema
-from ..inverse import add_segments, inverse_index, keeping
+from ..inputs import learns, schema
+from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, launch, power_of_two
+from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from .inputs import Inputs
+
+# The gradient multiplies with a transposed left operand in registers. Compilers have got that wrong with 64 rows, which
+# wgmma takes (fla-org/flash-linear-attention#640).
+MOST_HEADS = 32
 
 
 def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
+    heads = inputs.query_BRJI.shape[2]
+    if heads > MOST_HEADS and learns(*inputs.indexer):
+        return f"has gradients for at most {MOST_HEADS} index heads, got {heads}"
     return inputs.indexer.unfit()
 
 
 def score_slots(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.score_slots`."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer):
+    if learns(*inputs.indexer):
         query_BRJI = inputs.query_BRJI
         grad = query_BRJI.new_empty(inputs.index_BRK.shape)
         key = ("score_slots", query_BRJI.device, *(x.dtype for x in inputs.indexer), *query_BRJI.shape[2:])
         build_once(key, lambda: _backward(grad, *inputs))
-    return _forward(*inputs)
+    return _operator(*inputs)
 
 
-@torch.library.custom_op("gsm_kernels::score_slots", mutates_args=(), schema=f"({schema(Inputs)}) -> Tensor")
 def _forward(*arguments):
     inputs = Inputs(*arguments)
     batch, rows = inputs.index_BRK.shape[:2]
@@ -44,11 +51,6 @@ def _forward(*arguments):
     return score.view(inputs.index_BRK.shape).to(inputs.query_BRJI.dtype)
 
 
-@torch.library.custom_op(
-    "gsm_kernels::score_slots_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, {schema(Inputs)}) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(grad, *arguments):
     inputs = Inputs(*arguments)
     indexer, index, grad = inputs.indexer.readable(), inputs.index_BRK.contiguous(), grad.contiguous()
@@ -58,26 +60,12 @@ def _backward(grad, *arguments):
     return grads[0].to(inputs.query_BRJI.dtype), grads[1], grads[2].to(inputs.key_BFI.dtype)
 
 
-@_forward.register_fake
-def _(query, weight, key, index):
+def _shape(query, weight, key, index):
     return query.new_empty(index.shape)
 
 
-@_backward.register_fake
-def _(grad, query, weight, key, index):
-    return query.new_empty(query.shape), weight.new_empty(weight.shape), key.new_empty(key.shape)
-
-
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with keeping():
-        return *_backward(grad, *ctx.saved_tensors), None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+LEARNED = ("query_BRJI", "weight_BRJ", "key_BFI")
+_operator = register("score_slots", _forward, _shape, _backward, takes=schema(Inputs), learned=LEARNED)
 
 
 def zeros_for(x: Tensor) -> Tensor:

@@ -21,24 +21,22 @@ Source: the shift of H3, Fu et al. 2023, "Hungry Hungry Hippos", which recurrent
 
 from torch import Tensor
 
-from .. import native
-from ..dispatch import Impl, Op
-from . import numba, reference
+from ..dispatch import Op
+from . import reference
 
 
 def check(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> None:
-    """Raises ValueError, in one sentence, if shapes do not fit or no token is seen."""
+    """Raise ValueError, in one sentence, if shapes do not fit or no token is seen."""
     seen, filters, rows = seen_BEC.shape, weight.shape, position_BT.shape
-    known = len(seen) == 3 and len(filters) == len(rows) == 2
-    if not known or seen[0] != rows[0] or seen[1] < rows[1] or seen[2] != filters[0] or not filters[1]:
-        given = f"seen {tuple(seen)}, weight {tuple(filters)} and position {tuple(rows)}"
-        raise ValueError(f"short_convolution: {given} must be [B, E, C], [C, W] and [B, T] with T <= E and W >= 1")
+    dimensions = len(seen) == 3 and len(filters) == len(rows) == 2
+    if not dimensions or seen[0] != rows[0] or seen[1] < rows[1] or seen[2] != filters[0] or not filters[1]:
+        shapes = f"seen {tuple(seen)}, weight {tuple(filters)} and position {tuple(rows)}"
+        raise ValueError(f"short_convolution: {shapes} must be [B, E, C], [C, W] and [B, T] with T <= E and W >= 1")
 
 
 short_convolution = Op(
     "short_convolution",
     reference.short_convolution,
-    (Impl("numba", numba.short_convolution, numba.refuses, native.missing),),
     check=check,
     doc=__doc__,
 )

@@ -1,4 +1,4 @@
-"""Plain PyTorch short convolution, with a hand-written backward that keeps its inputs and nothing else."""
+"""Plain PyTorch short convolution, with a hand-written backward that saves only its inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, handed_out, in_dtype
+from ..device import at_least_float32, full_precision, handed_out, in_dtype, once
 
 
 def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
@@ -18,18 +18,19 @@ def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, seen_BEC, weight, position_BT):
-        """The sum for every new token, in the dtype of seen."""
+        """Return the sum for every new token, in the dtype of seen."""
         ctx.save_for_backward(seen_BEC, weight, position_BT)
         wide_BEC, tap_WC = _widened(seen_BEC, weight)
         total_BTC = wide_BEC.new_zeros(*position_BT.shape, len(weight))
         for back, rows, entries in _reaches(seen_BEC, weight, position_BT):
-            reached_BR1 = (position_BT[:, rows] >= back)[..., None]  # so far back it is the same document
+            reached_BR1 = (position_BT[:, rows] >= back)[..., None]  # inside the same document
             total_BTC[:, rows].addcmul_(wide_BEC[:, entries] * reached_BR1, tap_WC[back])
         return handed_out(total_BTC, seen_BEC.dtype)
 
     @staticmethod
+    @once
     def backward(ctx, grad_BTC):
-        """Gradients of seen and weight, each in the dtype of its input."""
+        """Return the gradients of seen and weight, each in the dtype of its input."""
         seen_BEC, weight, position_BT = ctx.saved_tensors
         with full_precision(grad_BTC):
             wide_BEC, tap_WC = _widened(seen_BEC, weight)
@@ -43,13 +44,13 @@ class _ShortConvolution(torch.autograd.Function):
 
 
 def _widened(seen_BEC: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries in at least float32, and the filters with the channels last."""
+    """Return the entries in at least float32, and the filters with the channels last."""
     wide_BEC = at_least_float32(seen_BEC)
     return wide_BEC, in_dtype(weight, wide_BEC.dtype).T.contiguous()
 
 
 def _reaches(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """For every `back`, the new tokens that have an entry so far behind them, and these entries."""
+    """Yield every distance `back`, the new tokens with an entry at this distance, and these entries."""
     entries, length = seen_BEC.shape[1], position_BT.shape[1]
     stored = entries - length
     for back in range(min(weight.shape[1], entries)):

@@ -29,6 +29,7 @@ Source: the recurrence of Zhang et al. 2024, "Gated Slot Attention for Efficient
 which write is 1 - exp(log_decay).
 """
 
+from ..chunks import too_short
 from ..dispatch import Impl, Op
 from . import chunked, fla, reference
 from .inputs import Inputs, check
@@ -38,7 +39,7 @@ slot_attention = Op(
     reference.slot_attention,
     (
         Impl("fla", fla.slot_attention, fla.refuses, fla.missing),
-        Impl("chunked", chunked.slot_attention, chunked.refuses),
+        Impl("chunked", chunked.slot_attention, too_short),
     ),
     inputs=Inputs,
     check=check,

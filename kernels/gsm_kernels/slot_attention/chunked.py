@@ -11,8 +11,7 @@ the chunk up to i, else 0,
     out_i    = sum_m p_im e_im V_m + sum_j (sum_m p_im G_ijm write_jm) v_j
     K'_m     = e_Lm K_m + sum_j G_Ljm write_jm k_j                                         and V' likewise
 
-Only K' and V' have to be computed chunk after chunk, and that is a product of numbers. The sums with G are those of
-`gsm_kernels.chunks`.
+Only K' and V' are computed chunk after chunk, with elementwise products. `gsm_kernels.chunks` computes the sums with G.
 """
 
 from __future__ import annotations
@@ -25,16 +24,11 @@ from ..device import at_least_float32
 from .inputs import Inputs
 
 
-def refuses(inputs: Inputs) -> str | None:
-    """Why this form is not for a call: a token at a time the equations themselves are faster."""
-    return "a single token makes no chunk" if inputs.query_BTHC.shape[1] == 1 else None
-
-
 def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.slot_attention`."""
     tokens = inputs.query_BTHC.shape[1]
     size = halved(tokens)
-    # A token that is not live writes nothing; the last chunk is filled up with such tokens.
+    # A token that is not live writes nothing; the last chunk is padded with such tokens.
     idle_BT11 = ~inputs.live_BT[..., None, None]
     query, key, value, write, log_decay = (
         chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:5]
@@ -43,13 +37,13 @@ def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     begun = chunks((inputs.start_BT & inputs.live_BT).long()[..., None], size).cumsum(-1)
     first, together = (begun == 0)[..., None], (begun[..., :, None] == begun[..., None, :]).tril()
     leaving = (write * (total[..., -1:, :] - total).exp()).masked_fill(~together[..., -1, :, None], 0)
-    kept = total.exp().masked_fill(~first, 0)
-    before, state_BHMU = scan(kept[..., -1, :, None], product(leaving.mT, entry), at_least_float32(inputs.state_BHMU))
+    decay = total.exp().masked_fill(~first, 0)
+    before, state_BHMU = scan(decay[..., -1, :, None], product(leaving.mT, entry), at_least_float32(inputs.state_BHMU))
     keys, values = before.chunk(2, dim=-1)
     near = product(query, key.mT).masked_fill(~together, 0)
-    logit = kept * product(query, keys.mT) + decayed_sums(near, write, total)
+    logit = decay * product(query, keys.mT) + decayed_sums(near, write, total)
     weight = (inputs.scale * logit).softmax(-1)
     mixture = decayed_products(weight, write, total).masked_fill(~together, 0)
-    out = product(weight * kept, values) + product(mixture, value)
+    out = product(weight * decay, values) + product(mixture, value)
     out_BTHC = out.movedim(1, 3).flatten(1, 2)[:, :tokens].masked_fill(idle_BT11, 0)
     return out_BTHC.to(inputs.query_BTHC.dtype), state_BHMU

@@ -1,7 +1,7 @@
 """The recurrence of `gsm_kernels.slot_attention` by the kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-Its kernels know no flags of documents but sequences laid end to end (`gsm_kernels.sequences`). How many there are only
-the device knows, so a call of several tokens waits for it; a single token does not.
+Its kernels take no flags of documents, but concatenated sequences (`gsm_kernels.sequences`). Only the device knows
+their number, so a call of several tokens waits for it; a single token does not.
 """
 
 from __future__ import annotations
@@ -9,36 +9,29 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..device import absent, at_least_float32, for_a_graph, needs_one_half_type
+from ..device import absent, at_least_float32, unfit_for_package
 from ..sequences import laid_end_to_end
 from .inputs import Inputs
 
 NARROWEST, WIDEST = 16, 256  # channels of a head, and its slots
 
 
-def missing() -> str | None:
-    """Why these kernels can take no call at all."""
-    if torch.compiler.is_compiling():
-        return "cannot be traced into a graph"
-    return absent("fla", "fla.ops.gsa")
+missing = partial(absent, "fla", "fla.ops.gsa")
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why these kernels cannot take this call."""
-    if inputs.query_BTHC.device.type != "cuda":
-        return f"needs tensors on a GPU, got {inputs.query_BTHC.device.type}"
-    refusal = needs_one_half_type(*inputs[:3])
+    """Return why these kernels cannot take this call, or None."""
+    refusal = unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)
     if refusal is not None:
         return refusal
     channels, slots = inputs.query_BTHC.shape[-1], inputs.write_BTHM.shape[-1]
     if min(channels, slots) < NARROWEST or max(channels, slots) > WIDEST:
         return f"takes heads of {NARROWEST} to {WIDEST} channels and slots, got {channels} and {slots}"
-    if inputs.query_BTHC.shape[1] > 1 and for_a_graph():
-        return "waits for the device, which a CUDA graph cannot"
     return None
 
 
@@ -51,7 +44,7 @@ def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
         "s": write_BTHM.to(query_BTHC.dtype).masked_fill(idle_BT11, 0),
         "g": at_least_float32(log_decay_BTHM).masked_fill(idle_BT11, 0),
     }
-    # A single token needs no chunks, and none of what backward reads.
+    # A single token needs no chunks, and saves nothing for backward.
     single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
     run = functools.partial(_side_by_side, _kernel("fused_recurrent" if single else "chunk"))
     if single:
@@ -63,14 +56,14 @@ def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(form: str) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """The library's function in its ``chunk`` or its ``fused_recurrent`` form."""
+    """Return the library's function in its ``chunk`` or its ``fused_recurrent`` form."""
     return getattr(importlib.import_module("fla.ops.gsa"), f"{form}_gsa")
 
 
 def _side_by_side(
     kernel: Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]], *, initial_state: Tensor, **call
 ) -> tuple[Tensor, Tensor]:
-    """Runs a kernel that has keys [C, M] and values [M, C] of slots in two tensors."""
+    """Run a kernel that takes keys [C, M] and values [M, C] of slots as two tensors."""
     keys_NHMC, values_NHMC = initial_state.chunk(2, dim=-1)
     out, (keys_NHCM, values_NHMC) = kernel(**call, initial_state=(keys_NHMC.mT.contiguous(), values_NHMC.contiguous()))
     return out, torch.cat((keys_NHCM.mT, values_NHMC), dim=-1)

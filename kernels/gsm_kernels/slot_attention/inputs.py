@@ -1,4 +1,4 @@
-"""What `slot_attention` is called with."""
+"""The inputs of `slot_attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..shapes import agree, require
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.slot_attention`, which tells what they are."""
+    """The parameters of `gsm_kernels.slot_attention`, documented there."""
 
     query_BTHC: Tensor
     key_BTHC: Tensor
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, U is not 2 C, or T is 0."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, U is not 2 C, or T is 0."""
     sizes = agree("slot_attention", inputs)
     require("slot_attention", sizes["T"] >= 1, "there must be at least one token, got T = 0")
     key_and_value = f"U must be 2 C, keys and values side by side, got {sizes['U']} for C = {sizes['C']}"

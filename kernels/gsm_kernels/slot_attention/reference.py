@@ -1,4 +1,4 @@
-"""The recurrence of `gsm_kernels.slot_attention`, token by token as its equations stand."""
+"""The recurrence of `gsm_kernels.slot_attention`, token by token, as in its equations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
         before, live_B111 = state, inputs.live_BT[:, t, None, None, None]
         state = state.masked_fill(inputs.start_BT[:, t, None, None, None], 0) * log_decay[:, t, :, :, None].exp()
         state = torch.where(live_B111, state + write[:, t, :, :, None] * entry[:, t, :, None], before)
-        # Sums, not matrix products, whose gradients autocast would round.
+        # Sums, because autocast would round the gradients of matrix products.
         keys_BHMC, values_BHMC = state.chunk(2, dim=-1)
         weight_BHM = (inputs.scale * (keys_BHMC * query[:, t, :, None]).sum(-1)).softmax(-1)
         outs.append(torch.where(live_B111[..., 0], (weight_BHM[..., None] * values_BHMC).sum(-2), 0))

@@ -18,9 +18,9 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer"; the clamp is DeepSeek-
 
 from torch import Tensor
 
-from .. import launch, native
+from .. import launch
 from ..dispatch import Impl, Op
-from . import numba, reference, triton
+from . import reference, triton
 
 
 def check(gate: Tensor, up: Tensor, limit: float) -> None:
@@ -34,10 +34,7 @@ def check(gate: Tensor, up: Tensor, limit: float) -> None:
 swiglu = Op(
     "swiglu",
     reference.swiglu,
-    (
-        Impl("triton", triton.swiglu, triton.refuses, launch.missing),
-        Impl("numba", numba.swiglu, numba.refuses, native.missing),
-    ),
+    (Impl("triton", triton.swiglu, triton.refuses, launch.missing),),
     check=check,
     doc=__doc__,
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import at_least_float32, full_precision, handed_out
+from ..device import at_least_float32, full_precision, handed_out, once
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -24,6 +24,7 @@ class _SwiGLU(torch.autograd.Function):
         return handed_out(F.silu(capped).mul_(clipped), gate.dtype)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
         with full_precision(grad):

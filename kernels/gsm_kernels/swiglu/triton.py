@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..inputs import learns
 from ..launch import build_once, cdiv, launch, unfit
+from ..register import register
 
 BLOCK, WARPS = 2048, 4  # 16 bytes a thread and access, four accesses: enough of them under way to fill the bandwidth
 
@@ -21,12 +23,11 @@ def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """See `gsm_kernels.swiglu`."""
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+    if learns(gate, up):
         build_once(("swiglu", gate.device, gate.dtype, up.dtype), lambda: _backward(gate, gate, up, limit))
-    return _forward(gate, up, limit)
+    return _operator(gate, up, limit)
 
 
-@torch.library.custom_op("gsm_kernels::swiglu", mutates_args=())
 def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     from .kernels import forward
 
@@ -36,7 +37,6 @@ def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return out
 
 
-@torch.library.custom_op("gsm_kernels::swiglu_backward", mutates_args=())
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     from .kernels import backward
 
@@ -47,24 +47,8 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     return gate_grad, up_grad
 
 
-@_forward.register_fake
-def _(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def _like(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    whole = torch.contiguous_format
-    return torch.empty_like(gate, memory_format=whole), torch.empty_like(up, memory_format=whole)
-
-
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    gate, up, ctx.limit = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.limit), None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_operator = register("swiglu", _forward, _like, _backward, learned=("gate", "up"))

@@ -7,6 +7,7 @@
     needles          where needles lie, how many are answered by depth and length, and what breaks an answer
     probes           what a linear map can still read of a token so many positions back, with a shuffled control
     attention        where attention goes: over a text, over the state, how far back, and to sinks
+    overlap          how much of what the stages select the encoder selects too
     state            what the shared state is like: its entries, their lengths, its effective rank
     figures          small functions that draw all of this on given axes
     drawing          the architecture as an SVG

@@ -1,5 +1,5 @@
 """Where attention goes, from taps: over the positions of a text and the entries of the state, how far back layers and
-stages look, and what goes to sinks. What stages and the encoder select in common is ``gsm.evaluation.overlap``.
+stages look, and what goes to sinks. What stages and the encoder select in common is ``gsm.analysis.overlap``.
 
 B sequences, T positions, R rows, H heads, W window entries, K selected slots, E weights of a row, L layers, N entries
 of all rows, D distances.
@@ -23,7 +23,7 @@ def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tenso
     """How much every row looks at every position of a sequence, float [R, T]: the mean over heads.
 
     The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
-    are added up. What a row of the map lacks to 1 goes to the sink. Arguments as of ``attention_parts``.
+    are added up. Each row sums to less than 1; the rest is the sink's weight. Arguments as of ``attention_parts``.
     """
     near_RT, far_RT = attention_parts(model, seen, name, sequence)
     return near_RT + far_RT
@@ -110,7 +110,7 @@ def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
 
 def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     """How much weight falls on entries that begin so many tokens before their row, float [D]: a mean over rows and
-    heads; what it lacks to 1 goes to the sink.
+    heads; it sums to less than 1, and the rest is the sink's weight.
 
     Args:
         model: the model that was recorded.

@@ -1,13 +1,13 @@
-"""Where an entry of the state comes from, in three ways that know nothing of one another, and how far they agree.
+"""The origin of an entry of the state by three independent methods, and their agreement.
 
     rollout        attention weights multiplied through the layers               gsm.analysis.rollout
     gradient       how z moves with the embedding of a position: || dz / dx ||, and || dz / dx x || (input x gradient)
     intervention   how far z moves when the token there is another one
 
-The gradient sees no selection: which slots a layer reads is not differentiable. The intervention sees everything that
-a token does; it is what the other two are measured by.
+The gradient sees no selection, because the choice of slots is not differentiable. The intervention sees every effect of
+a token; the other two are measured by it.
 
-T positions, R rows that are looked at, D model width, P random directions, N sources.
+T positions, R rows that are examined, D model width, P random directions, N sources.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.analysis.interventions import without_slots
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.models.gsm import GSM
 from gsm.observe import record
 from gsm.shapes import promoted
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
-WAYS = ("rollout", "gradient", "input_gradient")  # to attribute, of which replaced tokens are the measure
+WAYS = ("rollout", "gradient", "input_gradient")  # methods that are compared with replaced tokens
 
 
 def gradient_attribution(
     model: GSM, token_T: Tensor, rows: Sequence[int], *, directions: int = 4, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """How z of some rows moves with the embeddings: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
+    """Return the slope of z of some rows: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
 
-    The Jacobian is seen through random directions v of the output: the mean of || v dz/dx ||^2 over v is its squared
-    norm. One backward serves as many rows and directions as are read at a time.
+    The Jacobian is sampled in random directions v of the output: the mean of || v dz/dx ||^2 over v is its squared
+    norm. One backward serves all rows and directions that are read at a time.
 
     Args:
         model: any GSM.
         token_T: int64, one document.
-        rows: positions whose z is asked about.
+        rows: positions of z.
         directions: P; the error of a norm falls with their square root.
         seed: of the directions.
     """
@@ -63,14 +62,14 @@ def gradient_attribution(
 def replacement_attribution(
     model: GSM, token_T: Tensor, rows: Sequence[int], sources: Sequence[int], substitute_SN: Tensor
 ) -> Tensor:
-    """How far z of some rows moves when a token is replaced: the mean length of the difference, float [R, N].
+    """Return the movement of z of some rows when a token is replaced: the mean length of the difference, float [R, N].
 
     Args:
         model: any GSM.
         token_T: int64, one document.
-        rows: positions whose z is asked about.
-        sources: positions whose token is replaced, one at a time.
-        substitute_SN: int64, what it is replaced by, S times in turn.
+        rows: positions of z.
+        sources: positions of the replaced tokens, one at a time.
+        substitute_SN: int64, the tokens in their place, S times in turn.
     """
     z_RD = z_of(model, token_T[None], rows)[0]
     moved_SNR = []
@@ -82,42 +81,29 @@ def replacement_attribution(
     return torch.stack(moved_SNR).mean(dim=0).T
 
 
-@torch.no_grad()
-def emptied_slots_attribution(model: GSM, token_T: Tensor, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
-    """How far z of some rows moves when a slot of all banks is emptied, float [R, N]: ``without_slots``, one a time."""
-    z_RD, total = z_of(model, token_T[None], rows)[0], len(token_T) // model.geometry.encoder_ratio
-    gone_NF = torch.zeros(len(slots), total, dtype=torch.bool, device=token_T.device)
-    gone_NF[torch.arange(len(slots)), torch.as_tensor(slots)] = True
-    moved = []
-    for some_NF in gone_NF.split(max(1, AT_ONCE // len(token_T))):
-        with without_slots(model, some_NF):
-            moved.append((z_of(model, token_T.expand(len(some_NF), -1), rows) - z_RD).norm(dim=-1))
-    return torch.cat(moved).T
-
-
 def z_of(model: GSM, token_BT: Tensor, rows: Sequence[int]) -> Tensor:
-    """z at some positions, [B, R, D], of sequences that are one document each."""
+    """Return z at some positions, [B, R, D], for sequences that are one document each."""
     with model.evaluating(), record("state/z") as seen:
         model.forward(token_BT)
     return promoted(seen["state/z"][:, list(rows)])
 
 
 def spearman(one_N: Tensor, other_N: Tensor) -> float:
-    """The rank correlation of two lists, -1 to 1; equal values share the mean of their ranks. NaN if all of a list are
-    equal."""
+    """Return the rank correlation of two lists, -1 to 1; equal values share the mean of their ranks. NaN for a constant
+    list."""
     ranks_2N = torch.stack([_ranks(one_N), _ranks(other_N)])
     return float(torch.corrcoef(ranks_2N)[0, 1])
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rank correlations with how far z moves when a token is replaced, of every row over the sources before it.
+    """Rank correlations with the movement of z when a token is replaced, for every row over the sources before it.
 
     Attributes:
-        rows: the positions whose z was asked about.
-        sources: the positions that were replaced.
-        rollout_R, gradient_R, input_gradient_R: float64, of each way to attribute.
-        attributed: what each of ``WAYS`` says, and ``replaced``: float [R, N].
+        rows: the positions of z.
+        sources: the replaced positions.
+        rollout_R, gradient_R, input_gradient_R: float64, the correlations of each method.
+        attributed: the attribution by each of ``WAYS``, and ``replaced``, the movement: float [R, N].
     """
 
     rows: tuple[int, ...]
@@ -146,15 +132,15 @@ def agreement(
     directions: int = 4,
     seed: int = 0,
 ) -> Agreement:
-    """Holds rollout and gradients against replaced tokens.
+    """Compare rollout and gradients with replaced tokens.
 
     Args:
         model: any GSM.
         token_T: int64, one document.
-        rows: positions whose z is asked about.
-        sources: positions to replace; None: all up to the last row. Those behind a row do not count for it.
-        alphabet: tokens to replace by, any but the token itself; None: all of the vocabulary.
-        substitutes: how many of them for each source.
+        rows: positions of z.
+        sources: positions to replace; None: all up to the last row. Sources behind a row do not count for it.
+        alphabet: the substitutes, without the token itself; None: the whole vocabulary.
+        substitutes: number for each source.
         directions, seed: as of ``gradient_attribution``; the substitutes are drawn from the seed too.
     """
     sources = range(max(rows) + 1) if sources is None else sources
@@ -166,9 +152,9 @@ def agreement(
     with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
         model.forward(token_T[None])
     values = (state_routes(model, seen).total_TT[list(rows)], gradient_RT, input_RT)
-    said = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
-    one_R, two_R, three_R = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in said.values())
-    return Agreement(tuple(rows), tuple(sources), one_R, two_R, three_R, {**said, "replaced": moved_RN})
+    each = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
+    one_R, two_R, three_R = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in each.values())
+    return Agreement(tuple(rows), tuple(sources), one_R, two_R, three_R, {**each, "replaced": moved_RN})
 
 
 def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
@@ -178,7 +164,7 @@ def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: 
 
 
 def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """For every token one of the known ones, not itself."""
+    """Return for every token one of the known tokens, not itself."""
     other_NV = (known != token_N.cpu()[:, None]).float()
     return known[torch.multinomial(other_NV, 1, generator=generator)[:, 0]]
 

@@ -1,4 +1,4 @@
-"""Figures of what ``gsm.analysis`` finds: each draws on axes that it is given (``gsm.evaluation.plots.figure``)."""
+"""Figures of the results of ``gsm.analysis``: each function draws on axes that it is given (``gsm.plots.figure``)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gsm import plots
 from gsm.analysis.attention import by_distance, names_of, sinks
 from gsm.analysis.attribution import Agreement
 from gsm.analysis.interventions import Answers
 from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.rollout import Routes
-from gsm.evaluation import plots
-from gsm.evaluation.plots import SMALL, finish
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
+from gsm.plots import SMALL, finish
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 512  # of a map, at most: more would not be seen
+COLUMNS = 512  # of a map, at most: more are not visible
 BROUGHT_BACK = "of the answer, brought back"
-BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for what nothing was done to
+BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
 
 
 def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> None:
-    """Where one row's entry of the state comes from: a bar for each source position, a colour for each way.
+    """Draw the sources of one row's entry of the state: a bar for each source position, a colour for each way.
 
     Positions in ``told`` (a needle's) get a mark below the axis.
     """
@@ -49,8 +49,8 @@ def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> Non
 
 
 def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: Sequence[int] = ()) -> None:
-    """Where the entries of some rows come from by one way: a line for each row, a column for each source position, all
-    ways on one scale; a mark where the needle was told that each row asks for."""
+    """Draw the sources of some rows' entries by one way: a line for each row, a column for each source position, all
+    ways on one scale; a mark at the needle that each row asks for."""
     most = float(routes.share_STT[:, list(rows)].max())
     share_RT = routes.share_STT[routes.names.index(way), list(rows)]
     picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="Greys")
@@ -63,21 +63,20 @@ def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: S
 
 
 def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
-    """One way to attribute against how far z moves when a token is replaced: a dot a pair of row and source; both on
-    logarithmic scales, with what is 0 left out."""
+    """Draw one attribution against the movement of z when a token is replaced: a dot for each pair of row and source,
+    both on logarithmic scales, without zeros."""
     style = plots.styles(found.attributed)[way]
-    said_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
-    kept_N = (said_N > 0) & (moved_N > 0)
-    axes.loglog(said_N[kept_N], moved_N[kept_N], ".", color=style.colour, markersize=4, alpha=0.6)
+    attributed_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
+    positive_N = (attributed_N > 0) & (moved_N > 0)
+    axes.loglog(attributed_N[positive_N], moved_N[positive_N], ".", color=style.colour, markersize=4, alpha=0.6)
     title = f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}"
     finish(axes, way.replace("_", " x "), "movement of z (its units)", title)
 
 
 def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
-    """A map of attention: a line for each row, a column for each position that is read.
+    """Draw a map of attention: a line for each row, a column for each position that is read.
 
-    Colours follow the square root of the weight, so that small ones are seen, and end where all but the hundredth
-    part of the weights lie.
+    Colours follow the square root of the weight, so that small weights are visible, and end at the 99th percentile.
     """
     from matplotlib.colors import PowerNorm
 
@@ -89,9 +88,9 @@ def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
 
 
 def selected(axes: Axes, map_RT: Tensor, title: str = "") -> None:
-    """What the last rows of a sequence have selected from its history (``attention.selected_weights``): a line for each
-    row, a column for each token (of a long sequence, for several: the highest of them), grey where nothing is selected;
-    the dashed line is the row itself."""
+    """Draw the selection of the last rows of a sequence from its history (``attention.selected_weights``): a line for
+    each row, a column for each token (in a long sequence, the highest of several), grey where nothing is selected; the
+    dashed line is the row itself."""
     rows, length = map_RT.shape
     width = -(-length // COLUMNS)
     whole_RT = torch.nn.functional.pad(map_RT.nan_to_num(0.0), (0, -length % width))
@@ -103,15 +102,15 @@ def selected(axes: Axes, map_RT: Tensor, title: str = "") -> None:
 
 
 def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int], y: str, title: str = "") -> None:
-    """What is read of the state: a line for each of ``rows`` (layers, or tokens one after another), a column for each
-    entry that a decoder layer sees, by how many tokens before the row's own it was written, and then the sink.
+    """Draw attention to the state: a line for each of ``rows`` (layers, or tokens one after another), a column for each
+    entry that a decoder layer sees, by its distance in tokens before the row's own entry, and then the sink.
 
     Args:
         axes: to draw on.
         weight_YE: weights; a line sums to 1.
         back_W: as of ``attention.entries_back``, one less than E.
         rows: their numbers, ascending by 1.
-        y: what they are.
+        y: their name.
         title: of the picture.
     """
     from matplotlib.ticker import MaxNLocator
@@ -129,8 +128,8 @@ def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int
 
 
 def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One colour bar for all panels of ``selected`` and ``state_read``, the same in every picture: from 0.1 %
-    to all, logarithmic."""
+    """Draw one colour bar for all panels of ``selected`` and ``state_read``, the same in every picture: from 0.1 % to
+    all, logarithmic."""
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), extend="min", aspect=30, pad=0.02)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     bar.ax.minorticks_off()
@@ -139,8 +138,8 @@ def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") -> None:
-    """What each row's z is made of (``rollout.parts_of_state``): what the encoder says, and what each stage adds, one
-    upon the other."""
+    """Draw the parts of each row's z (``rollout.parts_of_state``): the encoder's, and each stage's, one upon the
+    other."""
     names = ["encoder", *(f"stage {stage}" for stage in range(1, len(share_SR)))]
     means = share_SR.mean(dim=1).tolist()
     labels = [f"{name}, mean {mean:.0%}" for name, mean in zip(names, means, strict=True)]
@@ -152,8 +151,8 @@ def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") ->
 
 
 def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
-    """Accuracy of probes by distance, evenly spaced: a line for each thing that is read; dotted lines are of shuffled
-    labels, the grey one is chance."""
+    """Draw the accuracy of probes by distance, evenly spaced: a line for each recorded tensor; dotted lines are of
+    shuffled labels, the grey line is chance."""
     ticks = sorted({distance for curve in found.values() for distance in curve})
     for (name, curve), style in zip(found.items(), plots.styles(found).values(), strict=True):
         distances, numbers = list(curve), list(curve.values())
@@ -171,8 +170,8 @@ def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
 
 
 def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
-    """A needle map: a row for each length, a column for each depth, the fraction answered in each cell; empty where no
-    needle can lie."""
+    """Draw a needle map: a row for each length, a column for each depth, the fraction answered in each cell; empty
+    where no needle can lie."""
     axes.imshow(found.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
     for row, column in found.count_LD.nonzero().tolist():
         value = float(found.accuracy_LD[row, column])
@@ -185,8 +184,8 @@ def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
 
 
 def tests(axes: Axes, found: Mapping[str, NeedleTest], chance: float | None = None) -> None:
-    """Intervention tests side by side: the fraction answered with everything, without what attribution names, and
-    without as many others; a line at ``chance``."""
+    """Draw intervention tests side by side: the fraction answered with everything, without the attributed places, and
+    without the same number of others; a line at ``chance``."""
     parts = {
         "nothing removed": "whole",
         "what attribution names": "without_named",
@@ -200,8 +199,8 @@ def tests(axes: Axes, found: Mapping[str, NeedleTest], chance: float | None = No
 
 
 def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
-    """The fraction answered: a group of bars for each name, in it a bar for each thing that was done to the model, the
-    same ones everywhere; a line at ``chance``."""
+    """Draw the fraction answered: a group of bars for each name, in it a bar for each intervention, the same ones
+    everywhere; a line at ``chance``."""
     labels = list(next(iter(found.values())))
     width = 0.8 / len(labels)
     for number, label in enumerate(labels):
@@ -221,8 +220,8 @@ def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: flo
 
 
 def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
-    """How much of an answer each part of a model brings back by itself (``gsm.analysis.patching``): a row for each
-    part, in it a bar for each model."""
+    """Draw the share of an answer that each part of a model brings back by itself (``gsm.analysis.patching``): a row
+    for each part, in it a bar for each model."""
     parts, width = list(next(iter(found.values()))), 0.8 / len(found)
     for number, (label, shares) in enumerate(found.items()):
         values = [shares[part] for part in parts]
@@ -239,8 +238,8 @@ def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def restored_by_place(axes: Axes, found: Mapping[str, Mapping[int, float]], places: str) -> None:
-    """The same for one place at a time: a group of bars for each place, in it a bar for each name; ``places`` says what
-    they are counted in."""
+    """Draw the same for one place at a time: a group of bars for each place, in it a bar for each name; ``places`` is
+    the label of the axis."""
     width = 0.8 / len(found)
     for number, (label, shares) in enumerate(found.items()):
         at = [place + width * (number - (len(found) - 1) / 2) for place in shares]
@@ -252,7 +251,7 @@ def restored_by_place(axes: Axes, found: Mapping[str, Mapping[int, float]], plac
 
 
 def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:
-    """Where the weight of some attentions falls, by distance in doubling steps up to ``most`` tokens."""
+    """Draw the weight of some attentions by distance, in doubling steps up to ``most`` tokens."""
     edges = torch.tensor([0, *(1 << power for power in range((most - 1).bit_length()))])
     labels = ["0", "1", *(f"{low:,}-{2 * low - 1:,}" for low in edges[2:].tolist())]
     for name, style in plots.styles(names).items():
@@ -264,7 +263,7 @@ def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -
 
 
 def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
-    """How much each attention leaves to its sink: a bar for the mean over heads, a dot for each head."""
+    """Draw the weight of each attention's sink: a bar for the mean over heads, a dot for each head."""
     found = sinks(model, seen)
     colours = {"encoder": plots.COLOURS[0], "stage": plots.COLOURS[1], "decoder": plots.COLOURS[2]}
     for place, (name, weight_H) in enumerate(found.items()):
@@ -276,7 +275,7 @@ def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
 
 
 def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
-    """The effective rank of the state that each position sees, with a line at the highest that it can have."""
+    """Draw the effective rank of the state that each position sees, with a line at the highest possible rank."""
     axes.plot(found, color=plots.COLOURS[0], linewidth=1.4)
     axes.axhline(most, color="#888888", linewidth=1, label="at most")
     axes.set_ylim(0, None)
@@ -284,7 +283,7 @@ def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
 
 
 def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float]) -> None:
-    """Weights in colours of one logarithmic scale; grey where there is none."""
+    """Draw weights in colours of one logarithmic scale; grey without a weight."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
@@ -295,7 +294,7 @@ def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, f
 
 
 def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:
-    """A colour bar for one picture."""
+    """Draw a colour bar for one picture."""
     bar = axes.figure.colorbar(picture, ax=axes, shrink=0.85, **options)
     bar.ax.tick_params(labelsize=SMALL - 1)
     bar.set_label(label, fontsize=SMALL)

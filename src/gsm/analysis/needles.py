@@ -1,5 +1,5 @@
-"""Needles (``gsm.data.recall.Needle``): where each lies and is asked for, how many are answered by depth and length,
-and whether what attribution names for an answer is what the answer needs.
+"""Needles (``gsm.data.recall.Needle``): their places and questions, the share answered by depth and length, and a test
+whether an answer needs the places that attribution names for it.
 
 B sequences, T positions, N questions, F slots of a bank.
 """
@@ -33,10 +33,10 @@ class Asked:
 
     Attributes:
         token_BT, target_BT: int64, the sequences; -100 where nothing is asked.
-        sequence_N: int64, which sequence each question stands in.
-        key_N: int64, where its key is asked.
-        row_N: int64, where its answer is due, ``task.wait`` tokens later.
-        told_N: int64, where the key was told; the value stands behind it.
+        sequence_N: int64, the sequence of each question.
+        key_N: int64, the position of its key in the question.
+        row_N: int64, the position of its answer, ``task.wait`` tokens later.
+        told_N: int64, the position of the key in the needle; the value stands behind it.
     """
 
     token_BT: Tensor
@@ -48,11 +48,11 @@ class Asked:
 
     @property
     def depth_N(self) -> Tensor:
-        """Where the needles lie, as fractions of the sequence from its beginning, float32."""
+        """The places of the needles, as fractions of the sequence from its beginning, float32."""
         return self.told_N / self.token_BT.shape[1]
 
     def apart(self) -> Asked:
-        """The same questions in sequences of their own, so that one can be looked at while the others are not asked."""
+        """Return the same questions, each in a sequence of its own, in which no other question is asked."""
         token_NT, every_N = self.token_BT[self.sequence_N], torch.arange(len(self.row_N))
         target_NT = torch.full_like(token_NT, IGNORED)
         target_NT[every_N, self.row_N] = self.target_BT[self.sequence_N, self.row_N]
@@ -60,7 +60,8 @@ class Asked:
 
 
 def ask(task: Needle, length: int, sequences: int, seed: int = HELD_OUT) -> Asked:
-    """Held-out sequences of a task of some length, or with another seed others. Raises ValueError as ``task.draw``."""
+    """Return held-out sequences of a task and a length, other ones with another seed. Raises ValueError as
+    ``task.draw``."""
     batch = Generated(task, seed, lambda _: length).batch(range(sequences))
     token_BT, target_BT = batch["tokens"], batch["targets"]
     sequence_N, row_N = (target_BT != IGNORED).nonzero(as_tuple=True)
@@ -69,7 +70,7 @@ def ask(task: Needle, length: int, sequences: int, seed: int = HELD_OUT) -> Aske
         (one_BT[sequence_N] == one_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
         for one_BT in (token_BT, torch.from_numpy(task.meaning(token_BT.numpy())))
     )
-    told_N = torch.where(told_N == key_N, meant_N, told_N)  # by another name only where its own was not told
+    told_N = torch.where(told_N == key_N, meant_N, told_N)  # another name counts only where its own is in no needle
     return Asked(token_BT, target_BT, sequence_N, key_N, row_N, told_N)
 
 
@@ -79,7 +80,7 @@ class NeedleMap:
 
     Attributes:
         lengths: tokens of a sequence.
-        edges: of the depths, fractions of the sequence, one more than there are columns.
+        edges: of the depths, fractions of the sequence, one more than columns.
         accuracy_LD: float32, NaN where no needle lies.
         count_LD: int64, needles.
     """
@@ -93,11 +94,10 @@ class NeedleMap:
 def needle_map(
     model: LanguageModel, task: Needle, lengths: Sequence[int], *, depths: int = 5, sequences: int = 32
 ) -> NeedleMap:
-    """Accuracy by length and depth, for any model that was trained on the task.
+    """Return the accuracy by length and depth of a model that was trained on the task.
 
-    Needles stand where the task lets them: not in the last part of a sequence, where the gap and the questions are.
-    Depths therefore reach from 0 to the deepest place of any needle at that length, in ``depths`` equal steps of the
-    sequence.
+    No needle stands in the last part of a sequence, with the gap and the questions. Depths therefore reach from 0 to
+    the deepest place of any needle at that length, in ``depths`` equal steps of the sequence.
     """
     asked = [ask(task, length, sequences) for length in lengths]
     edges = torch.linspace(0, max(float(one.depth_N.max()) for one in asked) + 1e-6, depths + 1)
@@ -113,8 +113,8 @@ def needle_map(
 
 @dataclass(frozen=True)
 class Named:
-    """What attribution names for every question: ``place_NK``, positions or slots, the strongest first; and as many
-    others that were within reach and not named, ``other_NK``; int64."""
+    """The attributed places of every question, ``place_NK``: positions or slots, the strongest first; and the same
+    number of other places within reach, ``other_NK``; int64."""
 
     place_NK: Tensor
     other_NK: Tensor
@@ -122,7 +122,8 @@ class Named:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """Answers with everything, without what attribution names, and without as many others; ``named`` says which."""
+    """Answers with everything, without the attributed places, and without the same number of others; ``named`` has
+    both kinds of places."""
 
     whole: Answers
     without_named: Answers
@@ -138,19 +139,19 @@ class NeedleTest:
 def needle_test(
     model: GSM, asked: Asked, what: What = "entries", *, count: int = 1, start: bool = True, seed: int = 0
 ) -> NeedleTest:
-    """Takes away what attribution names for each answer, then as many others, and asks again.
+    """Remove the attributed places of each answer, then the same number of others, and ask again.
 
     Args:
         model: a GSM that was trained on the task.
         asked: questions; sequences of one document each.
-        what: ``entries``, entries of the state; ``retrieved``, what the stages retrieve for them, so that they keep
-            what the encoder says; ``slots``, slots of the banks, among those that stages select where the key is asked.
-        count: how many.
-        start: of ``entries``, as in ``without_entries``.
-        seed: of the others, drawn among what is seen there and attribution does not name.
+        what: ``entries``, entries of the state; ``retrieved``, the stages' retrieval for them, so that they keep the
+            encoder's part; ``slots``, slots of the banks that stages select at the key of the question.
+        count: number of places.
+        start: for ``entries``, as in ``without_entries``.
+        seed: of the others, drawn among the visible places that attribution does not name.
 
     Raises:
-        ValueError: an answer sees less than twice as many.
+        ValueError: an answer sees less than twice ``count`` places.
     """
     named = name(model, asked, "slots" if what == "slots" else "entries", count=count, start=start, seed=seed)
     apart = asked.apart()
@@ -159,7 +160,7 @@ def needle_test(
 
 
 def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
-    """The answers with everything, with each stage retrieving nothing at any position, and with none of them."""
+    """Return the answers with everything, without the retrieval of each stage, and without that of all stages."""
     found = {"nothing removed": _joined(_in_parts(model, asked))}
     for what, without in ablations(model).items():
         if what != "state":
@@ -170,8 +171,11 @@ def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
 
 @torch.no_grad()
 def name(model: GSM, asked: Asked, what: Literal["entries", "slots"], *, count: int, start: bool, seed: int) -> Named:
-    """The places that matter most for each answer, by rollout: entries by what the decoder takes from them times what
-    they have from the needle, slots by what stages take from them where the key is asked. As of ``needle_test``."""
+    """Return the strongest places for each answer, by rollout. Arguments as of ``needle_test``.
+
+    An entry scores the decoder's share of it times its share of the needle. A slot scores the stages' share of it at
+    the key of the question.
+    """
     generator, chosen = torch.Generator().manual_seed(seed), []
     for sequence, token_T in enumerate(asked.token_BT):
         with model.evaluating(), record(*TAPS) as seen:
@@ -184,7 +188,7 @@ def name(model: GSM, asked: Asked, what: Literal["entries", "slots"], *, count: 
 
 
 def answers_without(model: GSM, apart: Asked, what: What, place_NK: Tensor, start: bool = True) -> Answers:
-    """The answers to questions in sequences of their own, each without its own places."""
+    """Return the answers to questions in sequences of their own, each without its own places."""
     length = apart.token_BT.shape[1] // (model.geometry.encoder_ratio if what == "slots" else 1)
     gone_NT = torch.zeros(len(place_NK), length, dtype=torch.bool).scatter(1, place_NK, True)
     taken: dict[str, Callable[[Tensor], AbstractContextManager[None]]] = {
@@ -196,7 +200,7 @@ def answers_without(model: GSM, apart: Asked, what: What, place_NK: Tensor, star
 
 
 def _entries(model: GSM, seen: Seen, asked: Asked, here: list[int], start: bool) -> Tensor:
-    """Of some questions, the score of each position's entry, -1 where the row does not see it."""
+    """Return the score of each position's entry for some questions, -1 where the row does not see it."""
     from_needle_TT, decoder_TT = state_routes(model, seen).total_TT, decoder_rollout(model, seen)
     scores = []
     for row, told in zip(asked.row_N[here].tolist(), asked.told_N[here].tolist(), strict=True):
@@ -208,20 +212,20 @@ def _entries(model: GSM, seen: Seen, asked: Asked, here: list[int], start: bool)
 
 
 def _slots(model: GSM, seen: Seen, asked: Asked, here: list[int]) -> Tensor:
-    """Of some questions, the score of each slot, -1 where no stage selects it for the row of the key."""
+    """Return the score of each slot for some questions, -1 where no stage selects it for the row of the key."""
     way_ST, slots = state_routes(model, seen).way_ST, len(asked.token_BT[0]) // model.geometry.encoder_ratio
     score_NF = torch.full((len(here), slots + 1), -1.0, dtype=way_ST.dtype)
     for stage, _ in enumerate(model.aggregation, 1):
         chosen_NK = seen[f"stage/{stage}/top_k"][0, asked.key_N[here]]
         weight_NE = seen[f"stage/{stage}/weights"][0, asked.key_N[here]].mean(dim=1)
         weight_NK = weight_NE[:, -1 - chosen_NK.shape[1] : -1] * way_ST[stage, asked.key_N[here], None]
-        place_NK = chosen_NK.where(chosen_NK >= 0, slots)  # one too many, for none
+        place_NK = chosen_NK.where(chosen_NK >= 0, slots)  # a further place stands for no slot
         score_NF.scatter_(1, place_NK, score_NF.gather(1, place_NK).clamp(min=0)).scatter_add_(1, place_NK, weight_NK)
     return score_NF[:, :-1]
 
 
 def _chosen(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The highest scores' places, and as many others at random of those that are not below 0."""
+    """Return the places of the highest scores, and the same number of others at random among scores of at least 0."""
     others = score_T >= 0
     if int(others.sum()) < 2 * count:
         raise ValueError(f"count {count}: an answer sees {int(others.sum())} only, so give at most half as many")
@@ -234,7 +238,7 @@ def _chosen(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Te
 def _in_parts(
     model: LanguageModel, asked: Asked, inside: Callable[[slice], AbstractContextManager[None]] | None = None
 ) -> list[Answers]:
-    """Answers, so many sequences at a time; each part inside of what is taken away from it."""
+    """Return answers part by part; ``inside`` returns the intervention of a part."""
     step, found = max(1, AT_ONCE // asked.token_BT.shape[1]), []
     for first in range(0, len(asked.token_BT), step):
         part = slice(first, first + step)

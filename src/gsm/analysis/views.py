@@ -4,7 +4,7 @@
         model(tokens)
     views.selection(model, seen)
 
-Weights are means over heads, all on one scale, so that pictures of several steps and runs can be set side by side.
+Weights are means over heads, all on one scale, so that pictures of several steps and runs can be compared.
 
 B sequences, T positions, R rows, E entries, L layers, S ways.
 """
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gsm import plots
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_attention, entries_back, selected_weights
 from gsm.analysis.rollout import parts_of_state
-from gsm.evaluation import plots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen
 
@@ -32,11 +32,11 @@ WIDTH, HEIGHT = 4.8, 2.9  # inches: letters can still be read on a card of Tenso
 
 
 def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
-    """Names and pictures of all that the model has: its decoder over the state, as a mean and by row; what its stages
-    select; what the state is made of. The latter three are of the first sequence.
+    """Yield names and pictures: the decoder's attention to the state, as a mean and by row; the selection of the
+    stages; the parts of the state. The last three are of the first sequence.
 
     Args:
-        model: the model that was recorded.
+        model: the recorded model.
         seen: one call without a memory (``TAPS``).
 
     Raises:
@@ -51,8 +51,8 @@ def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
 
 
 def decoder(model: GSM, seen: Seen, width: float = WIDTH, height: float = HEIGHT) -> Figure:
-    """What each decoder layer reads of the state, a mean over all rows that see a whole one; so many inches wide and
-    high."""
+    """Return a picture of each decoder layer's attention to the state, a mean over all rows that see a whole state;
+    width and height in inches."""
     weight_LE, layers = decoder_attention(model, seen), _decoder(model)
     figure, panels = plots.figure(width=width, height=height, grid=False)
     back_W = entries_back(model, f"decoder/{layers[0]}", weight_LE.shape[1] - 1)
@@ -63,7 +63,7 @@ def decoder(model: GSM, seen: Seen, width: float = WIDTH, height: float = HEIGHT
 
 
 def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
-    """What each row of a sequence reads of the state: a panel for each decoder layer."""
+    """Return a picture of each row's attention to the state: a panel for each decoder layer."""
     layers = _decoder(model)
     figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
     for axes, layer in zip(panels, layers, strict=True):
@@ -79,7 +79,7 @@ def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
 
 
 def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
-    """What each stage selects from the history, and how much of it the stage then reads: a panel for each stage."""
+    """Return a picture of each stage's selection from the history, by the weight that it reads with: a panel each."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
     found, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
     figure, panels = _panels(len(found), columns=1, height=HEIGHT if len(found) == 1 else 0.55 * HEIGHT)
@@ -93,8 +93,8 @@ def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
 
 
 def state_parts(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
-    """What each row's z is made of: how much of its length is lost when the encoder's part, or a stage's, is left
-    out."""
+    """Return a picture of the parts of each row's z: the share of its length that is lost without the encoder's part,
+    or a stage's."""
     share_SR = parts_of_state(model, seen, sequence)
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
     figures.parts(axes, share_SR, _rows(seen, share_SR.shape[1]), "what is written to the shared state")
@@ -102,7 +102,7 @@ def state_parts(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
 
 
 def shares(model: GSM, seen: Seen) -> dict[str, float]:
-    """``state/share/encoder``, ``state/share/stage<s>``: how much of z comes by each way, a mean over all rows but
+    """Return ``state/share/encoder``, ``state/share/stage<s>``: the share of z by each way, a mean over all rows but
     padding. Empty without stages."""
     if not model.aggregation.layers:
         return {}
@@ -123,13 +123,13 @@ def _decoder(model: GSM) -> range:
 
 
 def _rows(seen: Seen, rows: int) -> range:
-    """The places in the sequence of its last rows."""
+    """Return the places of the last rows in their sequence."""
     length = seen["position"].shape[1]
     return range(length - rows, length)
 
 
 def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    """So many panels of this height in inches, some beside each other."""
+    """Return a figure with this number of panels of this height in inches, in columns."""
     figure, panels = plots.figure(columns, WIDTH / columns, height, grid=False, rows=-(-count // columns))
     for axes in panels[count:]:
         axes.remove()
@@ -137,7 +137,7 @@ def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[A
 
 
 def _label_outer(panels: Sequence[Axes], columns: int) -> None:
-    """Leaves out what the panel beside or below says too."""
+    """Leave out the labels that the panel beside or below has too."""
     for number, axes in enumerate(panels):
         if number % columns:
             axes.set_ylabel("")

@@ -1,24 +1,21 @@
-"""What is known of a memory on the host: what it is made for, and how much of it is taken."""
+"""The host's record of a memory: its layout, its capacity and its number of tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass
 class Ledger:
-    """The host's knowledge of a memory. With it no call has to walk the tree of stores, or to wait for the device.
+    """Counts and layout of a memory on the host, so that no call walks the tree of stores or waits for the device.
 
     Attributes:
-        layout: kind, size, width and dtype of every store (see ``Memory.layout``); a model knows its own.
+        layout: kind, size, width and dtype of every store (see ``Memory.layout``), compared with the model's layout.
         capacity: tokens that a static memory holds (None: it grows).
-        used: tokens read so far, padding that was given included.
-        single_document: no call has named documents, so that all which was read is one, without padding.
-        first_row: of all tokens read so far and later, the first for which rows may be asked: what those before it
-            would need has perhaps not been computed (``rows`` below 1 of ``LanguageModel.forward``).
-        pieces: the ``gsm.cache.pieces.Pieces`` that this memory stands for, others being on other ranks (None: it
-            stands for whole sequences).
+        used: tokens read so far, including padding in the input.
+        single_document: True if no call passed ``documents``, so that all tokens are one document, without padding.
+        first_row: index of the first token, counted from the first token read, for which a row may be requested.
+            Prerequisites of earlier rows may be missing (``rows`` below 1 of ``LanguageModel.forward``).
     """
 
     layout: tuple[tuple, ...] = ()
@@ -26,10 +23,9 @@ class Ledger:
     used: int = 0
     single_document: bool = True
     first_row: int = 0
-    pieces: Any = None
 
     def require(self, tokens: int) -> None:
-        """Raises ValueError if a static memory has no room for so many tokens more."""
+        """Raise ValueError if a static memory has no room for ``tokens`` more tokens."""
         if self.capacity is not None and self.used + tokens > self.capacity:
             raise ValueError(
                 f"memory is full: its capacity is {self.capacity} tokens, {self.used} are used, and {tokens} more were "
@@ -37,22 +33,28 @@ class Ledger:
             )
 
     def require_rows(self, tokens: int, rows: int) -> None:
-        """Raises ValueError for rows of a call with so many tokens that an earlier call has said nobody will want."""
+        """Raise ValueError for rows before ``first_row``, in a call with ``tokens`` tokens."""
         first = self.used + tokens - rows
         if first < self.first_row:
             raise ValueError(
-                f"rows is {rows}, which begins at token {first}, but an earlier call with rows below 1 said that none "
-                f"is wanted before token {self.first_row}; ask for fewer"
+                f"rows={rows} is not allowed because it begins at token {first}, and an earlier call with rows below 1 "
+                f"pruned everything before token {self.first_row}. Use fewer rows"
             )
 
     def claim(self, tokens: int, single_document: bool = True, rows: int = 1) -> None:
-        """Counts so many tokens as read; ``single_document``: without documents of their own; ``rows``: asked for.
-        Raises ValueError if there is no room for them, and counts nothing."""
+        """Count ``tokens`` tokens as read. Raises ValueError, and counts nothing, if there is no room for them.
+
+        Args:
+            tokens: number of tokens of the call.
+            single_document: whether the call had no ``documents``.
+            rows: requested rows of the call.
+        """
         self.require(tokens)
-        self.used += tokens
-        self.first_row = max(self.first_row, self.used - rows)
-        self.single_document = self.single_document and single_document
+        used = self.used + tokens
+        first_row = max(self.first_row, used - rows)
+        # After the last function call, so that an interruption leaves either all counts updated or none.
+        self.used, self.first_row, self.single_document = used, first_row, self.single_document and single_document
 
     def follow(self, other: Ledger) -> None:
-        """Takes over what another one has counted."""
+        """Copy the counts of another ledger."""
         self.used, self.single_document, self.first_row = other.used, other.single_document, other.first_row

@@ -1,8 +1,7 @@
-"""The memory of a whole model: a tree of stores that goes into ``forward`` and comes out again, never hanging on a
-module.
+"""The memory of a whole model: a tree of stores that ``forward`` takes and returns. No module holds it.
 
-A growing memory is a value: a call returns the next one. A static memory is a set of buffers that keep their place, so
-that a captured graph can be replayed on them: a call returns the same one, changed.
+A growing memory is a value: a call returns the next one. A static memory is a set of buffers at fixed addresses, so
+that a captured graph can be replayed on them: a call changes and returns the same one.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from gsm.span import Span
 
 @dataclass(frozen=True)
 class BankCache:
-    """What the owner of a bank keeps: entries, index keys, and the tokens of a group that is not finished yet.
+    """The cache of a layer with a bank: entries, index keys, and the tokens of an unfinished group.
 
     Attributes:
-        pending: the last m - 1 tokens' values and gates, side by side, or of more tokens what groups are made of.
+        pending: inputs of the compressor for the last m - 1 tokens or more: values and gates, concatenated.
         entry: bank entries, rotated.
         key: index keys, rotated (None: the owner does not search its bank).
-        count_B: int64, slots filled (None where nothing is kept).
+        count_B: int64, slots filled (None in training).
     """
 
     pending: WindowStore
@@ -38,7 +37,7 @@ class BankCache:
 
     @staticmethod
     def empty(kind: str, ratio: int, pending_BC: Tensor, entry_BC: Tensor, key_BI: Tensor | None) -> BankCache:
-        """A bank without slots; the tensors give batch, widths, dtype and device, ``kind`` labels the bytes
+        """Return a bank without slots. The tensors define batch, widths, dtype and device; ``kind`` labels the bytes
         (``encoder_bank``)."""
         return BankCache(
             Window.empty(f"{kind}_pending", ratio - 1, pending_BC),
@@ -50,7 +49,7 @@ class BankCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a sparse-attention layer keeps: its window, and its bank if it owns one."""
+    """The cache of a sparse-attention layer: its window, and its bank if it owns one."""
 
     window: WindowStore
     bank: BankCache | None = None
@@ -58,11 +57,11 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class DenseCache:
-    """One value for every token of the past: keys and values of dense attention.
+    """The cache of dense attention: keys and values of every past token.
 
     Attributes:
-        entry: the values, in stream order, padding included.
-        count_B: int64, tokens read (None where nothing is kept).
+        entry: keys and values in stream order, padding included.
+        count_B: int64, tokens read (None in training).
     """
 
     entry: ColumnStore
@@ -70,13 +69,15 @@ class DenseCache:
 
     @staticmethod
     def empty(kind: str, like_BC: Tensor) -> DenseCache:
-        """A cache of nothing, for as many sequences and of the width, dtype and device of ``like_BC``."""
+        """Return an empty cache with the batch, width, dtype and device of ``like_BC``."""
         count_B = torch.zeros(like_BC.shape[0], dtype=torch.int64, device=like_BC.device)
         return DenseCache(Column.empty(kind, 1, like_BC), count_B)
 
     def extend(self, new_BTC: Tensor, span: Span) -> tuple[Tensor, Slots, DenseCache]:
-        """Returns the values of all tokens, ``value_BFC``; which of them each new token sees; the cache after it. All
-        caches fill alike: one plan serves them."""
+        """Return the values of all tokens, ``value_BFC``, the slots that each new token sees, and the next cache.
+
+        All caches of a memory are equally full, so they share one plan.
+        """
         slots = span.once(("slots", "every token"), lambda: every_token(span.position_BT, self.count_B))
         value_BFC, entry = self.entry.place(new_BTC, slots)
         return value_BFC, slots, DenseCache(entry, None if self.count_B is None else slots.after_B)
@@ -84,8 +85,8 @@ class DenseCache:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """What attention to blocks of tokens keeps: all tokens, and its blocks as a bank, whose pending tokens are its
-    window too."""
+    """The cache of attention to blocks of tokens: all tokens, and the blocks as a bank. The bank's pending tokens also
+    serve as the window."""
 
     tokens: DenseCache
     blocks: BankCache
@@ -93,7 +94,7 @@ class BlockCache:
 
 @dataclass(frozen=True)
 class RecurrentCache:
-    """What a recurrent layer keeps: the last inputs of its convolution, and its state."""
+    """The cache of a recurrent layer: the last inputs of its convolution, and its state."""
 
     convolution: WindowStore
     state: StateStore
@@ -101,17 +102,18 @@ class RecurrentCache:
 
 @dataclass(frozen=True)
 class Memory:
-    """Everything a model keeps between calls.
+    """Everything that a model stores between calls.
 
     Attributes:
         document_B: int64, document id of the last token (-1: none yet).
-        position_B: int64, its position inside its document (-1: none yet).
-        encoder: what each encoder layer keeps.
-        stages: what each stage's retriever keeps (None: nothing).
-        state: what the writer keeps: the shared state, the last M entries (GSM).
-        decoder: what each decoder layer keeps, or all of them together (baseline and comparators).
-        ledger: what the host knows of this memory.
-        narrowed_to: tokens read after the next call, for which alone ``narrow`` has made this (None: it is for any).
+        position_B: int64, position of the last token inside its document (-1: none yet).
+        encoder: the cache of each encoder layer.
+        stages: the cache of each stage's retriever (None: it has none).
+        state: the caches of the writer: the shared state, the last M entries (GSM).
+        decoder: the cache of each decoder layer, or one for all of them (baseline and comparators).
+        ledger: counts and layout of this memory on the host.
+        narrowed_to: number of tokens read after the next call, for a memory that ``narrow`` made for that call only
+            (None: it is for any call).
     """
 
     document_B: Tensor
@@ -139,12 +141,12 @@ class Memory:
         return self.ledger.used
 
     def layout(self) -> tuple[tuple, ...]:
-        """Kind, size, width and dtype of every store: a memory fits the models whose own has the same layout."""
+        """Return kind, size, width and dtype of every store. A memory fits all models with the same layout."""
         return tuple(_stores(self))
 
     def breakdown(self) -> dict[str, int]:
-        """Bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``, ``bookkeeping``,
-        ...), every storage once."""
+        """Return the bytes by kind (``encoder_window``, ``encoder_bank``, ``index_keys``, ``shared_state``,
+        ``bookkeeping``, ...); each storage counts once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for kind, tensor in _tensors(self, "bookkeeping"):
@@ -155,44 +157,52 @@ class Memory:
         return sizes
 
     def nbytes(self) -> int:
-        """Bytes of all storages that this memory holds on to, each counted once."""
+        """Return the bytes of all storages that this memory references, each counted once."""
         return sum(self.breakdown().values())
 
     def cache_bytes(self) -> int:
-        """Bytes of what was read and kept: all but bookkeeping."""
+        """Return the bytes of all stores without bookkeeping."""
         return sum(size for kind, size in self.breakdown().items() if kind != "bookkeeping")
 
     def clone(self) -> Memory:
-        """An independent copy: fork a prefix and continue both."""
+        """Return an independent copy, to fork a prefix and continue both."""
         return map_nodes(self, (Tensor,), torch.clone)
 
     def expand(self, times: int) -> Memory:
-        """Repeats every sequence ``times`` times in a row: [a, b] becomes [a, a, b, b] for 2; an independent copy.
-        Raises ValueError for times < 1."""
+        """Return an independent copy with every sequence repeated ``times`` times: [a, b] becomes [a, a, b, b] for 2.
+
+        Raises ValueError for times < 1.
+        """
         if times < 1:
             raise ValueError(f"times must be at least 1, got {times}")
         return map_nodes(self, (Tensor,), lambda x: x.repeat_interleave(times, dim=0))
 
     def static(self, capacity: int) -> Memory:
-        """An empty static memory for so many tokens, with the stores of this empty growing one. Raises ValueError for
-        a capacity below 1."""
+        """Return an empty static memory for ``capacity`` tokens, with the stores of this empty growing memory.
+
+        Raises ValueError for a capacity below 1.
+        """
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 token, or None for a memory that grows; got {capacity}")
         memory = map_nodes(self, (Window, Column), lambda store: store.static(capacity))
         return replace(memory, ledger=replace(self.ledger, capacity=capacity))
 
     def narrow(self, tokens: int) -> Memory:
-        """The same buffers, with as many bank slots as ``tokens`` tokens need: what a call that knows where it ends
-        need not pay for the others. A growing memory is itself no larger than that."""
+        """Return a view of this memory with the bank slots that ``tokens`` tokens need.
+
+        A call that knows its end then does not pay for the other slots. A growing memory is returned unchanged, because
+        it has no other slots.
+        """
         if self.capacity is None:
             return self
         kinds = (StaticColumn, Tensor, Ledger)
         narrowed = map_nodes(self, kinds, lambda node: node.narrow(tokens) if isinstance(node, StaticColumn) else node)
         return replace(narrowed, narrowed_to=tokens)
 
-    def continued(self, span: Span) -> Span:
-        """The new positions of a call without documents, with what this memory knows of where they stand."""
-        if not self.ledger.single_document:
+    def continued(self, span: Span, single_document: bool) -> Span:
+        """Return the span of a call with the host's knowledge about a single document; ``single_document``: the call
+        has no ``documents``."""
+        if not (single_document and self.ledger.single_document):
             return span
         if self.capacity is None:
             return replace(span, single_document=True)
@@ -201,82 +211,89 @@ class Memory:
 
     @property
     def keeps_padding(self) -> bool:
-        """Whether padding takes up room, as it does where there is a slot for every token."""
+        """Whether padding takes up room. It does if there is a slot for every token."""
         return holds(self, DenseCache)
 
     def mark(self) -> Memory:
-        """What ``rewind`` needs to come back to this point: a copy of everything but bank slots, to which later calls
-        only add. Good as long as nobody has gone back to before it (``rewind``, ``load``): that needs ``clone``."""
+        """Return a mark for ``rewind``: a copy of everything except bank slots, because later calls only append to
+        them.
+
+        The mark is invalid after rewinding to an earlier point (``rewind``, ``load``). Use ``clone`` if you need that.
+        """
         return map_nodes(self, (StaticColumn, Tensor), lambda node: node.clone() if isinstance(node, Tensor) else node)
 
     def rewind(self, mark: Memory) -> None:
-        """Goes back, in place, to an earlier point, or with an empty static memory of any capacity to the beginning.
-        Bank slots filled since then are not cleared: the counts put them out of sight.
+        """Rewind in place to ``mark``, or to the start if ``mark`` is an empty static memory of any capacity.
+
+        Bank slots filled since the mark are not cleared; the counts make them invisible.
 
         Raises:
-            ValueError: for a growing memory, of which the earlier point is the earlier memory, and for a point that
-                does not fit.
+            ValueError: for a growing memory (continue from the earlier memory instead), or a mark that does not fit.
         """
         if self.capacity is None:
-            raise ValueError("a growing memory is never changed in place; go on from the earlier memory instead")
+            raise ValueError("a growing memory is never changed in place; continue from the earlier memory instead")
         if mark.batch != self.batch or mark.used > self.capacity:
             raise ValueError(
-                f"a point of batch {mark.batch} after {mark.used} tokens does not fit a memory of batch {self.batch} "
+                f"a mark of batch {mark.batch} after {mark.used} tokens does not fit a memory of batch {self.batch} "
                 f"and capacity {self.capacity}"
             )
-        _overwrite(_without_slots(self), _without_slots(mark))
-        self.ledger.follow(mark.ledger)
+        _overwrite(_without_slots(self), _without_slots(mark), mark.ledger)
 
     def advance(self, after: Memory, tokens: int, single_document: bool, rows: int) -> Memory:
-        """The memory after a call that read ``tokens`` tokens, without documents of their own or with them, and left
-        the stores ``after``.
+        """Return the memory after a call.
 
-        A growing memory gives way to ``after``, of whose tensors those that are a part of a longer one are copied, to
-        hold on to no more than that part. A static one copies ``after`` into its own buffers, and stays: until here
-        nothing that can be seen has changed, so a call that fails on the way leaves it as it was.
+        A growing memory is replaced by ``after``. Views are copied so that they do not keep their base tensors alive. A
+        static memory copies ``after`` into its own buffers. Nothing visible changes before this point, so a failed call
+        leaves it unchanged.
+
+        Args:
+            after: the stores after the call.
+            tokens: number of tokens that the call read.
+            single_document: whether the call had no ``documents``.
+            rows: requested rows of the call.
         """
+        ledger = replace(self.ledger)
+        ledger.claim(tokens, single_document, rows)
         if self.capacity is None:
             compact = map_nodes(after, (Tensor, Ledger), lambda x: _compact(x) if isinstance(x, Tensor) else x)
-            ledger = replace(self.ledger)
-            ledger.claim(tokens, single_document, rows)
             return replace(compact, ledger=ledger)
-        _overwrite(self, after)
-        self.ledger.claim(tokens, single_document, rows)
+        _overwrite(self, after, ledger)
         return self
 
     def load(self, other: Memory) -> None:
-        """Takes over what another static memory holds, in place: a captured graph goes on from another prefix.
+        """Copy the contents of another static memory in place, so that a captured graph continues from another prefix.
 
         Raises:
             ValueError: unless both are static and of the same batch, capacity and model.
         """
         if self.capacity is None:
             raise ValueError("a growing memory is never changed in place; use the other memory itself, or its clone()")
-        mine, others = [(m.batch, m.capacity, m.ledger.layout) for m in (self, other)]
-        if mine != others:
+        target, source = [(m.batch, m.capacity, m.ledger.layout) for m in (self, other)]
+        if target != source:
             raise ValueError(
-                f"memory for batch {other.batch} and capacity {other.capacity} does not fit into one of the same model "
-                f"for batch {self.batch} and capacity {self.capacity}; both have to agree"
+                f"memory for batch {other.batch} and capacity {other.capacity} cannot be loaded into a memory for "
+                f"batch {self.batch} and capacity {self.capacity}; batch, capacity and model must agree"
             )
-        _overwrite(self, other)
-        self.ledger.follow(other.ledger)
+        _overwrite(self, other, other.ledger)
 
 
 def no_last_token(batch: int, device: torch.device) -> dict[str, Any]:
-    """Document and position of the last token, in a memory that has read none."""
+    """Return document and position of the last token for a memory without tokens."""
     nothing_B = torch.full((batch,), -1, dtype=torch.int64, device=device)
     return {"document_B": nothing_B, "position_B": nothing_B.clone()}
 
 
 def forgetful(node: Any) -> Any:
-    """What training is given in place of these caches: a layer writes to it as to any other, and nothing is kept."""
+    """Return a copy of a cache for training, whose stores discard all writes (``FORGET``)."""
     stores = (Window, Column, State)
-    return map_nodes(node, (*stores, Tensor), lambda one: FORGET if isinstance(one, stores) else None)
+    return map_nodes(node, (*stores, Tensor), lambda x: FORGET if isinstance(x, stores) else None)
 
 
 def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """The same tree with every node of these kinds replaced; what lies below them is left to ``function``. Dataclasses
-    on the way, a ledger too, are new ones."""
+    """Return the tree with every node of these kinds replaced by ``function(node)``.
+
+    Nodes below them are not visited. All dataclasses above them, ledgers too, are copied.
+    """
     if isinstance(node, kinds):
         return function(node)
     if is_dataclass(node) and not isinstance(node, type):
@@ -287,12 +304,12 @@ def map_nodes(node: Any, kinds: tuple[type, ...], function: Callable[[Any], Any]
 
 
 def holds(node: Any, kind: type) -> bool:
-    """Whether there is a node of this kind in a tree."""
+    """Return whether a tree has a node of this kind."""
     return isinstance(node, kind) or any(holds(part, kind) for part in _parts(node))
 
 
 def _stores(node: Any) -> Iterator[tuple]:
-    """Windows, columns and states below ``node``, in order."""
+    """Yield the layout of the windows, columns and states below ``node``, in order."""
     if isinstance(node, Window):
         yield node.kind, node.size, node.entry_BEC.shape[-1], node.entry_BEC.dtype
     elif isinstance(node, Column | StaticColumn):
@@ -305,7 +322,7 @@ def _stores(node: Any) -> Iterator[tuple]:
 
 
 def _parts(node: Any) -> Iterator[Any]:
-    """What lies directly below a node of the tree. Raises TypeError for a container that a memory cannot hold."""
+    """Yield the children of a node. Raises TypeError for a container that a memory cannot hold."""
     if isinstance(node, Ledger):
         return
     if is_dataclass(node):
@@ -317,40 +334,48 @@ def _parts(node: Any) -> Iterator[Any]:
 
 
 def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors below ``node`` with the kind of the store that they lie in."""
+    """Yield all tensors below ``node`` with the kind of their store."""
     if isinstance(node, Tensor):
         yield kind, node
     for part in _parts(node):
         yield from _tensors(part, getattr(node, "kind", kind))
 
 
-def _overwrite(memory: Memory, after: Memory) -> None:
-    """Copies every tensor of ``after`` into the one at its place. Raises TypeError, before anything is written, if they
-    differ in shape."""
+def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
+    """Copy every tensor of ``after`` into the corresponding tensor of ``memory``, and the counts of ``ledger``.
+
+    If a signal handler raises, either everything is copied or nothing. Raises TypeError before any write if shapes
+    differ.
+    """
     pairs = list(zip(_tensors(memory, "bookkeeping"), _tensors(after, "bookkeeping"), strict=True))
     for (kind, buffer), (_, value) in pairs:
         if buffer.shape != value.shape:
             raise TypeError(
-                f"a static memory keeps its shapes, but {kind} went from {list(buffer.shape)} to {list(value.shape)}; "
-                "keep what grows in a Window or a Column"
+                f"a static memory keeps its shapes, but {kind} changed from {list(buffer.shape)} to "
+                f"{list(value.shape)}; store growing tensors in a Window or a Column"
             )
-    # A list for each dtype: on a GPU a list is one kernel, if every pair has the same strides. Those of a buffer and of
-    # the end of a longer tensor differ in a batch of one, but only where the size is 1.
+    # One list per dtype: on a GPU a list is one kernel if every pair has equal strides. With a batch of one, the
+    # strides of a buffer and of the end of a longer tensor differ, but only in the dimension of size 1, which is
+    # squeezed.
     changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for (_, buffer), (_, value) in pairs:
         if buffer is not value:
             buffers, values = changed.setdefault(buffer.dtype, ([], []))
             buffers.append(buffer.squeeze(0))
             values.append(value.squeeze(0))
-    for buffers, values in changed.values():
-        torch._foreach_copy_(buffers, values)
+    copies = map(torch._foreach_copy_, *zip(*changed.values(), strict=True)) if changed else ()
+    # Python handles signals at the start of a function and after a call to C. Neither happens between counts and
+    # copies.
+    memory.ledger.follow(ledger)
+    list(copies)
 
 
 def _compact(x: Tensor) -> Tensor:
-    """The tensor in a storage of its own size."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    """Return the tensor in a storage of exactly its size."""
+    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def _without_slots(memory: Memory) -> Memory:
-    """The same memory with nothing where the slots of its banks are."""
+    """Return the memory with its bank slots replaced by None."""
     return map_nodes(memory, (StaticColumn, Ledger), lambda node: None if isinstance(node, StaticColumn) else node)

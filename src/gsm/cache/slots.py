@@ -1,6 +1,6 @@
-"""Which groups of tokens finish in a call, which bank slots they get, and which slots each new token may see.
+"""The plan of a bank for one call: finished groups of tokens, their slots, and the slots that each new token may see.
 
-A bank of ratio m has one slot for every m consecutive tokens of one document; an incomplete group at the end of a
+A bank of ratio m has one slot for every m consecutive tokens of one document. An incomplete group at the end of a
 document has none. Slots are numbered in stream order, so the slots visible to a token form one contiguous range that
 ends with the newest finished group:
 
@@ -21,17 +21,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slots:
-    """The plan for one bank in one call. Its shapes follow from the number of new tokens alone, so that nobody has to
-    ask the device for them; only a growing bank does, which has to know its size.
+    """The plan for one bank in one call.
+
+    Its shapes follow from the number of new tokens, without synchronising with the device. Only a growing bank
+    synchronises, to determine its size.
 
     Attributes:
-        end_BG: int64, index among the new tokens of the last token of each new group; -1 for a slot that this
-            sequence does not use, behind those that it does.
+        end_BG: int64, index among the new tokens of the last token of each new group; -1 for unused slots, which come
+            after the used ones of a sequence.
         position_BG: int64, document-local position of the first token of each new group: its position for RoPE.
         before_B: int64, slots filled before this call.
         last_BT: int64, slots finished up to and including each new token.
         first_BT: int64, first slot of the token's own document that it may see.
-        even: every sequence has filled the same number of slots and uses all the new ones, so that nobody has to look.
+        even: every sequence has filled the same number of slots and uses all new ones. This is known on the host.
     """
 
     end_BG: Tensor
@@ -43,18 +45,20 @@ class Slots:
 
     @property
     def after_B(self) -> Tensor:
-        """Slots filled after this call; a copy, for each of the banks with this plan keeps a count of its own."""
+        """Slots filled after this call; a copy, because each bank with this plan has a count of its own."""
         return self.last_BT[:, -1].clone()
 
     @cached_property
     def growth(self) -> tuple[int, int]:
-        """Slots of the longest sequence after this call, and the most that one sequence gains. Waits for the
-        device."""
+        """Slots of the longest sequence after this call, and the largest number that one sequence gains.
+
+        Waits for the device.
+        """
         after, before = torch.stack([self.last_BT[:, -1], self.before_B]).tolist()
         return max(after), max(new - old for new, old in zip(after, before, strict=True))
 
     def places(self, spare: int) -> Tensor:
-        """The slot of each new group, int64 [B, G]; ``spare`` for those that a sequence does not use."""
+        """Return the slot of each new group, int64 [B, G]; ``spare`` for unused slots."""
         if spare not in self._places:
             index_G = torch.arange(self.end_BG.shape[1], device=self.end_BG.device)
             self._places[spare] = (self.before_B[:, None] + index_G).masked_fill(self.end_BG < 0, spare)
@@ -66,8 +70,10 @@ class Slots:
 
 
 def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:
-    """A slot for each new token in stream order, padding too, which sees nothing and is seen by nobody; arguments as
-    for ``plan_slots``."""
+    """Plan one slot for each new token in stream order; arguments as in ``plan_slots``.
+
+    Padding gets slots too, but sees nothing, and no token sees it.
+    """
     batch, length = position_BT.shape
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     index_BT = torch.arange(length, device=position_BT.device).expand(batch, -1)
@@ -76,12 +82,12 @@ def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:
 
 
 def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:
-    """Plans the slots for new tokens at the given document-local positions.
+    """Plan the slots for new tokens.
 
     Args:
-        position_BT: int64, -1 for padding.
+        position_BT: int64, document-local positions, -1 for padding.
         ratio: tokens in a group (m).
-        before_B: int64, slots filled before; None without a memory. With one, tokens from before may have begun a
+        before_B: int64, slots filled before; None without a memory. With a memory, earlier tokens may have begun a
             group: T new tokens then finish at most ceil(T / m) groups rather than floor(T / m).
     """
     batch, length = position_BT.shape
@@ -90,8 +96,8 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     last_BT = start_B[:, None] + rank_BT
     new = length // ratio if before_B is None else -(-length // ratio)
-    # Scatter the index of each finishing token to the rank of its group; tokens that finish none go to one slot too
-    # many.
+    # Scatter the index of each finishing token to the rank of its group. Other tokens go to an extra slot, which is cut
+    # off.
     target_BT = torch.where(finished_BT, rank_BT - 1, new)
     index_T = torch.arange(length, device=position_BT.device)
     end_BG = position_BT.new_full((batch, new + 1), -1).scatter(1, target_BT, index_T.expand(batch, -1))[:, :new]

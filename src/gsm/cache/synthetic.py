@@ -1,5 +1,5 @@
-"""A memory as if so many tokens had been read, for measuring and testing what comes after them: to read a million
-tokens takes minutes, to draw what they would leave a moment."""
+"""Memories with random contents in place of a long prefix, for measurements and tests of later calls. Reading a million
+tokens takes minutes; drawing their memory takes a moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gsm.cache.store import Column, State, StaticColumn, StaticWindow, Window
 
 
 class Starts(Protocol):
-    """What is asked of a model: empty memories."""
+    """A model that makes empty memories."""
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
         """See ``LanguageModel.start``."""
@@ -26,15 +26,14 @@ class Starts(Protocol):
 def synthetic_memory(
     model: Starts, tokens: int, capacity: int | None, batch: int = 1, generator: torch.Generator | None = None
 ) -> Memory:
-    """The memory of a text of ``tokens`` tokens, one document, with random contents: shapes, counts and bytes are those
-    of a real one.
+    """Return the memory of one document of ``tokens`` tokens, with random contents and real shapes, counts and bytes.
 
-    Entries and keys are normed in every model, so that standard normal numbers are about as large as real ones; a
-    recurrence's state is drawn with variance 1 / C.
+    Entries and keys are normed in every model, so standard normal numbers have a realistic size; a recurrence's state
+    is drawn with variance 1 / C.
 
     Args:
-        model: whose memory.
-        tokens: as if read; at least as many as the longest window holds entries.
+        model: makes the empty memory.
+        tokens: number of tokens that count as read; at least the size of the longest window.
         capacity: as in ``LanguageModel.start``: None for a memory that grows.
         batch: number of sequences.
         generator: source of randomness on the model's device.
@@ -52,7 +51,7 @@ def synthetic_memory(
 
 
 def _filled(node: Any, tokens: int, generator: torch.Generator | None) -> Any:
-    """A store with random contents; a bank or a cache with its count."""
+    """Return a store with random contents, or a bank or cache with random contents and its count."""
     fill = partial(_filled, tokens=tokens, generator=generator)
     if isinstance(node, BankCache):
         count_B = _counted(node.count_B, tokens // _ratio(node.entry))
@@ -72,10 +71,10 @@ def _filled(node: Any, tokens: int, generator: torch.Generator | None) -> Any:
 
 
 def _window(node: Window, tokens: int) -> Tensor:
-    """Room for as many entries as the window holds."""
+    """Return an uninitialised buffer of the window's size. Raises ValueError if the tokens do not fill the window."""
     if tokens < node.size:
         raise ValueError(
-            f"tokens must be at least {node.size}, as many as {node.kind} holds, so that it is full; got {tokens}"
+            f"tokens={tokens} is not allowed because {node.kind} must be full. Use at least {node.size} tokens"
         )
     return node.entry_BEC if isinstance(node, StaticWindow) else _longer(node.entry_BEC, node.size)
 

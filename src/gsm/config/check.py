@@ -15,11 +15,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gsm.errors import ConfigError
+from gsm.errors import ConfigError, within
 
 # Keys beside what a part's constructor takes: others read them.
 CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
@@ -29,77 +29,56 @@ NAMED_PARTS = {"callbacks", "logger"}  # groups whose mapping holds parts under 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
-MOST_PROCESSES = 1024  # of one machine
-MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
 LONGEST_NAME = 240  # bytes of the name of a folder, with room for what is added to it
 PATHS = ("logs", "folder", "resume", "start_from")
 PLACES = ("name", "arm", *PATHS)
-WHOLE = 2**62  # the sizes of tensors that PyTorch can tell from its own marks are smaller
-
-# From where to where a number may go, both included; by its key, or in the sizes by its name. What a part of ours
-# refuses by itself is not here: these are numbers that no part of ours looks at, and ends beyond what machines can do.
-# None: no end.
-RANGES: dict[str, tuple[float, float | None]] = {
+WHOLE = 2**62  # above any size of a tensor that PyTorch distinguishes from its own marks
+RANGES: dict[str, tuple[float, float | None]] = {  # of numbers that no part takes; a part checks its own
     "seed": (0, 2**32 - 1),
     "jobs": (1, None),
     "global_batch": (1, None),
-    "data.seed": (0, 2**32 - 3),  # the two above are those of what is held out (gsm.data.synthetic)
-    "data.validation_sequences": (1, 10**7),
-    "data.num_workers": (0, MOST_PROCESSES),
-    "data.prepare_workers": (1, MOST_PROCESSES),
-    "data.task.power": (0, None),
-    "model.indexer_weight": (0, None),
-    "model.query_rank": (1, None),
-    "trainer.context": (1, None),
-    "model.scale": (0, 1e6),
-    "model.indexer_training.dense_limit": (0, None),
-    "model.indexer_training.sampled_rows": (1, None),
-    "model.residual.sinkhorn_rounds": (1, 1000),
-    "model.writer.slots": (1, 1024),
-    "model.mixers.gated_delta_net.convolution": (1, 1024),
-    "model.mixers.delta_product.convolution": (1, 1024),
-    "model.mixers.delta_product.steps": (1, 64),
-    "model.mixers.gsa.slots": (1, 65536),
-    "model.mixers.gsa.convolution": (1, 1024),
-    "model.mixers.raven.slots": (1, 65536),
-    "model.mixers.nsa.block": (2, 65536),
-    "model.mixers.nsa.blocks": (3, 65536),
-    "model.retriever.seed": (0, 2**32 - 1),
-    "model.feed_forward.balance_weight": (0, None),
-    "model.feed_forward.bias_step": (0, None),
-    "model.feed_forward.route_scale": (0, None),
-    "encoder_layers": (1, MOST_LAYERS),
-    "decoder_layers": (1, MOST_LAYERS),
-    "rope_base": (1, None),
-    "bank_rope_base": (1, None),
-    "trainer.max_steps": (1, None),
-    "trainer.devices": (1, MOST_PROCESSES),
-    "trainer.num_nodes": (1, 100_000),
-    "trainer.gradient_clip_val": (0, None),
-    "trainer.log_every_n_steps": (1, None),
-    "trainer.val_check_interval": (1, None),
-    "trainer.check_val_every_n_epoch": (1, None),
-    "trainer.num_sanity_val_steps": (-1, None),
 }
-SIZES = ("size.", "model.geometry.")
 
 
-def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: Collection[Path]) -> None:
+class Guide(NamedTuple):
+    """What the error for an unknown key may propose and blame.
+
+    Attributes:
+        groups: all groups of variants.
+        source: the yaml that sets a key; None: no yaml, or none alone.
+        keys: paths of the keys that there are elsewhere.
+    """
+
+    groups: Collection[str] = ()
+    source: Callable[[str], str | None] = lambda key: None
+    keys: Collection[str] = ()
+
+
+UNGUIDED = Guide()
+
+
+def check(config: Mapping[str, Any], reference: Mapping[str, Any], guide: Guide = UNGUIDED) -> None:
     """Checks a composed and resolved configuration.
 
     Args:
         config: plain containers.
         reference: the same groups, without experiment and overrides.
-        directories: the folders that yaml files are taken from.
+        guide: for the words of errors.
 
     Raises:
         ConfigError: a key that nothing takes, or a value of a type that its taker does not accept.
     """
-    # What the others repeat comes first, so that an error names the place where it was made.
-    ordered = sorted(config.items(), key=lambda item: (isinstance(item[1], Mapping), item[0] == "model"))
-    numbers = flat(dict(ordered))
-    # Data repeat numbers of the model (how far it reaches), which repeats those of its size.
-    _check_numbers({key: numbers[key] for key in sorted(numbers, key=_repeats)})
+    guide = guide._replace(keys=list(_paths(reference)))
+    sources = (
+        "size",
+        "recipe",
+    )  # checked before the parts that repeat their numbers, so that an error names the source
+
+    def rank(item: tuple[str, Any]) -> tuple[bool, bool, bool]:
+        return isinstance(item[1], Mapping), item[0] not in sources, item[0] == "model"
+
+    ordered = sorted(config.items(), key=rank)
+    _check_numbers(flat(dict(ordered)))
     for key, part in reference.items():
         if isinstance(part, Mapping) and "_target_" in part and not isinstance(config.get(key), Mapping):
             raise ConfigError(f"{key} is {config.get(key)!r:.40}, but a run needs one")
@@ -107,11 +86,11 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any], directories: 
         raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
-            raise unknown("key", key, reference, "the configuration", directories, _paths(reference))
+            raise _unknown_key(key, value, reference, "the configuration", guide)
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
         if isinstance(value, Mapping):
-            _check_mapping(value, reference[key], key, directories)
+            _check_mapping(value, reference[key], key, guide)
 
 
 def check_readable(word: str) -> None:
@@ -153,30 +132,53 @@ def unknown(
     name: str,
     known: Collection[str],
     place: str,
-    directories: Collection[Path] = (),
+    file: str | None = None,
     deeper: Iterable[str] = (),
+    remedy: str = "",
 ) -> ConfigError:
-    """The error for a name that is not ``known``: proposes the nearest, there or ``deeper``, and lists them all."""
-    last = name.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(last, known, n=3, cutoff=0.6)
-    near = (
-        near
-        or [path for path in deeper if difflib.SequenceMatcher(None, last, path.rsplit(".", 1)[-1]).ratio() > 0.7][:3]
-    )
-    near = near or [option for option in sorted(known) if last in option][:3]
-    meant = f"; did you mean {' or '.join(near)}?" if near else "."
-    where = _file_with(
-        rf":\s*{re.escape(last)}\s*$" if kind == "variant" else rf"^\s*{re.escape(last)}\s*:", directories
-    )
-    found = f" in {where}" if where else ""
+    """The error for a name in a ``file`` that is not ``known``: proposes the nearest, there or ``deeper``, else a
+    ``remedy``, and lists all."""
+    near = _near(name.rsplit(".", 1)[-1].lower(), known, list(deeper))
+    meant = f"; did you mean {' or '.join(near[:3])}?" if near else f"; {remedy}." if remedy else "."
+    where = f" in {file}" if file else ""
     return ConfigError(
-        f"unknown {kind} '{name}'{found}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}"
+        f"unknown {kind} '{name}'{where}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}"
     )
 
 
-def few(items: Sequence[str]) -> str:
+def _near(word: str, known: Collection[str], deeper: Sequence[str]) -> list[str]:
+    """The likeliest of what may have been meant: first names that are here, but for the very same name elsewhere."""
+
+    def last(path: str) -> str:
+        return re.split("[./]", path.partition("=")[0])[-1]
+
+    def initials(name: str) -> str:
+        return "".join(part[:1] for part in name.split("_")) if "_" in name else ""
+
+    tries = (
+        (name for name in known if initials(name) == word or name.lower() == word),
+        (path for path in deeper if last(path) == word),
+        (path for path in deeper if initials(last(path)) == word),
+        (path for path in [*known, *deeper] if word in last(path).split("_")),
+        difflib.get_close_matches(word, known, n=3, cutoff=0.6),
+        (path for path in deeper if difflib.SequenceMatcher(None, word, last(path)).ratio() > 0.7),
+        (name for name in sorted(known) if word in name),
+    )
+    return next((found for one in tries if (found := list(one))), [])
+
+
+def _unknown_key(path: str, value: Any, known: Collection[str], place: str, guide: Guide) -> ConfigError:
+    """The error for a key that nothing takes; it may be the name of a group or of a variant, or stand elsewhere."""
+    choices = [f"{group}={value}" if isinstance(value, str) else group for group in guide.groups]
+    keys = [key for key in guide.keys if key != path and key.replace(".", "/") not in guide.groups]
+    file = guide.source(path)
+    remedy = f"~{path} leaves it out" if file else ""
+    return unknown("key", path, known, place, file, [*choices, *keys], remedy)
+
+
+def few(items: Sequence[str], between: str = ", ") -> str:
     """The first three, and how many more there are."""
-    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+    return between.join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -196,10 +198,24 @@ def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[s
     ]
 
 
+def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[str]:
+    """Return the differences of two fingerprints of data: ``the data's tokenizer (1f0c... there, 77ab... here)``."""
+    return [
+        f"the data's {key} ({shortened(one.get(key, 'nothing'))} there, {shortened(two.get(key, 'nothing'))} here)"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key)
+    ]
+
+
+def shortened(value: str | int) -> str:
+    """Return the first twelve characters of a long text, such as a hash."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else str(value)
+
+
 def _paths(node: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Every key of a configuration, with the path to it; a recipe's numbers are set where they are used."""
+    """The path to every key that a user may mean; a recipe's numbers are set where they are used."""
     for name, below in node.items():
-        if name not in ("hydra", "recipe"):
+        if name not in ("hydra", "recipe", *NAMED_PARTS):
             yield f"{above}{name}"
             yield from _paths(below, f"{above}{name}.") if isinstance(below, Mapping) else ()
 
@@ -243,43 +259,36 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def _repeats(key: str) -> int:
-    """Whose numbers others repeat comes first."""
-    group = key.partition(".")[0]
-    return 3 if key.startswith("model.geometry.") else {key: 0, "size": 0, "model": 1}.get(group, 2)
-
-
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Checks that numbers are finite, and where they are in `RANGES`. Raises ConfigError."""
+    """Raise ConfigError for a number that is not finite, too large for PyTorch, or outside of `RANGES`."""
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
-            raise ConfigError(f"{key} is {value}, but has to be a finite number")
+            raise ConfigError(f"{key}={value} is not allowed because it is not finite. Use a finite number.")
         if isinstance(value, int) and not -WHOLE <= value < WHOLE:
-            raise ConfigError(f"{key} is {value:.3g}, but has to be a whole number of at most 62 bits")
-        low, high = RANGES.get(key.rpartition(".")[2] if key.startswith(SIZES) else key, (-math.inf, None))
-        if value < low or (high is not None and value > high):
-            limits = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
-            raise ConfigError(f"{key} is {value}, but has to be {limits}")
+            raise ConfigError(f"{key}={value:.3g} is not allowed because it has more than 62 bits. Use a smaller one.")
+        if key in RANGES:
+            low, high = RANGES[key]
+            within(low, high, **{key: value})
 
 
-def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, directories: Collection[Path]) -> None:
+def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, guide: Guide) -> None:
     """Checks the keys of one mapping, then what lies below."""
     known_here = reference if isinstance(reference, Mapping) else {}
     if "_target_" in node:
-        _check_arguments(node, path, directories)
+        _check_arguments(node, path, guide)
     elif isinstance(reference, Mapping):
         for key, value in node.items():
             is_part = path in NAMED_PARTS and isinstance(value, Mapping) and "_target_" in value
             if key not in reference and not is_part:
-                raise unknown("key", f"{path}.{key}", reference, path, directories)
+                raise _unknown_key(f"{path}.{key}", value, reference, path, guide)
     for key, value in node.items():
         if isinstance(value, Mapping):
-            _check_mapping(value, known_here.get(key), f"{path}.{key}", directories)
+            _check_mapping(value, known_here.get(key), f"{path}.{key}", guide)
 
 
-def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection[Path]) -> None:
+def _check_arguments(node: Mapping[str, Any], path: str, guide: Guide) -> None:
     """Checks the keys and values of one mapping against the signature of its ``_target_``."""
     taken = parameters(node["_target_"])
     taken = taken if taken is None else {**taken, **BESIDE.get(path, {})}
@@ -287,9 +296,9 @@ def _check_arguments(node: Mapping[str, Any], path: str, directories: Collection
     for key, value in node.items():
         if key.startswith("_"):
             if key not in HYDRA_KEYS:
-                raise unknown("key", f"{path}.{key}", HYDRA_KEYS, place, directories)
+                raise unknown("key", f"{path}.{key}", HYDRA_KEYS, place, guide.source(f"{path}.{key}"))
         elif taken is not None and key not in taken:
-            raise unknown("key", f"{path}.{key}", taken, place, directories)
+            raise _unknown_key(f"{path}.{key}", value, taken, place, guide)
         elif taken is not None:
             _check_value(f"{path}.{key}", value, taken[key])
     if node.get("_partial_") or "_args_" in node:  # who makes the part gives it the rest
@@ -307,10 +316,3 @@ def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
         return
     name = hint.__name__ if inspect.isclass(hint) else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
     raise ConfigError(f"{path} is {value!r} ({type(value).__name__}), but takes {name}")
-
-
-def _file_with(pattern: str, directories: Collection[Path]) -> str | None:
-    """The yaml with such a line, if just one has it: most misspellings are unique."""
-    files = [file for folder in directories for file in folder.rglob("*.yaml")]
-    found = [file for file in files if re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)]
-    return f"{found[0].parent.name}/{found[0].name}" if len(found) == 1 else None

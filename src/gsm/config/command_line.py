@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +21,16 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gsm import paths
+from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
-from gsm.config.compose import SEARCH, check_overrides, from_job, register_resolvers, search
-from gsm.experiments.launcher import check_available
-from gsm.training.distributed.ranks import rank
+from gsm.config.compose import SEARCH, check_overrides, explain, from_job, register_resolvers, search
+from gsm.config.options import mapping
+from gsm.files import refuse_pipes
+from gsm.training.distributed.ranks import rank, refuse_leftover
 
 ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
 ACCESS = "choose a folder that you may write to with logs="
@@ -42,35 +46,43 @@ TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
 # An override that begins inside a list or a mapping, in group 1 what stands before it; or something in quotes.
 INSIDE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|([\[{,]\s*|:\s+)[~+]*[\w./@]+=""")
+TILDE = re.compile(r"(^|[\[,]\s*)(~[^\[\]{},'\"]*)")  # the beginning of a value or of an element, in group 2 a path
+TEXTS = ("prompt", "text")  # arguments that may begin with any character
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
 def prepare(arguments: Sequence[str] | None = None, script: str = "train", part: str | None = None) -> None:
-    """Before ``hydra.main``: makes the configs' resolvers known; leaves with one sentence where a name is misspelt.
+    """Before ``hydra.main``: register the resolvers of the yamls, check flags and names, and translate Hydra's errors.
 
-    Hydra makes the folder of the run itself; what the disk says to that becomes one sentence too.
+    An error of Hydra's composition, or of the disk, then ends the process with one sentence instead of a traceback.
 
     Args:
         arguments: what to check; None: the command line, which is put into Hydra's words (``in_hydras_words``).
         script: whose yaml is composed.
         part: a key of that yaml whose values may be given without its name.
     """
+    terminal.outlive()
     register_resolvers()
     if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
         os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
-        sys.excepthook = _say
+        sys.excepthook = functools.partial(_say, script)
         threading.excepthook = _say_in_thread
+    if arguments is None:
+        sys.argv[1:] = [_at_home(word) if word.startswith("--config-dir=") else word for word in sys.argv[1:]]
     parsed, strange = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    _own_configs(parsed.config_dir)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
-    _own_configs(parsed.config_dir)
     with errors_as_sentences():
         if strange:
             plain = strange[0].lstrip("-")
+            if plain == strange[0]:
+                raise ConfigError(f"{plain} stands behind a flag between values: put -m, or any other flag, last")
             raise ConfigError(
                 f"there is no option {strange[0]}: values are given without dashes, "
                 f"{plain if '=' in plain else f'{plain}=...'}; see --help"
             )
+        refuse_leftover()
         words = in_hydras_words(parsed.overrides, script, part)
         if arguments is None:
             changed = dict(zip(parsed.overrides, words, strict=True))
@@ -79,9 +91,11 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train", part:
         if arguments is None and directories and not any(word.startswith(SEARCH) for word in sys.argv):
             first = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
             sys.argv.insert(first, search(directories))
-        check_available(words)
         if not (parsed.config_name or parsed.config_path):  # another one is checked inside of its job
-            check_overrides(words, script)
+            sweeps = parsed.multirun or any(
+                word.startswith("hydra.") for word in words
+            )  # as hydra.mode= and sweepers say
+            check_overrides(words, script, sweeps)
 
 
 def in_hydras_words(words: Sequence[str], script: str = "train", part: str | None = None) -> list[str]:
@@ -94,18 +108,32 @@ def in_hydras_words(words: Sequence[str], script: str = "train", part: str | Non
     found = []
     for word in words:
         key, equals, value = word.partition("=")
-        own = equals and key in theirs
+        own, value = equals and key in theirs, TILDE.sub(_in_quotes, value)
         found.append(f"{part}.{key}={_quoted_inside(value)}" if own else f"{key}{equals}{_quoted_inside(value)}")
     return found
 
 
+def _in_quotes(tilde: re.Match[str]) -> str:
+    """A path in the home, in quotes: Hydra takes no ~, and not every letter that a path may have."""
+    place = paths.at_home(tilde[2])
+    return tilde[1] + (place if place == tilde[2] else QuotedString(text=place, quote=Quote.single).with_quotes())
+
+
+def _at_home(word: str) -> str:
+    """A word ``name=value`` whose value, where it is a path, is in the home."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        return paths.at_home(word)
+    return word if name in TEXTS else f"{name}={paths.at_home(value)}"
+
+
 def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
     """The keys of the chosen variant's yaml that the script's own has not."""
-    config: Any = OmegaConf.load(paths.configs() / f"{script}.yaml")
+    config = mapping(paths.configs() / f"{script}.yaml")
     default = next(group[part] for group in config["defaults"] if part in group)
     name = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{part}=")), default)
     files = [folder / part / f"{name}.yaml" for folder in paths.config_folders()]
-    own = {str(key) for file in files if file.is_file() for key in OmegaConf.load(file)}
+    own = {str(key) for file in files for key in mapping(file)}
     return {key for key in own - {part, *map(str, config)} if key.isidentifier()}
 
 
@@ -135,21 +163,83 @@ def _end(text: str, start: int) -> int:
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
-    """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers."""
-    with errors_as_sentences():
-        plain = from_job(config)
-        if "folder" in plain and rank() == 0:
-            _note(config, plain)
-        function(plain)
+    """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers.
+
+    Raises JobFailed in a job of a sweep, so that Hydra goes on with the next one; else SystemExit.
+    """
+    try:
+        with errors_as_sentences():
+            plain = from_job(config)
+            with _noted(config, plain) if "folder" in plain and rank() == 0 else contextlib.nullcontext():
+                function(plain)
+    except SystemExit as stop:
+        by_signal = isinstance(stop.code, int) and stop.code > 128
+        if not sweeping() or by_signal or not stop.code:
+            raise
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr, flush=True)
+        raise JobFailed from stop
+    except Exception as error:
+        if not sweeping():
+            raise
+        traceback.print_exc()
+        raise JobFailed from error
 
 
-def _note(config: DictConfig, plain: Mapping[str, Any]) -> None:
-    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs."""
+class JobFailed(Exception):
+    """A job of a sweep has failed, and has printed why."""
+
+
+def take_cfg_runs() -> bool:
+    """Remove ``--cfg runs`` from the command line, which Hydra does not know; return whether it was there."""
+    words = sys.argv
+    places = [number for number in range(1, len(words) - 1) if words[number] in ("--cfg", "-c")]
+    found = [number for number in places if words[number + 1] == "runs"]
+    for number in reversed(found):
+        del words[number : number + 2]
+    return bool(found)
+
+
+def sweeping() -> bool:
+    """Whether this is a job of a sweep (``-m``), which other jobs follow."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+@contextlib.contextmanager
+def _noted(config: DictConfig, plain: Mapping[str, Any]) -> Iterator[None]:
+    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs.
+
+    A start that fails before it has left anything else there leaves no folder, and notes of an earlier run as they
+    were.
+    """
     several = any(plain[name] is not None for name in ("arms", "seeds", "tune"))
-    folder = (Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])) / ".hydra"
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "config.yaml")
-    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
+    folder = Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])
+    made = [folder, folder.parent] if sweeping() else [path for path in (folder, *folder.parents) if not path.exists()]
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+    refuse_pipes(folder / ".hydra")
+    notes = {"config": config, "overrides": HydraConfig.get().overrides.task}
+    places = {name: folder / f".hydra/{name}.yaml" for name in notes}
+    earlier = {place: place.read_bytes() for place in places.values() if place.is_file()}
+    untouched = _changed(folder)
+    for name, note in notes.items():
+        OmegaConf.save(note, places[name])
+    try:
+        yield
+    except BaseException:
+        for place, note in earlier.items() if _changed(folder) == untouched else ():
+            place.write_bytes(note)
+        if folder in made and folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", ".lock"}:
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # something else lies there
+                for path in made[1:]:
+                    path.rmdir()
+        raise
+
+
+def _changed(folder: Path) -> dict[str, int]:
+    """When each part of a run in a folder changed last, by its name."""
+    own = (path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name not in (".hydra", ".lock"))
+    return {path.name: path.stat().st_mtime_ns for path in own if path.suffix != ".log"}
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
@@ -158,25 +248,40 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
     (``*folders``), what is no ``name=value`` is one of them.
     """
+    terminal.outlive()
     parsed, others = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    given = [*parsed.overrides, *others]
+    given = [_at_home(word) for word in (*parsed.overrides, *others)]
     _own_configs(parsed.config_dir)
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not given or parsed.help:
         usage = " ".join([paths.called(script), *(f"{name} ..." for name in several), "name=value ..."])
-        print(f"{usage}\n\n{inspect.cleandoc(function.__doc__ or '').partition('Raises:')[0]}")
+        print(f"{usage}\n\n{_described(function.__doc__ or '', taken)}")
         return
     words = [word for word in given if several and not NAMED.match(word)]
     with errors_as_sentences():
         function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
 
 
+def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
+    """A docstring for ``--help``: of its arguments the checkpoint first, and each with its default value."""
+    before, heading, after = inspect.cleandoc(text).partition("Raises:")[0].partition("Args:\n")
+    entries = re.split(r"\n+(?=    \w)", after.rstrip()) if after else []
+    shown = []
+    for entry in sorted(entries, key=lambda entry: not entry.startswith("    checkpoint:")):
+        parameter = taken.get(entry.strip().partition(":")[0])
+        default = parameter.default if parameter else None
+        plain = default not in (None, "", inspect.Parameter.empty) and isinstance(default, str | int | float)
+        word = str(default).lower() if isinstance(default, bool) else default
+        shown.append(f"{entry} (default: {word})" if plain else entry)
+    return before + heading + "\n".join(shown)
+
+
 def _own_configs(folder: str | None) -> None:
     """Notes the folder of the user's own yamls, before others, for this process and for those that it starts."""
     if not folder:
         return
-    path = Path(folder).resolve()
+    path = Path(paths.at_home(folder)).resolve()
     if not path.is_dir():
         raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
     others = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
@@ -330,19 +435,25 @@ def errors_as_sentences() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from error
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What reaches the top: without a traceback where the user can put it right."""
+def _say(script: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that ends the process: one sentence where the user can correct it, else the traceback.
+
+    This is where all errors of Hydra's composition are translated. Only the leading rank prints them.
+    """
+    words = get_args_parser().parse_known_args(sys.argv[1:])[0].overrides
     if isinstance(error, OSError) and error.errno in REMEDIES:
         print(f"error: {refusal(error)}", file=sys.stderr)
-    elif isinstance(error, HydraException):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
+    elif sentence := explain(error, words, paths.config_folders(), script):
+        print("" if rank() else f"error: {sentence}\n", end="", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 def _say_in_thread(args: threading.ExceptHookArgs) -> None:
     """TensorBoard's thread hands what stops it to the main thread, which says it."""
-    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in REMEDIES):
+    if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 
 

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
+import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
-from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
-from gsm.config.options import groups_of, listing, scripts_of
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, Guide, check, check_place, check_readable, few, unknown
+from gsm.config.options import groups_of, listing, mapping, parts, scripts_of, setting, unreadable
 from gsm.config.trust import vetted
+from gsm.files import refuse_pipes
 from gsm.models.schedule import local_reach
 
 # What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
 # writer `delta`, whose state carries more, and by GSM and the baseline alike.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
 SEARCH = "hydra.searchpath="
+PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # one word of Hydra's grammar, which knows no letters beyond ASCII
+COMPOSING = (HydraException, YAMLError, OSError, ValueError, RecursionError)  # raised by a composition; see `explain`
+WORDS = {"null", "true", "false", "nan", "inf"}  # values of that grammar rather than names
 
 
 def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
@@ -43,18 +52,18 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
     overrides, folders = list(overrides), paths.config_folders(directories)
-    groups = groups_of(folders)
-    parsed = _check_choices(overrides, groups, script)
+    _check_choices(overrides, groups_of(folders), script)
     try:
-        composed = _hydra(tuple(overrides), folders, script)
-    except ConfigError:
-        _name_unknown(parsed, groups, folders, script)
+        composed = _hydra(overrides, folders, script)
+    except COMPOSING as error:
+        if sentence := explain(error, overrides, folders, script):
+            raise ConfigError(sentence) from error
         raise
     return _as_job(composed, folders, script)
 
 
 def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -> dict[str, Any]:
-    """Resolves a composed configuration, checks it, and notes the choice of every group under ``choices``.
+    """Resolve a composed configuration, check it, and note the choice of every group under ``choices``.
 
     ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
     """
@@ -62,16 +71,36 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     chosen = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
     plain = _resolve(config)
     _fill_in(plain)
-    groups = groups_of(folders)
-    if not chosen.get("experiment") and all(one.key_or_group in groups for one in parse(job.overrides.task)):
-        reference = config
-    else:
-        reference = _remembered(_variants_chosen(chosen), tuple(folders), paths.stamp(folders), script)
+    groups, overrides = groups_of(folders), parse(job.overrides.task)
+    adds = any((one.is_add() or one.is_force_add()) and one.key_or_group not in groups for one in overrides)
+    reference = config
+    if chosen.get("experiment") or adds:  # which may set keys that do not exist; Hydra refuses them elsewhere
+        reference = _composed(_variants_chosen(chosen), tuple(folders), paths.stamp(folders), script, os.getcwd())
     if script == "train":
         plain = {**dict.fromkeys(NAMED_PARTS), **plain}
         plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
-    known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), "choices": {}}
-    check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, folders)
+    numbers = {
+        key: value for key, value in mapping(paths.configs() / f"{script}.yaml").items() if type(value) in (int, bool)
+    }
+    known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), **numbers, "choices": {}}
+    for group in groups.keys() & plain.keys() - known.keys():
+        if chosen.get(group) is None:  # removed with ~
+            continue
+        raise ConfigError(
+            f"{group}/{chosen.get(group)}.yaml has to begin with the line '# @package _global_': save it so, as UTF-8 "
+            "without a byte-order mark"
+        )
+    typed = {one.key_or_group for one in overrides} - groups.keys()
+
+    def source(key: str) -> str | None:
+        on_command_line = any(key == one or key.startswith(f"{one}.") for one in typed)
+        return None if on_command_line else setting(key, {f"./{script}": None, **chosen}, folders)
+
+    try:
+        check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, Guide(groups, source))
+    except ConfigError as error:
+        _refuse_foreign_parts(overrides, groups, folders, str(error))
+        raise
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
@@ -113,16 +142,37 @@ def _folders_of(job: HydraConf) -> list[Path]:
     return list(dict.fromkeys([paths.configs(), *found]))
 
 
-def check_overrides(overrides: Sequence[str], script: str = "train") -> None:
-    """Checks a command line, before Hydra does anything; of a sweep, the first of its jobs. Raises ConfigError."""
+def check_overrides(overrides: Sequence[str], script: str = "train", sweeps: bool = True) -> None:
+    """Raise ConfigError for words, groups and variants that Hydra should not see.
+
+    Hydra composes the configuration later, and `explain` translates its errors. Of a command line that ``sweeps``, the
+    first job is composed here, so that a sweep of wrong values ends with one sentence before any job.
+    """
     groups = groups_of(paths.config_folders())
     parsed = _check_choices(overrides, groups, script)
-    compose([_first(one, groups) for one in parsed if not one.is_interval_sweep()], script=script)  # its sweeper's
+    for one in parsed:
+        if one.is_sweep_override() and not sweeps:
+            key = {"seed": "seeds"}.get(one.key_or_group, one.key_or_group)
+            listed = "" if key in groups else f", or use {key}=[{_value(one)}] for a list"
+            raise ConfigError(f"{one.input_line} has several values: add -m for one run of each{listed}")
+    if sweeps:
+        compose([_first(one, groups) for one in parsed if not one.is_interval_sweep()], script=script)  # its sweeper's
 
 
 def search(directories: Sequence[Path]) -> str:
     """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
-    return f"{SEARCH}[{','.join(f'file://{folder}' for folder in directories)}]"
+    return SEARCH + quoted([f"file://{folder}" for folder in directories])
+
+
+def quoted(value: Any) -> str:
+    """Return a value as an override on the command line has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    plain = not isinstance(value, str | Path) or (PLAIN.fullmatch(text) and text not in WORDS)
+    return text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]], script: str) -> list[Override]:
@@ -139,21 +189,69 @@ def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]], scr
     return parsed
 
 
-def _name_unknown(
-    parsed: Sequence[Override], groups: Mapping[str, set[str]], folders: Sequence[Path], script: str
+def _refuse_foreign_parts(
+    parsed: Sequence[Override], groups: Mapping[str, set[str]], folders: Sequence[Path], said: str
 ) -> None:
-    """Raises ConfigError for a key that does not exist, which says more than Hydra: what was meant, and what there is.
+    """Raises ConfigError for a part that the chosen variant does not have; it names those that have one."""
+    chosen = {one.key_or_group: str(one.value()) for one in parsed if one.key_or_group in groups}
+    for one in parsed:
+        group = one.key_or_group
+        head, _, part = group.rpartition("/")
+        if not head or group not in groups or one.package:
+            continue
+        known = {name: parts(folder / head / f"{name}.yaml") for folder in folders for name in groups[head]}
+        places = {place for its in known.values() for place in its if place.startswith(f"{part}@")}
+        if places:
+            examples = " or ".join(f"{head}/{part}@{head}.{place.partition('@')[2]}" for place in sorted(places)[:3])
+            raise ConfigError(f"{one.input_line} is not allowed because it names no place: use {examples}")
+        takers = sorted(name for name, its in known.items() if part in its)
+        if f"'{group}'" in said or (head in chosen and chosen[head] not in takers):
+            which = f"{head}={chosen[head]}" if head in chosen else f"the chosen {head}"
+            raise ConfigError(
+                f"{one.input_line} is not allowed because {which} has no {part}: use {head}={few(takers, ' or ')}"
+            )
 
-    Forced in, as a yaml could put it there, it is found by `check`.
+
+def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Path], script: str) -> str | None:
+    """Return one sentence for an error of Hydra's composition; None for an error that is not Hydra's.
+
+    Args:
+        error: raised while Hydra composed.
+        overrides: that it composed from.
+        folders: of yaml files.
+        script: the name of the yaml that was composed.
     """
-    forced = [
-        _first(one, groups) if one.key_or_group in groups else f"++{one.key_or_group}={_value(one)}" for one in parsed
-    ]
+    if not isinstance(error, HydraException):
+        if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
+            return str(error)
+        is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
+        return "; ".join(unreadable(folders)) or None if is_of_yaml else None
+    text, groups = " ".join(str(error).split()), groups_of(folders)
+    if "raised while composing" in text:
+        return "; ".join(unreadable(folders)) or text
     try:
-        composed = _hydra(forced, folders, script)
-    except ConfigError:  # it is something else
-        return
-    _as_job(composed, folders, script)
+        parsed = parse(overrides)
+        _refuse_foreign_parts(parsed, groups, folders, text)
+        if isinstance(error, MissingConfigException):
+            raise _missing(error, folders)
+        # Forced in, as a yaml can put it there, an unknown key reaches `check`, which proposes the likeliest one.
+        forced = [
+            _first(one, groups) if one.key_or_group in groups else f"++{one.key_or_group}={_value(one)}"
+            for one in parsed
+        ]
+        try:
+            composed = _hydra(forced, folders, script)
+        except COMPOSING:  # another override is wrong
+            pass
+        else:
+            _as_job(composed, folders, script)
+    except ConfigError as refusal:
+        return str(refusal)
+    if match := re.match(r"Could not override '(.+?)'\. To append .* use (\+\S+)", text):
+        return f"{match[1]} is not set in any yaml that was chosen: use {match[2]} to add it"
+    if match := re.match(r"Multiple values for (\S+?)\. ", text):
+        return f"{match[1]} is chosen already: use {match[1]}=... without a plus"
+    return text
 
 
 def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[str, Any]:
@@ -168,28 +266,37 @@ def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[
 
 
 def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> DictConfig:
-    """Hydra's composition, its own node included; what it changes globally is put back."""
+    """Compose as Hydra does, with its own node. Raises errors of `COMPOSING`.
+
+    Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Values are then set
+    in a copy of it, by Hydra's own function.
+    """
+    read, groups = OverridesParser.create().parse_overrides(list(overrides)), groups_of(folders)
+    values = [one for one in read if not (one.key_or_group in groups or one.is_hydra_override() or one.package)]
+    if any(one.is_sweep_override() for one in values):
+        values = []  # Hydra refuses them
+    choices = tuple(str(one.input_line) for one in read if one not in values)
+    composed = copy.deepcopy(_composed(choices, tuple(folders), paths.stamp(folders), script, os.getcwd()))
+    ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+    composed.hydra.overrides.task = [one.input_line for one in read if not one.is_hydra_override()]
+    return composed
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float, script: str, here: str) -> DictConfig:
+    """Compose the variants that are chosen; again when a yaml has changed. Restore the global state of Hydra."""
     register_resolvers()
+    refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})
     own = [search(folders[1:])] if folders[1:] else []
     main = GlobalHydra.instance()
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
-            return hydra.compose(script, [*overrides, *own], return_hydra_config=True)
-    except MissingConfigException as error:
-        raise _missing(error, folders) from error
-    except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+            return hydra.compose(script, [*choices, *own], return_hydra_config=True)
     finally:
         GlobalHydra.set_instance(main)  # what initialize_config_dir leaves in its place is an empty copy
         main.hydra = before
-
-
-@functools.lru_cache(maxsize=64)
-def _remembered(overrides: tuple[str, ...], folders: tuple[Path, ...], stamp: float, script: str) -> DictConfig:
-    """What other configurations are compared with, kept until a yaml changes: to compose takes a third of a second."""
-    return _hydra(overrides, folders, script)
 
 
 def _variants_chosen(choices: Mapping[str, str | None]) -> tuple[str, ...]:
@@ -208,6 +315,7 @@ def register_resolvers() -> None:
     * ``${options:script}``: what can be chosen, for ``--help``.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.runs_home()), replace=True)
+    OmegaConf.register_new_resolver("home", paths.at_home, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("options", _options, replace=True)
     OmegaConf.register_new_resolver("named", _named, replace=True)
@@ -245,51 +353,14 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def _named(what: str, _root_: DictConfig) -> str:
-    """The default name of an experiment, or of its arm; what was overridden stands in that which tells apart what is
-    trained: the arm's of one run, the experiment's where the runs are arms of its own."""
-    job = _root_.get("hydra") or HydraConfig.get()  # a sweep is asked before it has a job
-    choices = {str(group): str(choice) for group, choice in job.runtime.choices.items() if choice}
-    several = _root_.get("arms") is not None
-    first = choices["model"] if what == "arm" else choices.get("experiment", "default")
-    if (what == "arm") == several:
+    """Return the default name of an experiment, or of its arm. Overrides enter the arm's name for one run, and the
+    experiment's name where its runs are arms of its own."""
+    job = _root_.get("hydra") or HydraConfig.get()  # a sweep asks before it has a job
+    first = str(job.runtime.choices.get("model" if what == "arm" else "experiment") or "default")
+    if (what == "arm") == (_root_.get("arms") is not None):
         return first
-    experiment = [f"experiment={choices['experiment']}"] if "experiment" in choices else []
-    base = (*experiment, *([] if several else [f"model={first}"]))
-    lines = cast(list, OmegaConf.to_container(job.overrides.task))  # one may refer to ${arm}
-    divided = OmegaConf.select(_root_, "global_batch") is not None
-    folders = tuple(_folders_of(job))
-    stamp, script = paths.stamp(folders), str(job.job.config_name)
-    told = (base, (*experiment, *_variants_chosen(choices)), tuple(lines), tuple(sorted(_set_by_arms(_root_.arms))))
-    return _overridden(first, *told, divided, folders, stamp, script)
-
-
-@functools.lru_cache(maxsize=64)
-def _overridden(
-    first: str,
-    base: tuple[str, ...],
-    chosen: tuple[str, ...],
-    lines: tuple[str, ...],
-    theirs: tuple[str, ...],
-    divided: bool,
-    folders: tuple[Path, ...],
-    stamp: float,
-    script: str,
-) -> str:
-    """What ``_named`` finds, kept: every path below a run's folder asks for it."""
-
-    def composed(first: Sequence[str], more: Iterable[str]) -> DictConfig:
-        return _remembered((*first, *more), folders, stamp, script)
-
-    asked = [one for one in parse(lines) if f"{one.key_or_group}={one.value()}" not in base]
-    with_base, with_chosen = partial(composed, base), partial(composed, chosen)
-    return naming.name(first, asked, groups_of(folders), with_base, with_chosen, divided, theirs)
-
-
-def _set_by_arms(arms: Any) -> set[str]:
-    """The keys of arms' overrides as far as they can be read: what is wrong with them is said elsewhere."""
-    arms = OmegaConf.to_container(arms) if OmegaConf.is_config(arms) else arms  # an override may refer to ${name}
-    lists = arms.values() if isinstance(arms, Mapping) else ()
-    return {str(line).partition("=")[0].lstrip("+~") for lines in lists if isinstance(lines, list) for line in lines}
+    typed = cast(list, OmegaConf.to_container(job.overrides.task))  # an override may refer to ${arm}
+    return naming.name(first, tuple(typed), OmegaConf.select(_root_, "global_batch") is not None)
 
 
 def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:
@@ -315,7 +386,7 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {reason}") from error
-    return {str(key): value for key, value in plain.items()}
+    return {str(key): paths.at_home(value) for key, value in plain.items()}
 
 
 def parse(overrides: Iterable[str]) -> list[Override]:
@@ -327,10 +398,20 @@ def parse(overrides: Iterable[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(line))
         except HydraException as error:
-            raise ConfigError(
-                f"cannot read '{line}': arguments look like key=value or group=option, for example seed=1"
-            ) from error
+            raise ConfigError(f"cannot read '{line}': {_how_to_type(line)}") from error
     return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
+
+
+def _how_to_type(line: str) -> str:
+    """The remedy for an override that Hydra's grammar does not take."""
+    key, equals, value = line.partition("=")
+    if not (equals and key):
+        return "arguments look like key=value or group=option, for example seed=1"
+    if value[:1] in ("[", "{"):
+        return f"close its brackets, and put quotes around all of it where it has blanks, '{key}=...'"
+    quoted = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+    typed = shlex.quote(quoted) if set(value) & set('"$`\\!') else f'"{quoted}"'
+    return f"its value needs quotes of its own, type {typed}"
 
 
 def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
@@ -349,6 +430,10 @@ def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
         _check_left_out(override, groups[key])
     for choice in _choices(override, groups[key]):
         if choice not in groups[key]:
+            if key == "data" and "/" in choice:
+                raise ConfigError(
+                    f"data={choice} is not allowed because it is a path: use data=folder data.path={choice}"
+                )
             raise unknown("variant", choice, groups[key], f"the group '{key}'")
 
 
@@ -396,5 +481,9 @@ def _missing(error: MissingConfigException, folders: Sequence[Path]) -> ConfigEr
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     groups = groups_of(folders)
     if group in groups:
-        return unknown("variant", choice, groups[group], f"the group '{group}'", folders)
+        line = re.compile(rf":\s*{re.escape(choice)}\s*(#.*)?$", re.MULTILINE)
+        files = [file for folder in folders for file in paths.yamls(folder)]
+        naming = [one for one in files if line.search(one.read_text(encoding="utf-8", errors="replace"))]
+        where = f"{naming[0].parent.name}/{naming[0].name}" if len(naming) == 1 else None
+        return unknown("variant", choice, groups[group], f"the group '{group}'", where)
     return ConfigError(" ".join(str(error).split()))

@@ -6,7 +6,8 @@ DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"
 # Callbacks that change nothing.
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures", "profile"}
 IDLE = {
-    *("data.cache_dir", "data.num_workers", "data.prepare_workers", "data.on_corrupt"),
+    *("data.cache_dir", "data.num_workers", "data.prepare_workers"),
+    *("data.on_corrupt", "data.longest_line"),  # older runs have them
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
     *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
 }
@@ -16,6 +17,9 @@ BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 ENDING = {"optimizer.decay_fraction"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes", "trainer.context")
+
+# Where the same data lie on each machine, and how they are read there: the data's fingerprint tells whether they are.
+LOCAL = {"data.path", "data.cache_dir", "data.num_workers", "data.prepare_workers"}
 
 
 def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import os
+import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 import torch
@@ -16,21 +19,21 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gsm import paths
 from gsm.config import exported
-from gsm.config.check import ConfigError, check, few
+from gsm.config.check import ConfigError, check, few, flat
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
-from gsm.files import Damaged, verify_archive
+from gsm.files import Damaged, misshapen, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.models.checks import DEVICES
 from gsm.training.distributed import shards
 from gsm.training.resume import ENTRIES, FORMAT, STATE
 
 LAST = "checkpoints/last.ckpt"  # in the folder of a run
+WITHDRAWN = ("on_corrupt", "longest_line")  # arguments of text that older checkpoints name
 NUMBER = (int, float)
 NONE = type(None)
-# What a checkpoint consists of: the kind of every entry, or in curly brackets what lies below it (under ..., of
-# any name), in square brackets what all in a list are. What `NEEDED` names has to be there.
+# The kind of every entry of a checkpoint, as `gsm.files.misshapen` reads it. The keys in `NEEDED` have to be there.
 SHAPE: dict[Any, Any] = {
     "hyper_parameters": {
         "config": {
@@ -66,7 +69,7 @@ NEEDED = ("hyper_parameters", "config", "model", "global_step")
 
 
 class CheckpointError(ConfigError):
-    """A file is no checkpoint of this project, or not one that can be used; the message says why."""
+    """A file is no checkpoint of this project, or cannot be used; the message says why."""
 
 
 def build_model(
@@ -76,7 +79,7 @@ def build_model(
     seed: int | None = None,
     directories: Sequence[Path] = (),
 ) -> LanguageModel:
-    """A fresh model, as a training run would start with.
+    """Build a fresh model, as a training run does.
 
     Args:
         name: a variant of the group ``model``: ``"gsm"``, ``"baseline"``, ...
@@ -88,7 +91,7 @@ def build_model(
     Raises:
         ConfigError: an unknown name or key, or a value that the model refuses.
     """
-    # It is no run: named, so that nobody has to find out what it would be called.
+    # An arm is given because a model has no name of a run.
     config = compose([f"model={name}", f"size={size}", "arm=model", *overrides], directories)
     return instantiate_model(config, seed)
 
@@ -99,14 +102,15 @@ def load_model(
     directories: Sequence[Path] = (),
     overrides: Iterable[str] = (),
 ) -> LanguageModel:
-    """The trained model of a checkpoint, in evaluation mode. A stranger's file runs no code (``gsm.config.trust``).
+    """Return the trained model of a checkpoint, in evaluation mode. A stranger's file runs no code
+    (``gsm.config.trust``).
 
     Args:
         path: a ``.ckpt`` file; the folder of a run, which stands for its ``checkpoints/last.ckpt``; or the name of a
             checkpoint that comes with the package: ``"nano"``.
         device: where the weights go.
         directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
-        overrides: values of the model that are to differ from the checkpoint's: ``["model.candidate_pool=false"]``.
+        overrides: other values of the model than the checkpoint's: ``["model.candidate_pool=false"]``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -126,10 +130,10 @@ def model_of(
     directories: Sequence[Path] = (),
     overrides: Iterable[str] = (),
 ) -> LanguageModel:
-    """The model of a checkpoint that was read, with fresh weights. Arguments and errors as of ``load_model``."""
+    """Build the model of a checkpoint, with fresh weights. Arguments and errors as of ``load_model``."""
     node = _changed(vetted_node(checkpoint, "model", path, directories), list(overrides))
     try:
-        check({"model": node}, {"model": node}, [])
+        check({"model": node}, {"model": node})
         with as_in_file():
             return instantiate_model({"model": node})
     except ConfigError as error:
@@ -139,7 +143,7 @@ def model_of(
 
 
 def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The node of a checkpoint's model with other values, each a place below ``model``. Raises ConfigError."""
+    """Return the configuration of a model with other values. Raises ConfigError."""
     node = copy.deepcopy(node)
     for one in parse(overrides):
         *above, last = one.key_or_group.split(".")
@@ -158,7 +162,7 @@ def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_in_file() -> Iterator[None]:
-    """What parts say to values of a file is the file's fault, whatever they stumble on. Raises ConfigError."""
+    """Raise ConfigError for any error of a part that is built from the values of a file."""
     try:
         yield
     except InstantiationException as error:
@@ -168,9 +172,9 @@ def as_in_file() -> Iterator[None]:
 def vetted_node(
     checkpoint: Mapping[str, Any], part: str, path: str | os.PathLike[str], directories: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The node of a checkpoint's configuration from which its ``model`` or its ``data`` may be built.
+    """Return the configuration of the ``model`` or the ``data`` of a checkpoint, if it is harmless.
 
-    Raises CheckpointError, a ConfigError, for one that asks for more than the yamls know.
+    Raises CheckpointError, a ConfigError, if it names a part that no yaml names.
     """
     try:
         return vetted(checkpoint["hyper_parameters"]["config"].get(part), part, directories)
@@ -179,7 +183,7 @@ def vetted_node(
 
 
 def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
-    """The parameters that a model and a checkpoint do not share, or not with the same shape; empty if all fit."""
+    """Return the parameters that a model and a checkpoint do not share, or that differ in shape."""
     there, here = _weights(checkpoint), model.state_dict()
     return sorted(there.keys() ^ here.keys()) or [
         f"{name} {tuple(there[name].shape)} for {tuple(own.shape)}"
@@ -189,12 +193,12 @@ def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """The names of those that hold infinities or NaN: whoever computes with them fails later, and far away."""
+    """Return the names of the tensors that hold infinities or NaN."""
     return [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
 
 
 def load_sound_weights(model: LanguageModel, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Gives a model the weights of its checkpoint. Raises CheckpointError where they do not fit or are not finite."""
+    """Load the weights of a checkpoint into a model. Raises CheckpointError if they do not fit or are not finite."""
     if wrong := misfits(model, checkpoint):
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
     if broken := not_finite(_weights(checkpoint)):
@@ -203,20 +207,22 @@ def load_sound_weights(model: LanguageModel, checkpoint: Mapping[str, Any], path
 
 
 def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:
-    """Gives a model the weights of a checkpoint that fits."""
+    """Load the weights of a checkpoint that fits."""
     model.load_state_dict(_weights(checkpoint))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint. Raises as ``load_model`` does."""
+    """Return the tokenizer of a checkpoint. Raises as ``load_model`` does."""
     return tokenizer_of(read_checkpoint(path, mmap=True), path)
 
 
 def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint that was read. Raises CheckpointError, a ConfigError, if it holds none."""
+    """Return the tokenizer in the content of a checkpoint. Raises CheckpointError if there is none."""
     state = saved.get("tokenizer")
     if not state:
         raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
+    if exported.TOKENIZER in state:  # its file is missing
+        raise CheckpointError(f"{path} holds a model without its tokenizer.json: save the tokenizer beside the weights")
     try:
         return Tokenizer.from_state(state)
     except Exception as error:  # the library raises whatever it meets, a bare Exception among it
@@ -224,13 +230,13 @@ def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Toke
 
 
 def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bool | None = None) -> dict[str, Any]:
-    """A checkpoint of this project as plain containers and tensors on the CPU; runs no code from the file.
+    """Read a checkpoint of this project as plain containers and tensors on the CPU; no code from the file runs.
 
     Args:
         path: of the file, or the folder of a run.
-        mmap: leave tensors on the disk until they are looked at, and out where they were written in parts: for a look
-            at the configuration alone; that they are there is seen to.
-        verify: compare the tensors with their checksums too; None: unless they are left on the disk.
+        mmap: leave the tensors on the disk until they are used. Tensors in parts are left out; their files have to be
+            there.
+        verify: compare the tensors with their checksums (None: unless they stay on the disk).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -245,23 +251,21 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         )
     verify = not mmap if verify is None else verify
     try:
-        if path.name == exported.WEIGHTS:
+        if path.name in exported.WEIGHTS:
             checkpoint = exported.read(path)
         else:
             verify_archive(path, tensors=verify)
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except ConfigError:  # a library is missing
-        raise
     except Damaged as error:
         raise CheckpointError(f"{path} is truncated or damaged, or no checkpoint: {error}") from error
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
-    wrong = list(_misshapen(checkpoint, SHAPE, ""))
+    wrong = list(misshapen(checkpoint, SHAPE, needed=NEEDED))
     if not wrong and not {"state_dict", shards.FOLDER} & checkpoint.keys():
         wrong = ["state_dict is missing"]
     if wrong:
-        kind = "an exported model" if path.name == exported.WEIGHTS else "a file of PyTorch"
+        kind = "an exported model" if path.name in exported.WEIGHTS else "a file of PyTorch"
         raise CheckpointError(f"{path} is {kind}, but no checkpoint of a run of this project: {few(wrong)}")
     if checkpoint.get("format") != FORMAT:
         raise CheckpointError(
@@ -276,39 +280,49 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
 
 
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """The file itself; of a folder that ``export.py`` wrote its weights; the last checkpoint of a run's folder, which
-    need not be there yet; or where there is no such file or folder, the checkpoint of that name that comes with the
-    package (``gsm.paths.trained``)."""
-    path = Path(path)
+    """Return the file of a checkpoint.
+
+    A file stands for itself, a folder of ``export.py`` for its weights, the folder of a run for its last checkpoint,
+    which need not be there yet. Any other name is that of a checkpoint in the package (``gsm.paths.trained``).
+    """
+    path = Path(paths.at_home(os.fspath(path)))
     if path.suffix == ".ckpt" or path.is_file():
         return path
-    there = exported.weights_in(path)
-    if there and not (path / LAST).is_file():
-        return there
+    weights = exported.weights_in(path)
+    if weights and not (path / LAST).is_file():
+        return weights
     return path / LAST if path.exists() else paths.trained().get(str(path), path / LAST)
 
 
-def _misshapen(value: Any, shape: Any, place: str) -> Iterator[str]:
-    """What a checkpoint has otherwise than `SHAPE` says, in words."""
-    kinds: Any = Mapping if isinstance(shape, dict) else list if isinstance(shape, list) else shape
-    fits = isinstance(value, kinds) and (type(value) is not bool or kinds not in (int, NUMBER))
-    if not fits:
-        yield f"{place or 'its content'} is {value!r:.40}"
-    if fits and isinstance(shape, list):
-        for number, below in enumerate(cast(list, value)):
-            yield from _misshapen(below, shape[0], f"{place}[{number}]")
-    if fits and isinstance(shape, dict):
-        entries = cast(Mapping, value)
-        missing = [key for key in shape if key in NEEDED and key not in entries]
-        yield from (f"{place}.{key} is missing".removeprefix(".") for key in missing)
-        for key, below in entries.items():
-            known = shape.get(key, shape.get(...))
-            if known is not None:
-                yield from _misshapen(below, known, f"{place}.{key}" if place else str(key))
+def digest(path: str | os.PathLike[str] | None) -> str | None:
+    """Return the identity of a checkpoint's content, the same in any place; None for None.
+
+    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one. For an
+    exported folder, the SHA-256 of its weights.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as ``read_checkpoint`` does.
+    """
+    if path is None:
+        return None
+    file = checkpoint_file(path)
+    if file.name in exported.WEIGHTS:
+        read_checkpoint(file)
+        digests = []
+        for part in exported.files(file):
+            with part.open("rb") as opened:
+                digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
+        return digests[0] if len(digests) == 1 else hashlib.sha256(repr(digests).encode()).hexdigest()
+    if not zipfile.is_zipfile(file):
+        read_checkpoint(file)  # which says what is wrong with it
+        raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
+    with zipfile.ZipFile(file) as opened:
+        parts = sorted((part.filename, part.file_size, part.CRC) for part in opened.infolist())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def usable(device: str) -> str:
-    """The device's name, once PyTorch has used it; ``auto``: a GPU if there is one. Raises ConfigError."""
+    """Return the name of a device that PyTorch can use; ``auto`` is a GPU if there is one. Raises ConfigError."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         if torch.device(device).type not in DEVICES:
@@ -323,22 +337,40 @@ def usable(device: str) -> str:
 
 
 def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
-    """The model of a composed configuration. Raises ConfigError with the model's own words where it refuses."""
-    if seed is None:
-        return instantiate(config["model"], "model")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return instantiate(config["model"], "model")
+    """Build the model of a composed configuration. Raises ConfigError with the model's own words where it refuses, and
+    for sizes that no machine holds."""
+    values = {
+        name: config[name] for name in ("size", "model") if name in config
+    }  # most numbers of a model are its size's
+    try:
+        with refusals("model", values), torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return hydra.utils.instantiate(config["model"])
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, NotImplementedError) or not isinstance(cause, RuntimeError | OverflowError | MemoryError):
+            raise
+        reason = str(cause).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"model is too large for this machine: {reason}. Use a smaller size=.") from error
+
+
+def sketch(config: Mapping[str, Any]) -> None:
+    """Build the model without its numbers, so that it refuses its values before a run begins. Raises ConfigError."""
+    unknown = InstantiationException, NotImplementedError  # a part of one's own that computes with its weights
+    with torch.device("meta"), contextlib.suppress(*unknown):
+        instantiate_model(config)
 
 
 def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
-    """What ``_target_`` makes; where its constructor refuses, a ConfigError with the constructor's own sentence."""
-    with refusals(place):
+    """Build the object that ``_target_`` names. Raises ConfigError with the sentence of a constructor that refuses."""
+    with refusals(place, {place: node}):
         return hydra.utils.instantiate(node, **arguments)
 
 
 def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
-    """Data that are read with this tokenizer rather than their own, where they are text. Raises ConfigError."""
+    """Build data. Text is read with this tokenizer rather than its own. Raises ConfigError."""
+    node = {key: value for key, value in node.items() if key not in WITHDRAWN}
     if "tokenizer" not in node or tokenizer is None:
         return instantiate(node, "data")
     others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
@@ -346,7 +378,7 @@ def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> An
 
 
 def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
-    """What a part that was left partial makes of objects which no yaml holds; it refuses as in ``instantiate``."""
+    """Build a partial part with objects that no yaml can hold. Raises as ``instantiate``."""
     try:
         with refusals(place):
             return make(**arguments)
@@ -355,20 +387,34 @@ def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def refusals(place: str) -> Iterator[None]:
-    """Turns what a part says against its values into a ConfigError that also names the place."""
+def refusals(place: str, values: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Turn a constructor's refusal into a ConfigError with the full path of the key, or else the place.
+
+    Args:
+        place: the part of the configuration that is built.
+        values: the configuration, below the places that a path begins with.
+    """
     try:
         yield
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ValueError | TypeError | OSError | ImportError | MisconfigurationException):
-            raise ConfigError(f"{place}: {cause}") from error
+            raise ConfigError(_with_path(str(cause), place, values or {})) from error
         raise
     except (ValueError, OSError, ImportError, MisconfigurationException) as error:
-        raise ConfigError(f"{place}: {error}") from error
+        raise ConfigError(_with_path(str(error), place, values or {})) from error
+
+
+def _with_path(sentence: str, place: str, values: Mapping[str, Any]) -> str:
+    """Return a constructor's `key=value is not allowed ...` with the path of the first such key and value."""
+    named = re.match(r"(\w+)=(\S+) is not allowed because", sentence)
+    for path, value in flat(values).items() if named else ():
+        if named and path.rpartition(".")[2] == named[1] and str(value) == named[2]:
+            return path + sentence.removeprefix(named[1])
+    return f"{place}: {sentence}"
 
 
 def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The model's own, by their names in it."""
+    """Return the weights of the model, by their names in it."""
     saved = checkpoint["state_dict"].items()
     return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}

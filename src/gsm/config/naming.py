@@ -1,179 +1,102 @@
-"""What a run's folder is called by default: after its model, or its experiment, and what was overridden.
+"""The default name of a run's folder: its model, or its experiment, then the overrides that change training.
 
-``python train.py model/writer=gated seed=1`` goes to ``logs/default/gsm-writer_gated/seed1``. What enters is what was
-asked for, decides what is trained, and is not so by default; so variants stand side by side, and the same command finds
-its run again. Other values never share a name. Names hold lower-case letters, digits, dots, hyphens and underscores,
-which neither a shell nor Hydra wants quotes for, and which no disk confuses.
+``python train.py model/writer=gated seed=1`` goes to ``logs/default/gsm-writer_gated/seed1``. So variants stand side by
+side, and the same command finds its run again. Two runs may share a name: ``gsm.experiments.folder`` compares their
+configurations. Names hold lower-case letters, digits, dots, hyphens and underscores. Neither a shell nor Hydra wants
+quotes for these, and no disk confuses them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
 
-from gsm.config.check import ConfigError, flat
 from gsm.config.decisive import DECISIVE, decides
 
-LONGEST = 100  # letters of all that was overridden
-LONGEST_KEY, LONGEST_VALUE, LONGEST_END = 48, 24, 18
-# A value as it is written; what follows a hyphen has no underscore, so that it cannot be taken for another override.
+LONGEST, LONGEST_KEY, LONGEST_VALUE, LONGEST_END = 128, 48, 24, 18  # letters
+# A value without a hash. A word behind a hyphen has no underscore, or it would read as another override.
 PLAIN = re.compile(r"[a-z0-9_.]*(?:-[a-z0-9.]+)*")
-LISTED = re.compile(r"none|only\.\d+|\d+(\.and\.\d+)+")  # see `_listed`
-HASHED = re.compile(r"(?:.*\.)?x[0-9a-f]{8}")
-# A recipe's numbers that are used under these keys; a run is only measured with the others.
-RECIPE = {"recipe.batch_size": "data.batch_size", "recipe.val_check_interval": "trainer.val_check_interval"}
-MEASURING = ("recipe.standard", "recipe.extension.lengths")
-
-Compose = Callable[[Iterable[str]], DictConfig]
-Holds = Callable[[Override, DictConfig], bool]
 
 
-def name(
-    first: str,
-    overrides: Sequence[Override],
-    groups: Iterable[str],
-    base: Compose,
-    chosen: Compose,
-    divided: bool = False,
-    overruled: Collection[str] = (),
-) -> str:
-    """``first``, then the overrides that it takes to train what they all train.
+@functools.lru_cache(maxsize=256)  # every path below a run's folder asks for its name
+def name(first: str, overrides: tuple[str, ...], divided: bool = False) -> str:
+    """Return ``first`` with the overrides that change training: variants before values, the model's before others.
+
+    The order is fixed, so that the same words in another order name the same folder.
 
     Args:
-        first: what the name begins with.
-        overrides: read; the last one counts of those with one key.
-        groups: the keys of those that choose a variant.
-        base: composes what ``first`` stands for, with more overrides, and Hydra's own node.
-        chosen: the same with all variants that were chosen.
-        divided: a step has as many sequences however it is divided, as ``global_batch`` says.
-        overruled: keys that arms of an experiment set by themselves, so that even their default changes something.
+        first: the model, or the experiment.
+        overrides: as they were typed; the last one of a key counts.
+        divided: whether ``global_batch`` sets the sequences of a step. Then devices and batches do not enter.
     """
-    asked = {_key(one): one for one in overrides if _enters(one, divided)}
-    variants = {key: one for key, one in asked.items() if one.key_or_group in groups}
-    values = {key: one for key, one in asked.items() if key not in variants}
-
-    def is_variant(one: Override, composed: DictConfig) -> bool:
-        if composed.hydra.runtime.choices.get(_key(one)) == _plain(one):
-            return _key(one) not in overruled
-        return one.key_or_group == "trainer" and _train_alike(composed, chosen(()), divided)
-
-    def is_value(one: Override, composed: DictConfig) -> bool:
-        return _value_in(composed, one.key_or_group) == _plain(one) and _key(one) not in overruled
-
-    found = [*_needed(variants, base, is_variant), *_needed(values, chosen, is_value)]
-    said = [_said(key, _plain(asked[key])) for key in found]
-    return "-".join([first, *_cut(said)])
+    parser = OverridesParser.create()
+    entering = {_key(one): one for one in map(parser.parse_override, overrides) if _enters(one, first, divided)}
+    return _joined([first, *(_word(key, _value(entering[key])) for key in sorted(entering, key=_place))])
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """The name of a folder for what these keys are set to, as they stand in a run's."""
-    return "-".join(_cut([_said(key, value) for key, value in values.items()]))
+    """Return the name of a folder for these values of a configuration by key."""
+    return _joined([_word(key, value) for key, value in values.items()])
 
 
-def _enters(one: Override, divided: bool) -> bool:
-    """Whether an override may decide what is trained. Of ``runs.<name>``, what decides its training."""
-    key = one.key_or_group.replace("/", ".")
-    if one.is_sweep_override():  # of several jobs, each of which has its own name
+def _enters(one: Override, first: str, divided: bool) -> bool:
+    """Return whether an override may change training. A sweep does not: each of its jobs has its own name."""
+    head, *rest = key = re.split(r"[./]", one.key_or_group)
+    if one.is_sweep_override() or (key == ["model"] and one.value() == first):
         return False
-    if key.startswith("runs.") or key == "runs":
-        rest = key.split(".", 2)[2:]
-        return not one.is_delete() and one.value() is not None and (not rest or rest[0] == "after" or decides(rest[0]))
-    if key.startswith(MEASURING):
-        return False
-    if key in ("recipe", "start_from", "start_fresh") or key.startswith("recipe.") and key not in RECIPE:
+    if head == "runs":
+        return _value(one) is not None and "evaluate" not in rest
+    if head in ("recipe", "start_from", "start_fresh"):
         return True
-    return key != "seed" and decides(RECIPE.get(key, key), divided=divided and key != "global_batch")
-
-
-def _needed(asked: Mapping[str, Override], compose: Compose, holds: Holds) -> list[str]:
-    """The keys of those overrides without which some would not hold; what the others say is so without them.
-
-    One may be so by default only as long as another is not given (``size=tiny recipe=nano``), so all are looked at
-    again with those that are needed. Where nothing can be composed without the others, all are. First come the
-    model's, then what the run starts from, which are the last to be cut.
-    """
-    needed: dict[str, Override] = {}
-    while len(needed) < len(asked):
-        try:
-            composed = compose(str(one.input_line) for one in needed.values())
-        except ConfigError:
-            needed = dict(asked)
-            break
-        more = {key: one for key, one in asked.items() if key not in needed and not holds(one, composed)}
-        if not more:
-            break
-        needed |= more
-    return sorted(needed, key=lambda key: (not key.startswith("model"), key != "start_from", key))
-
-
-def _value_in(composed: DictConfig, key: str) -> Any:
-    there = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
-    return OmegaConf.to_container(there) if OmegaConf.is_config(there) else there
-
-
-def _train_alike(one: DictConfig, two: DictConfig, divided: bool) -> bool:
-    """Whether two choices of the trainer differ only in how they divide a step."""
-    first, second = (flat(OmegaConf.to_container(each.trainer), "trainer.") for each in (one, two))  # type: ignore
-    keys = (key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
-    return not any(decides(key, divided=divided) for key in keys)
+    return head != "seed" and decides(".".join(key), divided=divided and head != "global_batch")
 
 
 def _key(one: Override) -> str:
     return f"{one.key_or_group}@{one.package}" if one.package else one.key_or_group
 
 
-def _plain(one: Override) -> Any:
-    """The value, None where the key is deleted: that is how runs are compared."""
+def _place(key: str) -> tuple[bool, bool, bool, str]:
+    """Return by which to sort the keys of a name."""
+    is_value = "." in key.partition("@")[0] or key in ("global_batch", "start_from", "start_fresh")
+    return is_value, not key.startswith("model"), key != "start_from", key
+
+
+def _value(one: Override) -> Any:
+    """Return the value; None for a key that is deleted."""
     return None if one.is_delete() else one.value()
 
 
-def _said(key: str, value: Any) -> str:
-    """One override in the name; the model's are its own, as the name begins with it."""
+def _word(key: str, value: Any) -> str:
+    """Return one override as a part of the name, without ``model`` in front, as the name begins with it."""
     short = re.sub(r"^model[./]", "", key)
     short = key if short.partition(".")[0] in DECISIVE else short
-    numbers = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
-    text = value if isinstance(value, str) else _listed(value) if numbers else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, list) and all(type(number) is int and number >= 0 for number in value):
+        text = ".and.".join(map(str, value)) if len(value) > 1 else f"only.{value[0]}" if value else "none"
     exact = json.dumps(value, sort_keys=True, default=str)
-    is_clear = not (isinstance(value, str) and _reads_as_other(text))
-    return f"{_safe(short.replace('/', '.'), key, LONGEST_KEY)}_{_safe(text, exact, LONGEST_VALUE if is_clear else 0)}"
+    return f"{_shortened(short.replace('/', '.'), key, LONGEST_KEY)}_{_shortened(text, exact, LONGEST_VALUE)}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """A list of whole numbers in words: none, only.2, 2.and.5."""
-    return ".and.".join(map(str, numbers)) if len(numbers) > 1 else f"only.{numbers[0]}" if numbers else "none"
-
-
-def _reads_as_other(text: str) -> bool:
-    """Whether a word looks like a number, true, false, null or a list, which it is not."""
-    if LISTED.fullmatch(text):
-        return True
-    try:
-        return not isinstance(json.loads(text), str)
-    except ValueError:
-        return False
-
-
-def _safe(text: str, exact: str, longest: int) -> str:
-    """A text as it is where it is short and can be; else the end of it, with a hash of what it stands for."""
-    if 0 < len(text) <= longest and PLAIN.fullmatch(text) and not HASHED.fullmatch(text):
+def _shortened(text: str, exact: str, longest: int) -> str:
+    """Return a plain short text as it is, and the end of any other with a hash of the exact value."""
+    if 0 < len(text) <= longest and PLAIN.fullmatch(text):
         return text
     end = re.sub(r"[^a-z0-9_]+", ".", text.lower()).strip(".")
     end = end if len(end) <= LONGEST_END else end[-LONGEST_END:].partition(".")[2] or end[-LONGEST_END:]
     return f"{end}.{_hash(exact)}".removeprefix(".")
 
 
-def _cut(words: list[str]) -> list[str]:
-    """Those that fit, and how many more there are, with a hash of all."""
-    if len("-".join(words)) <= LONGEST:
-        return words
-    kept = [word for number, word in enumerate(words, 1) if len("-".join(words[:number])) <= LONGEST - 18]
-    return [*kept, f"{len(words) - len(kept)}_more.{_hash('-'.join(words))}"]
+def _joined(words: list[str]) -> str:
+    """Return the words with hyphens between; where they are too long, their beginning with a hash of all."""
+    whole = "-".join(words)
+    return whole if len(whole) <= LONGEST else f"{whole[: LONGEST - 10].rstrip('.-_')}.{_hash(whole)}"
 
 
 def _hash(text: str) -> str:

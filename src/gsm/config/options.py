@@ -10,13 +10,17 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from gsm import paths
+from gsm.errors import ConfigError
+from gsm.files import DAMAGED, read_text
 
 WIDTH = 118
 SENTENCE = re.compile(r".*?(?<! al)[.?](?= |$)")
 TIME = re.compile(r"Two CPU cores take (.*?)\.")
+PACKAGE = re.compile(r"^# @package\s+(\S+)", re.MULTILINE)
 HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a program asks for
 
 
@@ -24,7 +28,7 @@ def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
     """Every group with its options: the folders below those of yamls, and the files in them."""
     found: dict[str, set[str]] = {}
     for folder in folders:
-        for file in folder.rglob("*.yaml"):
+        for file in paths.yamls(folder):
             group = file.parent.relative_to(folder).as_posix()
             if group.split("/")[0] not in (".", "hydra"):
                 found.setdefault(group, set()).add(file.stem)
@@ -39,11 +43,99 @@ def scripts_of(group: str) -> list[str]:
 @functools.cache
 def _taken(folder: Path) -> dict[str, set[str]]:
     """The groups of every script's list of defaults, read once: each override of a group asks for them."""
-    found = {}
-    for file in sorted(folder.glob("*.yaml")):
-        config: Any = OmegaConf.load(file)
-        found[file.stem] = {str(key) for one in config["defaults"] if not isinstance(one, str) for key in one}
+    return {file.stem: parts(file) for file in sorted(folder.glob("*.yaml"))}
+
+
+def parts(file: Path) -> set[str]:
+    """The groups in a yaml's list of defaults, and in those of the yamls beside it that it builds on."""
+    waiting, found = [file], set[str]()
+    for one in waiting:  # grows
+        defaults = mapping(one).get("defaults")
+        for line in defaults if isinstance(defaults, list) else ():
+            if isinstance(line, Mapping):
+                found |= {str(key) for key in line}
+            elif (base := file.with_name(f"{line}.yaml")) not in waiting:
+                waiting.append(base)
     return found
+
+
+def content(file: Path) -> Any:
+    """What a yaml holds; None where it cannot be read: `unreadable` says why when it is chosen."""
+    try:
+        return yaml.load(read_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, OSError, RecursionError):
+        return None
+
+
+def saved(file: Path) -> Any:
+    """The content of a yaml that Hydra has written beside a run; None where there is none.
+
+    Raises ConfigError for a damaged one, and for one that refers to its own parts: Hydra's do not, and a line could
+    stand for billions.
+    """
+    try:
+        text = read_text(file)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ValueError("it refers to its own parts")
+        return yaml.safe_load(text)
+    except FileNotFoundError:
+        return None
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+        raise ConfigError(DAMAGED.format(file, f"{' '.join(str(error).split()):.200}")) from error
+
+
+def mapping(file: Path) -> Mapping[str, Any]:
+    """The same, of a yaml that holds keys; empty for any other."""
+    found = content(file)
+    return found if isinstance(found, Mapping) else {}
+
+
+def unreadable(folders: Sequence[Path]) -> list[str]:
+    """A sentence for each yaml in these folders that Hydra cannot read."""
+    found = []
+    for file in (file for folder in folders for file in paths.yamls(folder)):
+        try:
+            loaded = OmegaConf.load(file)
+        except UnicodeDecodeError:
+            found.append(f"{file} is not UTF-8: save it as UTF-8")
+        except yaml.MarkedYAMLError as error:
+            line = f"in line {error.problem_mark.line + 1} " if error.problem_mark else ""
+            found.append(f"{file} is not yaml, as {line}{error.problem}: correct that line")
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+            found.append(f"{file} cannot be read ({' '.join(str(error).split()):.200}): write keys and values in it")
+        else:
+            if not OmegaConf.is_dict(loaded):
+                found.append(f"{file} holds no keys: write keys and values in it")
+    return found
+
+
+def setting(key: str, chosen: Mapping[str, str | None], folders: Sequence[Path]) -> str | None:
+    """The yaml that sets a key, of those that are chosen and of those that they build on; None: several, or none."""
+    waiting = [f"{group.partition('@')[0]}/{choice}.yaml" for group, choice in chosen.items() if choice]
+    found: list[str] = []
+    for name in waiting:  # grows
+        file = next((file for folder in folders if (file := folder / name).is_file()), None)
+        if file is None:
+            continue
+        held = mapping(file)
+        defaults = held.get("defaults")
+        bases = [line for line in defaults if isinstance(line, str)] if isinstance(defaults, list) else []
+        waiting += [one for line in bases if (one := f"{name.rpartition('/')[0]}/{line}.yaml") not in waiting]
+        package = PACKAGE.search(file.read_text(encoding="utf-8", errors="replace"))
+        above = name.rpartition("/")[0].replace("/", ".") if package is None else package[1]
+        below = key if above == "_global_" else key.removeprefix(f"{above}.")
+        if (above == "_global_" or below != key) and _holds(held, below):
+            found.append(name)
+    return found[0] if len(found) == 1 else None
+
+
+def _holds(held: Any, key: str) -> bool:
+    """Whether nested mappings have a key with dots."""
+    for part in key.split("."):
+        if not (isinstance(held, Mapping) and part in held):
+            return False
+        held = held[part]
+    return True
 
 
 def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | None]) -> str:
@@ -58,14 +150,14 @@ def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | Non
         for name in shown:
             begin = f"{'*' if chosen.get(group) == name else ' '} {name:<{width}}  "
             file = next(file for folder in reversed(folders) if (file := folder / group / f"{name}.yaml").is_file())
-            said = _short(opening(file.read_text()))
+            said = _short(opening(file.read_text(encoding="utf-8", errors="replace")))
             lines += textwrap.wrap(begin + said, WIDTH, subsequent_indent=" " * len(begin), break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 
-def opening(yaml: str) -> str:
+def opening(text: str) -> str:
     """The first paragraph of the comment that a yaml opens with, in one line."""
-    lines = (line for line in yaml.splitlines() if not line.startswith("# @package"))
+    lines = (line for line in text.splitlines() if not line.startswith("# @package"))
     return " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
 
 

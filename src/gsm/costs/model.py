@@ -1,29 +1,29 @@
-"""What a model costs, in closed form: FLOPs of training, prefill and decoding, bytes that it keeps, and that it moves.
+"""The cost of a model, in closed form: FLOPs of training, prefill and decoding, bytes of its memory, and bytes moved.
 
-A multiply-add is 2 FLOPs. Matrix products count; norms, softmaxes, rotations, activations, decays, the pooling of a
-bank's groups, Sinkhorn's rounds and the choice of the highest scores do not. With weights of a x b numbers,
+A multiply-add is 2 FLOPs. Only matrix products are counted, not norms, softmaxes, rotations, activations, decays, the
+pooling of a bank's groups, Sinkhorn rounds or the selection of the highest scores. For weights of a x b elements,
 
-    a product with weights    2 a b           for each row that meets them
-    attention                 4 H C           for each row and entry that it sees (logit and mixture, of all heads)
-    index scores              2 J (I + 1)     for each row and slot that it searches (J heads, and their weighted sum)
-    hyper-connection          2 X (X + 2) D   for each row (write and mix: X x (X + 1), read: X), besides its weights
-    recurrence                2 H C^2         for each token and read or write of its state (of M slots: 4 H M C)
-    short convolution         2 w             for each token and channel, of a width w
+    a product with weights    2 a b           for each row
+    attention                 4 H C           for each row and visible entry (logit and mixture, of all heads)
+    index scores              2 J (I + 1)     for each row and searched slot (J heads, and their weighted sum)
+    hyper-connection          2 X (X + 2) D   for each row (write and mix: X x (X + 1), read: X), without its weights
+    recurrence                2 H C^2         for each token and read or write of its state (with M slots: 4 H M C)
+    short convolution         2 w             for each token and channel, with width w
 
-Entries and slots are those that the equations need, counted exactly, position by position: an early row sees fewer. An
-implementation may well compute more, on whole blocks, and hide the rest.
+Entries and slots are counted exactly, position by position, as in the equations: an early row sees fewer. An
+implementation may compute more, on whole blocks, and mask the rest.
 
-Bytes moved are those that a call cannot do without, if nothing but what is listed lies between two kernels:
+Bytes moved are the minimum for a call in which kernels exchange only the activations listed here:
 
-    weights         every parameter that the call uses is read once; of experts, those that its rows can choose
-    cache read      what rows see is read once by each layer that looks, new entries too, and so is a recurrence's state
-    cache written   what the new tokens leave there
+    weights         every parameter that the call uses is read once; for experts, those that its rows can choose
+    cache read      each layer reads its visible entries once, including new ones, and the state of a recurrence
+    cache written   the new tokens' entries
     activations     each product with weights reads its input and writes its output, attention and recurrences read
                     their queries (keys, values) and write their output, and a residual site reads streams and update
-                    and writes streams and what the next site reads; norms, rotations and SiLU ride along
+                    and writes streams and the next site's input; norms, rotations and SiLU are fused
 
-Every part says itself what it costs (``gsm.costs.primitives``). The numbers are for one sequence that is one document;
-no tensors are made, and a model on the meta device will do.
+Every part declares its cost (``gsm.layers.costs``). The numbers are for one sequence that is one document. No tensors
+are made, so the model can be on the meta device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from itertools import pairwise, repeat
 
 import torch
 
-from gsm.costs.primitives import POOL_BLOCK, Layer, ProductCost, limited, products
+from gsm.layers.costs import POOL_BLOCK, Layer, ProductCost, limited, products
 from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
@@ -44,18 +44,17 @@ from gsm.slots.writer.base import StateWriter
 
 
 class Parts(Counter[str]):
-    """Numbers by part: of FLOPs and of bytes moved ``place/what`` (``decoder/attention``, ``decoder/weights``), of
-    bytes kept the kinds of ``Memory.breakdown``."""
+    """Numbers by part. The keys of FLOPs and of bytes moved are ``place/part`` (``decoder/attention``,
+    ``decoder/weights``); the keys of memory bytes are the kinds of ``Memory.breakdown``."""
 
     def of(self, place: str) -> int:
-        """The sum over one place: ``encoder``, ``stages``, ``state``, ``cache``, ``decoder`` or ``head``."""
+        """Return the sum over one place: ``encoder``, ``stages``, ``state``, ``cache``, ``decoder`` or ``head``."""
         return sum(number for part, number in self.items() if part.partition("/")[0] == place)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward: T new positions, R rows asked for (as of ``LanguageModel.forward``), and what a memory holds
-    already."""
+    """One forward: T new positions, R requested rows (as in ``LanguageModel.forward``), and the tokens already read."""
 
     tokens: int
     rows: int
@@ -63,23 +62,23 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.before < 0 or self.rows > self.tokens:
-            given = f"{self.tokens} tokens, {self.rows} rows, {self.before} before"
-            raise ValueError(f"{given}: give tokens >= 1, rows <= tokens and before >= 0")
+            call = f"tokens={self.tokens}, rows={self.rows}, before={self.before}"
+            raise ValueError(f"{call} is not allowed. Use tokens >= 1, rows <= tokens and before >= 0")
 
     @property
     def end(self) -> int:
-        """Positions read after it."""
+        """Number of positions read after the call."""
         return self.before + self.tokens
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model costs; made by ``cost(model)``.
+    """The cost of a model; made by ``cost(model)``.
 
     Attributes:
-        model: whose cost it is.
-        layers: what each of its layers, stages and caches costs.
-        writer, head: products of the state's writer (none without one), and of the final norm and the head.
+        model: the model.
+        layers: the cost of each of its layers, stages and caches.
+        writer, head: products of the state's writer (zero without one), and of the final norm and the head.
     """
 
     model: LanguageModel
@@ -88,13 +87,13 @@ class Cost:
     head: ProductCost
 
     def forward_flops(self, tokens: int, rows: int | None = None, before: int = 0) -> Parts:
-        """FLOPs of one forward, by part.
+        """Return the FLOPs of one forward, by part.
 
         Args:
             tokens: new positions (T).
-            rows: trailing positions for which an output is wanted; None: all, as in training; 1: prefill; 0 or less:
-                the first one wanted comes 1 - rows positions later.
-            before: positions that a memory holds already.
+            rows: requested rows; None: all, as in training; 1: prefill; 0 or less: the first needed position is
+                1 - rows tokens after the call.
+            before: positions already in the memory.
 
         Raises:
             ValueError: a number is out of range.
@@ -102,37 +101,37 @@ class Cost:
         call, parts = Call(tokens, tokens if rows is None else rows, before), Parts()
         for name, each, times in self._products(call):
             parts[name] += 2 * times * each.multiply_adds
-        for layer, _, asked in self._layers(call):
+        for layer, _, wanted in self._layers(call):
             for look in layer.work.looks:
-                parts[f"{layer.place}/{look.part}"] += 2 * look.multiply_adds * look.seen(call.end - asked, call.end)
+                parts[f"{layer.place}/{look.part}"] += 2 * look.multiply_adds * look.seen(call.end - wanted, call.end)
         if self._writer:
             rows = self.model.schedule(call.tokens, call.rows).state
-            own = self._writer.multiply_adds(call.end - rows, call.end)
-            parts.update({f"state/{part}": 2 * number * self._state_tensors for part, number in own.items()})
+            writing = self._writer.multiply_adds(call.end - rows, call.end)
+            parts.update({f"state/{part}": 2 * number * self._state_tensors for part, number in writing.items()})
         return _present(parts)
 
     def decode_flops(self, position: int) -> Parts:
-        """FLOPs of decoding the one token at a position (from 0): it runs every layer."""
+        """Return the FLOPs of decoding the token at a position (from 0), which runs every layer."""
         return self.forward_flops(1, before=position)
 
     def prefill_flops(self, tokens: int, chunk: int = CHUNK) -> Parts:
-        """FLOPs of ``LanguageModel.prefill``: of every chunk what the last row of all needs."""
+        """Return the FLOPs of ``LanguageModel.prefill``: in every chunk only the prerequisites of the last row."""
         return _total(self.forward_flops(*call) for call in _chunks(tokens, chunk))
 
     def training_flops(self, tokens: int) -> Parts:
-        """FLOPs of forward and backward on a sequence, by part: each product is made again for the gradient of either
-        factor, 3 in all.
+        """Return the FLOPs of forward and backward on a sequence, by part.
 
-        What indexers project is detached: 2, or 1 where they are frozen. A loss over every slot that they search needs,
-        as a teacher, the main attention's logits with these, in the rows that are compared; where selected slots alone
-        teach, theirs are known already, and the rows that are compared are those on which recall is measured. Where
-        activations are recomputed, all layers run forward once more (selectively: no product is made again). Stages
-        count in full even where the writer ignores them.
+        Each product costs 3 times its forward, because the gradient of each factor is another product. The inputs of
+        indexers are detached, so their projections cost 2 times, or 1 time if frozen. A loss over all searched slots
+        needs the main attention's logits with these slots as a teacher, in the compared rows. With a loss over selected
+        slots only, these logits exist already, and the compared rows are those for which recall is measured. If
+        activations are recomputed, all layers run forward once more; selective recomputation repeats no product. Stages
+        count in full even if the writer ignores them.
         """
         forward = self.forward_flops(tokens)
-        learned = self.model.indexer_training.slots_with_gradient(tokens)
-        taught = self.model.indexer_training.rows_compared(tokens)
-        projected = 1 if learned == "none" else 2
+        slots = self.model.indexer_training.slots_with_gradient(tokens)
+        compared_rows = self.model.indexer_training.rows_compared(tokens)
+        projected = 1 if slots == "none" else 2
         parts = Parts(
             {part: (projected if part.endswith("indexers") else 3) * flops for part, flops in forward.items()}
         )
@@ -140,22 +139,23 @@ class Cost:
             search, bank = layer.work.search, layer.work.bank
             if search is None or bank is None:
                 continue
-            searched, compared = search.seen(0, tokens), sum(search.seen(rows.start, rows.stop) for rows in taught)
-            chosen = limited(tokens, min(bank.limit or 0, search.limit or sys.maxsize), bank.ratio)
-            scored = {"visible": compared, "selected": chosen, "none": 0}[learned]  # no other score has a gradient
+            searched = search.seen(0, tokens)
+            compared = sum(search.seen(rows.start, rows.stop) for rows in compared_rows)
+            selected = limited(tokens, min(bank.limit or 0, search.limit or sys.maxsize), bank.ratio)
+            scored = {"visible": compared, "selected": selected, "none": 0}[slots]  # no other score has a gradient
             parts[f"{layer.place}/teacher"] += bank.multiply_adds * compared  # logits: half of the attention
             parts[f"{layer.place}/index scores"] -= 4 * search.multiply_adds * (searched - scored)
-        return _present(_total([parts, self._again(forward)]))
+        return _present(_total([parts, self._recomputed(forward)]))
 
     def forward_bytes(
         self, tokens: int, rows: int | None = None, before: int = 0, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
-        """Bytes that one forward moves, by part, as said above.
+        """Return the bytes that one forward moves, by part, as described at the top of this module.
 
         Args:
-            tokens, rows, before: as for ``forward_flops``.
-            dtype: of weights, activations and caches; states of recurrences are at least float32.
-            batch: sequences, which share the weights.
+            tokens, rows, before: as in ``forward_flops``.
+            dtype: dtype of weights, activations and caches; states of recurrences have at least float32.
+            batch: number of sequences, which share the weights.
         """
         call, parts = Call(tokens, tokens if rows is None else rows, before), Parts()
         parts["embedding/activations"] = 2 * batch * tokens * self.model.dim
@@ -163,9 +163,9 @@ class Cost:
             place = name.partition("/")[0]
             parts[f"{place}/weights"] += each.read(batch * times)
             parts[f"{place}/activations"] += batch * times * each.moved
-        for layer, _, asked in self._layers(call):
-            looked = sum(look.width * look.read(call.end - asked, call.end) for look in layer.work.looks)
-            parts[f"{layer.place}/cache read"] += batch * looked
+        for layer, _, wanted in self._layers(call):
+            elements = sum(look.width * look.read(call.end - wanted, call.end) for look in layer.work.looks)
+            parts[f"{layer.place}/cache read"] += batch * elements
         if self._writer:
             plan = self.model.schedule(call.tokens, call.rows)
             read = self._writer.reads(call.end - plan.state, call.end)
@@ -180,41 +180,43 @@ class Cost:
         return _present(moved)
 
     def decode_bytes(self, position: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1) -> Parts:
-        """Bytes that the one token at a position moves: weights and caches. What passes between its kernels, a few
-        vectors, stays in the device's own caches, and is left out."""
+        """Return the bytes moved for decoding the token at a position: weights and caches.
+
+        Activations are a few vectors, which stay in the device's caches, and are not counted.
+        """
         moved = self.forward_bytes(1, before=position, dtype=dtype, batch=batch)
         return Parts({part: size for part, size in moved.items() if not part.endswith("activations")})
 
     def prefill_bytes(
         self, tokens: int, chunk: int = CHUNK, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
-        """Bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights of the layers that it runs."""
+        """Return the bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights of its layers."""
         return _total(self.forward_bytes(*call, dtype, batch) for call in _chunks(tokens, chunk))
 
     def training_bytes(
         self, tokens: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16, master: torch.dtype = torch.float32
     ) -> Parts:
-        """Bytes that one step of training moves: three times those of the forward pass, nothing being kept in a memory.
-        In the backward pass everything is read again, and as much is moved for its gradient: of weights, it is written.
+        """Return the bytes that one step of training moves: three times those of a forward pass without a memory.
 
-        Where activations are recomputed, all layers move theirs once more. An optimiser with two moments (AdamW) reads
-        the gradient, and reads and writes weights and moments, in the dtype ``master``. What a teacher of indexers
-        reads again, and the casts of weights, are left out.
+        The backward pass reads everything again, and moves the same number of bytes for gradients; those of weights are
+        written. If activations are recomputed, all layers move theirs once more. An optimiser with two moments (AdamW)
+        reads the gradient, and reads and writes weights and moments, in the dtype ``master``. Not counted are the reads
+        of the indexers' teacher, and casts of weights.
         """
         forward = self.forward_bytes(tokens, dtype=dtype, batch=batch)
         forward = Parts({part: size for part, size in forward.items() if not part.endswith("cache written")})
-        parts = _total([forward, forward, forward, self._again(forward)])
+        parts = _total([forward, forward, forward, self._recomputed(forward)])
         parts["optimizer"] = 7 * master.itemsize * sum(p.numel() for p in self.model.parameters())
         return parts
 
     def cache_bytes(
         self, tokens: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, capacity: int | None = None
     ) -> Parts:
-        """Bytes of a memory that has read so many tokens, as ``Memory.breakdown`` names them.
+        """Return the bytes of a memory after ``tokens`` tokens, with the keys of ``Memory.breakdown``.
 
-        Windows hold min(T, W) entries, the state what its writer says (the paper's min(T, M) entries), banks and index
-        keys T // m slots, a cache T entries, a recurrence its whole state; a static memory (``capacity``) has all of a
-        window and of the state, and capacity // m + 1 slots, from the start. Bookkeeping: two whole numbers for every
+        Windows hold min(T, W) entries, banks and index keys T // m slots, a cache T entries, a recurrence its whole
+        state. The writer defines the size of the state (the paper's: min(T, M) entries). A static memory (``capacity``)
+        has full windows, a full state and capacity // m + 1 slots from the start. Bookkeeping is two integers for every
         sequence, and one more for each bank and cache.
         """
         stores = [store for layer in self.layers for store in layer.work.stores]
@@ -234,11 +236,11 @@ class Cost:
 
     @property
     def _state_tensors(self) -> int:
-        """Tensors of the state, which is written and kept one by one."""
+        """Number of parts of the state; each is written and stored separately."""
         return len(self._writer.parts) if self._writer else 0
 
     def _layers(self, call: Call) -> Iterator[tuple[Layer, int, int]]:
-        """Each layer with the positions that enter it, and the rows that it is asked for."""
+        """Yield each layer with the number of positions that enter it, and of the rows that it computes."""
         plan = self.model.schedule(call.tokens, call.rows)
         rows = {
             "encoder": pairwise([call.tokens, *plan.encoder]),
@@ -247,25 +249,25 @@ class Cost:
             "decoder": pairwise([plan.decoder_input, *plan.decoder]),
         }
         for layer in self.layers:
-            entering, asked = next(rows[layer.place])
-            yield layer, entering, asked
+            entering, wanted = next(rows[layer.place])
+            yield layer, entering, wanted
 
     def _products(self, call: Call) -> Iterator[tuple[str, ProductCost, int]]:
-        """All products that are made by name, and how many rows each meets: of a bank perhaps none."""
-        for layer, entering, asked in self._layers(call):
+        """Yield all products by name, with their numbers of rows; the products of a bank may have none."""
+        for layer, entering, wanted in self._layers(call):
             work = layer.work
             slots = call.end // work.ratio - call.before // work.ratio
-            made = [(asked, work.per_row)] if asked else []
-            made += [(entering, work.per_token)] if entering else []
-            made += [(slots, work.per_slot)] if entering or slots else []
-            for times, parts in made:
+            counts = [(wanted, work.per_row)] if wanted else []
+            counts += [(entering, work.per_token)] if entering else []
+            counts += [(slots, work.per_slot)] if entering or slots else []
+            for times, parts in counts:
                 yield from ((f"{layer.place}/{part}", each, times) for part, each in parts.items())
         writer = self.model.schedule(call.tokens, call.rows).writer
         yield from [("state/writer", self.writer, writer)] if writer else []
         yield from [("head", self.head, call.rows)] if call.rows > 0 else []
 
-    def _again(self, forward: Parts) -> Parts:
-        """What the layers compute or move a second time in the backward pass, if activations are recomputed."""
+    def _recomputed(self, forward: Parts) -> Parts:
+        """Return the part of a forward that the backward pass repeats, if activations are recomputed."""
         stack = getattr(self.model, "decoder", None)
         if getattr(stack, "recompute", False) is not True:
             return Parts()
@@ -273,13 +275,13 @@ class Cost:
 
 
 def cost(model: LanguageModel) -> Cost:
-    """The cost of a model. Raises ValueError for a part whose cost is not known."""
+    """Return the cost of a model. Raises ValueError for a part without a known cost."""
     writer = model.writer if isinstance(model, GSM) else None
     return Cost(model, tuple(model.layer_costs()), products(writer), products(model.norm, model.head))
 
 
 def paper_decode(model: GSM | Baseline, tokens: int) -> int:
-    """Attention in the decoder for one token after T others, as the paper estimates it (section 2.1).
+    """Return the paper's estimate of the decoder's attention for one token after T others (section 2.1).
 
     baseline: T d_I + (Reindex layers) (slots in the pool) d_I + L_D (K + W) d, GSM: L_D M d; d_I = J I, d = H C.
     """
@@ -292,7 +294,7 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
 
 
 def paper_cache(model: GSM | Baseline, tokens: int) -> int:
-    """Numbers that the decoder keeps after T tokens, as the paper estimates them (section 2.1).
+    """Return the paper's estimate of the elements in the decoder's cache after T tokens (section 2.1).
 
     baseline: T C + L_D W C, GSM: M C.
     """
@@ -302,9 +304,9 @@ def paper_cache(model: GSM | Baseline, tokens: int) -> int:
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Of each chunk of a prompt its tokens, the rows to ask for, and the tokens before it."""
+    """Yield the tokens of each chunk of a prompt, its requested rows, and the tokens before it."""
     if tokens < 1 or chunk < 1:
-        raise ValueError(f"{tokens} tokens in chunks of {chunk}: give 1 or more of each")
+        raise ValueError(f"tokens={tokens}, chunk={chunk} is not allowed. Use 1 or more of each")
     for start in range(0, tokens, chunk):
         new = min(chunk, tokens - start)
         yield new, 1 - (tokens - start - new), start

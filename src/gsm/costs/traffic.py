@@ -1,13 +1,14 @@
-"""What ranks send each other that divide sequences among themselves, counted from what a model keeps of the past.
+"""Traffic between the ranks of context parallelism, computed from the stores of a model.
 
 With N ranks, B sequences of T tokens, P pieces of L tokens (P = N, or 2 N for a model without recurrent states):
 
-    window of E entries      E to the piece after, where another rank has it
-    bank, one slot for m     ceil(L / m) a piece, to N - 1 ranks
-    recurrent state          all of it, to the rank after
+    window of E entries      E entries to the next piece, if it is on another rank
+    bank, one slot for m     ceil(L / m) slots per piece, to N - 1 ranks
+    recurrent state          the whole state, to the next rank
 
-Backward sends the gradients of all that back the way it came: as much again. Recomputed layers send twice. What is here
-is a sum over ranks of a forward pass in training; experts' loads and the number of targets are a few numbers besides.
+The backward sends the gradients back, which is the same number of bytes. Recomputed layers send twice. The functions
+return sums over ranks for a forward pass in training, without the loads of experts and the number of targets, which are
+a few numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gsm.cache.memory import Memory, map_nodes
-from gsm.cache.pieces import owner
+from gsm.cache.memory import Memory, holds, map_nodes
 from gsm.cache.store import Column, State, Window
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 
 
 class Sent(NamedTuple):
-    """What one kind of store sends.
+    """The traffic of one kind of store.
 
     Attributes:
-        kind: of the stores, as a memory's bytes are called (``encoder_window``).
-        how: ``routed``, ``gathered`` or ``passed_on``, as in ``gsm.exchange``.
-        calls: collectives that every rank takes part in.
-        bytes: from one rank to another, all ranks together.
+        kind: kind of the stores, as in ``Memory.breakdown`` (``encoder_window``).
+        how: ``routed``, ``gathered`` or ``passed_on``, as in ``gsm.context``.
+        calls: number of collectives.
+        bytes: bytes between ranks, summed over all ranks.
     """
 
     kind: str
@@ -40,17 +40,18 @@ class Sent(NamedTuple):
 
 
 def sent(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_bytes: int) -> list[Sent]:
-    """What a forward pass in training sends, by kind.
+    """Return the traffic of a forward pass in training, by kind of store.
 
     Args:
-        batch: sequences that the ranks divide.
-        tokens: of each.
-        ranks: that divide them.
-        number_bytes: of an entry's number, 2 in bfloat16; states are kept in at least 4.
+        model: the model.
+        batch: number of sequences.
+        tokens: tokens per sequence.
+        ranks: number of ranks that divide the sequences.
+        number_bytes: bytes per element of an entry, 2 in bfloat16; states have at least 4.
     """
-    each = model.pieces_each
+    each = 1 if holds(model.start(), State) else 2
     length = -(-tokens // (each * ranks))
-    found: dict[tuple[str, str], list[int]] = {}
+    traffic: dict[tuple[str, str], list[int]] = {}
     for store in _stores(model.start()):
         if isinstance(store, Window):
             how, numbers = "routed", _halos(store.size, length, each, ranks) * store.entry_BEC.shape[-1]
@@ -59,34 +60,41 @@ def sent(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_by
             how, numbers = "gathered", slots * (ranks - 1) * store.value_BFC.shape[-1]
         else:
             how, numbers = "passed_on", (ranks - 1) * math.prod(store.value_BHRC.shape[1:])
-        one = found.setdefault((store.kind, how), [0, 0])
-        one[0] += 1
-        one[1] += numbers * batch * (max(number_bytes, 4) if how == "passed_on" else number_bytes)
-    return [Sent(*key, *numbers) for key, numbers in found.items() if numbers[1]]
+        calls_and_bytes = traffic.setdefault((store.kind, how), [0, 0])
+        calls_and_bytes[0] += 1
+        calls_and_bytes[1] += numbers * batch * (max(number_bytes, 4) if how == "passed_on" else number_bytes)
+    return [Sent(*key, *numbers) for key, numbers in traffic.items() if numbers[1]]
 
 
 def ring(geometry: Geometry, *, batch: int, tokens: int, ranks: int, number_bytes: int) -> int:
-    """The same of ring attention in a dense Transformer of such depth, heads and widths, each head with keys and values
-    of its own: they pass through all ranks but the last. Backward sends them once more, and their gradients beside
-    them: twice as much as forward."""
+    """Return the bytes of ring attention in a dense Transformer of the same depth, heads and widths, for comparison.
+
+    Each head has its own keys and values, which pass through all ranks but the last. The backward sends them once more,
+    with their gradients: twice the bytes of the forward.
+    """
     length = -(-tokens // ranks)
     numbers = 2 * geometry.heads * geometry.entry_dim * length * ranks * (ranks - 1)
     return geometry.depth * numbers * batch * number_bytes
 
 
 def _stores(memory: Memory) -> Iterator[Window | Column | State]:
-    """All of them, in order."""
-    found: list[Window | Column | State] = []
-    map_nodes(memory, (Window, Column, State), found.append)
-    yield from found
+    """Yield all stores of a memory in order."""
+    stores: list[Window | Column | State] = []
+    map_nodes(memory, (Window, Column, State), stores.append)
+    yield from stores
 
 
 def _halos(size: int, length: int, each: int, ranks: int) -> int:
-    """Entries that travel so that every piece has ``size`` before it."""
+    """Return the entries sent between ranks so that every piece has the ``size`` entries before it."""
     entries = 0
     for piece in range(1, each * ranks):
         first = piece * length - size
         for source in range(max(0, first) // length, piece):
-            travels = owner(source, ranks, each)[0] != owner(piece, ranks, each)[0]
+            travels = _rank(source, ranks) != _rank(piece, ranks)
             entries += travels * ((source + 1) * length - max(first, source * length))
     return entries
+
+
+def _rank(piece: int, ranks: int) -> int:
+    """Return the rank that has a piece: pieces go to all ranks in order, then back."""
+    return min(piece, 2 * ranks - 1 - piece)

@@ -4,10 +4,10 @@
     cot      <prompt> told here: <needle> It is about <key>, as asked. Final answer: 8262683 END
     both     the one or the other by turns: to teach retrieval itself, before a model is adapted to either
 
-Both forms have the same prompts, to the letter: only what follows differs, and nothing but that is trained on. The
-chain of thought retrieves the needle, verifies its key and answers; what it says is ours, since the paper gives its
-last words alone. Example number i is a function of (seed, i, length); a pass takes all examples in order, and the
-lengths follow one another step by step, so that the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, ...
+Both forms have the same prompts, to the letter. Only the answers differ, and training predicts the answers alone. The
+chain of thought retrieves the needle, verifies its key and answers. Its words are ours, since the paper gives the last
+ones alone. Example number i is a function of (seed, i, length). A pass takes all examples in order, and the lengths
+follow one another step by step: the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, ...
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gsm.data.base import check_held_out
+from gsm.data.base import check_held_out, check_numbers
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import validation_indices
-from gsm.data.ruler import Questions, Sample
-from gsm.data.ruler_tasks import TASKS, Needles
+from gsm.data.ruler import Questions
+from gsm.data.ruler_tasks import TASKS, Needles, Sample
 from gsm.data.synthetic import UNSEEN, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 MARK = "Final answer:"
@@ -46,11 +47,11 @@ class Examples:
     """A question with its answer for every number, as training sees it.
 
     Args:
-        tasks: where the samples come from; example i belongs to the one at i modulo their number.
+        tasks: the sources of samples; example i belongs to the task at i modulo their number.
         answers: "direct", "cot", or "both", by turns for each task.
-        seed: of all of them.
+        seed: of all examples.
         length: T of the batch that begins with a number.
-        count: how many different ones there are; then they come again.
+        count: number of different examples; then they come again.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Examples:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One example: `tokens`, `targets` and `documents`, int64 [T] each."""
+        """Return one example: `tokens`, `targets` and `documents`, int64 [T] each."""
         return {name: value_BT[0] for name, value_BT in self.batch([index]).items()}
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
-        """The examples of these numbers, int64 [B,T] each, all of the length of the first one.
+        """Return the examples of these numbers, int64 [B,T] each, all of the length of the first one.
 
-        Targets are -100 but for the answer and the end of text behind it, and throughout for -1, which evens out ranks.
-        What is left of T is padding: `documents` is -1 there.
+        Targets are -100 outside the answer and the end of text behind it, and everywhere for -1, which evens out ranks.
+        The rest of T is padding, with `documents` -1.
         """
         length, end = self.length(int(indices[0])), self.tasks[0].tokenizer.end_of_text
         token_BT = torch.full((len(indices), length), end)
@@ -85,35 +86,32 @@ class Examples:
         return {"tokens": token_BT, "targets": target_BT, "documents": document_BT}
 
     def sample(self, index: int, length: int) -> Sample:
-        """The question of an example."""
+        """Return the question of an example."""
         return self.tasks[index % len(self.tasks)].sample(index, length, self.seed)
 
     def _ids(self, index: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the prompt, and of the answer with its end, int32."""
-        sample = self.sample(index, length)
-        made = self.tasks[index % len(self.tasks)]
-        tokenizer = made.tokenizer
+        """Return the ids of the prompt, and of the answer with its end, int32."""
+        sample, task = self.sample(index, length), self.tasks[index % len(self.tasks)]
         turn = list(RESPONSES)[index // len(self.tasks) % len(RESPONSES)]
-        said = response(sample, turn if self.answers == BOTH else self.answers)
-        answer = [*tokenizer.encode(said), tokenizer.end_of_text]
-        if len(answer) > made.new_tokens:
+        tokenizer, text = task.tokenizer, response(sample, turn if self.answers == BOTH else self.answers)
+        answer = [*tokenizer.encode(text), tokenizer.end_of_text]
+        if len(answer) > task.new_tokens:
             raise ValueError(
                 f"answers {self.answers!r} take {len(answer)} tokens with their end, and new_tokens keeps "
-                f"{made.new_tokens} free for them; set data.new_tokens to at least {len(answer) + len(answer) // 4}"
+                f"{task.new_tokens} free for them; set data.new_tokens to at least {len(answer) + len(answer) // 4}"
             )
         return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
 
 
 class RulerData(MadeData):
-    """Examples of RULER's tasks, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy,
-    over the tokens of the answers.
+    """Examples of RULER's tasks, dicts of int64 [B,T] as in `TextData`.
 
-    Validation takes examples of its own at the longest of `lengths`; it does not touch what `gsm.evaluation.ruler`
-    asks, and longer texts are left to that.
+    Validation also measures accuracy, over the tokens of the answers. It takes examples of its own at the longest of
+    `lengths`. The questions of `gsm.evaluation.ruler` are others, and longer texts are left to it.
 
     Args:
-        vocabulary: how many ids the model has.
-        context: the longest text that the model is to see, here or in evaluation.
+        vocabulary: number of the model's ids.
+        context: the longest text of the model, here or in evaluation.
         batch_size: B on each device.
         tokenizer: as in `TextData`; "bpe" is the one that it trains on the standard library.
         end_of_text: as in `TextData`.
@@ -121,12 +119,12 @@ class RulerData(MadeData):
         lengths: T, one after another; None: a sixteenth, an eighth, a quarter and a half of `context`, which stays
             reserved for evaluation.
         answers: "direct", "cot" for a short chain of thought, or "both" by turns.
-        examples: how many different ones.
+        examples: number of different examples.
         template, haystack, keys, words, text_field, digits, new_tokens, increment: see `Ingredients.choose`.
         seed: of the training examples.
-        validation_sequences: how many examples validation takes.
-        held_out: "validation", or "tuning" for other examples than those that are reported.
-        cache_dir: where the tokenizer is kept; None: GSM_CACHE or `.cache/gsm`.
+        validation_sequences: number of examples of validation.
+        held_out: "validation", or "tuning" for other examples than the reported ones.
+        cache_dir: the folder of the tokenizer; None: GSM_CACHE or `.cache/gsm`.
 
     Raises:
         ValueError: a name is unknown, a number is out of range, or a length holds no sample.
@@ -170,11 +168,10 @@ class RulerData(MadeData):
         self.ingredients = Ingredients.choose(template, haystack, keys, words, text_field, **numbers)
 
     def prepare_data(self) -> None:
-        """Trains the tokenizer, unless the cache has it, and refuses a length that is too short for a task."""
-        made = self.train_set
+        """Train the tokenizer, unless the cache has it. Raise ValueError for a length that is too short for a task."""
         for length in self.lengths:
             for index in range(len(self.tasks)):
-                made.ids(index, length)
+                self.train_set.ids(index, length)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -194,42 +191,42 @@ class RulerData(MadeData):
         return self._held_out(max(self.lengths), self.validation_sequences)
 
     def training_set(self, length: Callable[[int], int]) -> Examples:
-        """The training examples, with T as a function of the number of an example among all that are taken."""
+        """Return the training examples; T is a function of an example's place in the training."""
         return Examples(self._needles["training"], self.answers, self.seed, length, self.examples)
 
     def length_at(self, step: int) -> int:
-        """T of the examples of a step."""
+        """Return T of the examples of a step."""
         return self.lengths[step % len(self.lengths)]
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
-        """Examples of another length; of validation, or of training. Raises ValueError for one that holds none."""
-        count = self.validation_sequences if split == "validation" else self.examples
-        made = self._held_out(length, count) if split == "validation" else self.training_set(lambda _: length)
-        return [made[int(index)] for index in validation_indices(count, most)]
+        """Return examples of another length. Raise ValueError for a length that holds no sample."""
+        held_out = split == "validation"
+        count = self.validation_sequences if held_out else self.examples
+        examples = self._held_out(length, count) if held_out else self.training_set(lambda _: length)
+        return [examples[int(index)] for index in validation_indices(count, most)]
 
     def bytes_of_tokens(self, split: str) -> np.ndarray:
-        """int64 [V]: bytes that each id stands for."""
+        """Return the bytes that each id stands for, int64 [V]."""
         return self.tokenizer.token_lengths_V
 
     def headline(self) -> dict[str, str]:
-        """What the header of a run says of its data."""
+        """Return the lines about the data in the header of a run."""
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
         return {"data": f"{self.examples:,} examples of RULER's tasks, answers {self.answers}, at {lengths} tokens"}
 
     def description(self) -> dict[str, Any]:
-        """What a run's summary says of its data, whichever splits it uses."""
+        """Return the facts about the data in a run's summary."""
         chosen = {name: getattr(self, name) for name in ("tasks", "lengths", "answers", "examples", "context")}
         return {"task": "RULER", **self.marks, **chosen, **self.ingredients.facts(), "tokenizer": self.tokenizer.kind}
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What makes the examples that training sees, but for the run's seed and batches."""
+        """Return the facts that determine the training examples, without the run's seed and batches."""
         facts = {**self.description(), "tokenizer": self.tokenizer.digest}
         return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}
 
     def _check(self) -> None:
-        for name in ("batch_size", "examples", "validation_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is too small; give data.{name} at least 1")
+        check_numbers(self.batch_size, self.validation_sequences, self.seed)
+        within(1, examples=self.examples)
         if self.answers not in (*RESPONSES, BOTH):
             known = ", ".join((*RESPONSES, BOTH))
             raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {known}")
@@ -248,7 +245,7 @@ class RulerData(MadeData):
 
     @cached_property
     def _needles(self) -> dict[str, list[Questions]]:
-        """The tasks of each part; they remember the sizes of haystacks, which take a while to find."""
+        """The tasks of each part. They remember the sizes of haystacks, a search of seconds."""
         parts = ("training", "evaluation")
         return {
             part: [Questions(task, self.tokenizer, self.ingredients, part) for task in self.tasks] for part in parts
@@ -259,10 +256,10 @@ class RulerData(MadeData):
 
 
 def response(sample: Sample, answers: str) -> str:
-    """What is to follow a prompt."""
-    return RESPONSES[answers].format(value=sample.answer, needle=sample.needle, key=sample.key)
+    """Return the text that follows a prompt."""
+    return RESPONSES[answers].format(value=sample.answer, needle=" ".join(sample.needles), key=sample.key)
 
 
 def trained_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:
-    """The lengths that a run takes in turn, by default those below its context, which stays reserved."""
+    """Return the lengths that a run takes in turn. The default leaves the context itself to evaluation."""
     return list(lengths or (context // part for part in (16, 8, 4, 2)))

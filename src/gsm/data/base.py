@@ -21,12 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 if TYPE_CHECKING:
     from gsm.data.tokenizer import Tokenizer
 
 HELD_OUT_FOR = ("validation", "tuning")  # what a run may validate on: what is reported, or a part of the training data
+
+
+def check_numbers(batch_size: int, validation_sequences: int | None, seed: int) -> None:
+    """Raise ValueError for numbers of a data module that are out of range."""
+    within(1, 10**6, batch_size=batch_size)
+    within(1, 10**7, validation_sequences=validation_sequences)
+    within(0, 2**32 - 3, seed=seed)  # the two numbers above are the seeds of held-out data (gsm.data.synthetic)
 
 
 class DataModule(lightning.LightningDataModule):

@@ -1,37 +1,36 @@
-"""Files that are made once and found again: where they lie, how they are written, how damage is noticed.
+"""The cache: files that are made once. Where they lie, and how several processes share them.
 
-A file is written beside its place and moved there in one step (`gsm.files`), so that a reader never sees half of it.
-What is kept with it tells damage. Processes that want the same thing at once wait for the one that makes it.
+A process that needs a file waits for the process that makes it, where the disk has locks.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
-import zlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gsm import files
-from gsm.paths import ROOT, in_clone
+from gsm.paths import ROOT, at_home, in_clone
 
 log = logging.getLogger(__name__)
-CHECKSUM = "crc32"  # the key of a small file's own, over everything else in it
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """`chosen`, else the environment's GSM_CACHE, else `.cache/gsm` in the repository (or, without one, at home).
+    """Return the folder of the cache, which is made if it is missing.
+
+    It is `chosen`, or the environment's GSM_CACHE, or `.cache/gsm` in the repository if that can be written, or `gsm`
+    in the user's cache: XDG_CACHE_HOME or `~/.cache`.
 
     Raises:
-        OSError: the folder cannot be made; the sentence says how to choose another.
+        OSError: the folder cannot be made; the sentence has the two ways to choose another.
     """
-    home = ROOT if in_clone() else Path.home()
-    folder = Path(chosen or os.environ.get("GSM_CACHE") or home / ".cache" / "gsm")
+    folder = Path(at_home(str(chosen or os.environ.get("GSM_CACHE") or _own_folder())))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -42,30 +41,41 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
     return folder
 
 
-def file_digest(path: Path, notes: Path | None) -> str:
-    """SHA-256 of a file's contents, in hexadecimal.
+def _own_folder() -> Path:
+    """Return the folder of the clone if it can be written, else the user's."""
+    folder = ROOT / ".cache" / "gsm"
+    if in_clone():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gsm"
 
-    With a folder `notes` it is kept there and believed for as long as the file's size and time of change stay the same.
+
+def file_digest(path: Path, notes: Path | None) -> str:
+    """Return the SHA-256 of a file's contents, in hexadecimal.
+
+    A folder `notes` keeps it. The note holds while the file's size and time of change stay the same.
     """
     state = path.stat()
-    seen = {"path": str(path.resolve()), "size": state.st_size, "changed": state.st_mtime_ns}
-    note = notes and notes / f"digest-{hashlib.sha256(seen['path'].encode()).hexdigest()[:20]}.json"
-    known = read_json(note) if note else None
-    if known and {key: known.get(key) for key in seen} == seen and "sha256" in known:
-        return known["sha256"]
-    with path.open("rb") as file:
+    facts = {"path": str(path.resolve()), "size": state.st_size, "changed": state.st_mtime_ns}
+    note = notes and notes / f"digest-{hashlib.sha256(facts['path'].encode()).hexdigest()[:20]}.json"
+    older = (files.read_json(note) if note else None) or {}
+    if facts.items() <= older.items() and "sha256" in older:
+        return older["sha256"]
+    with files.open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if note:
-        with suppress(OSError):  # a folder that is only read may still hold everything else
-            write_json(note, {**seen, "sha256": digest})
+        with suppress(OSError):  # a cache that can only be read may still hold everything else
+            files.write_json(note, {**facts, "sha256": digest})
     return digest
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Holds the lock that belongs to `path`, after whoever has it; what others made meanwhile has to be looked for.
+    """Hold the lock of `path`; wait for a process that has it. Then look whether that process has made the file.
 
-    Gives whether it is held: where locks do not exist, as on some network file systems, work may be done twice.
+    Yields whether the lock is held. Some network file systems have no locks: work may be done twice there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -92,7 +102,7 @@ def _take_lock(file: BinaryIO, path: Path) -> bool:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """What fails in here because `folder` cannot be written says so, and how to choose another."""
+    """Turn errors of writing into one sentence: the folder, and the two ways to choose another."""
     try:
         yield
     except OSError as error:
@@ -102,31 +112,7 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """What a small file says; None if it is missing, unreadable, or another than was written."""
-    value = files.read_json(path)
-    if value is None:
-        return None
-    kept = value.pop(CHECKSUM, None)
-    return value if kept in (None, _checksum_of(value)) else None
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a small file in one step, with its checksum; a refusal names the folder and how to choose another.
-
-    Raises OSError."""
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a small file as a whole. Raise OSError with the folder and how to choose another."""
     with writable(path.parent):
-        files.write_json(path, {**value, CHECKSUM: _checksum_of(value)})
-
-
-def _checksum_of(value: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+        files.write_json(path, value)

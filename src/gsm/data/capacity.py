@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class Capacity:
     Raises:
         ValueError: an unknown kind, or a number out of range.
     """
+
+    measured: ClassVar[str] = "by_load"  # key of its measure in ``gsm.evaluation.questions.MEASURES``
 
     loads: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"find": (1, 4), "wait": (4,), "count": (3,)})
     keys: int = 64

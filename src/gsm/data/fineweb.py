@@ -1,4 +1,4 @@
-"""FineWeb: web text by the parquet file, streamed by `datasets` from the hub or read from a folder.
+"""FineWeb: web text in parquet files, read from a folder, or streamed from the Hugging Face hub by `datasets`.
 
 The columns are FineWeb's (text, id, dump, url, date, file_path, language, language_score, token_count); only `text` is
 read. Any other data set on the hub that lies there as parquet with a text column works as well.
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from gsm.data.cache import read_json, write_json
+from gsm.data.cache import write_json
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.reading import Damaged, Moved, Piece, needed, sound_parquet, sound_text
+from gsm.data.reading import Damaged, Moved, Piece, damage_named, documents_of, needed
+from gsm.files import read_json
 
 REMOTE = "hf://"
 
@@ -30,43 +31,40 @@ def text_data(
     files: str | list[str] | None = None,
     validation: str | list[str] | None = None,
     text_field: str = "text",
-    on_corrupt: str = "stop",
     **chosen: Any,
 ) -> TextData:
-    """`TextData` over FineWeb.
+    """Return `TextData` over FineWeb.
 
     Args:
         path: a folder of parquet files (or one); None: `repository` on the hub.
         repository: a data set on the hub, `owner/name`.
-        subset: which configuration of it.
-        revision: commit, tag or branch of it; None: the newest when its files are first listed, and the same from then
-            on for as long as the cache is kept.
+        subset: its configuration.
+        revision: its commit, tag or branch; None: the newest when its files are first listed. The list stays in the
+            cache, so that later runs take the same commit.
         files: patterns of the files to take, relative to `path` or within the repository; None: all.
         validation: patterns of the files to hold out; None: the last of their names.
         text_field: the column with the text.
-        on_corrupt: ``stop`` at a damaged file, or ``skip`` the rest of it.
         chosen: the other arguments of `TextData`.
 
     Raises:
         ValueError: as `TextData` and `FineWeb`.
     """
     which = {"repository": repository, "subset": subset, "revision": revision}
-    told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
-    corpus = FineWeb(path, **which, **told)
+    corpus = FineWeb(path, files=files, validation=validation, text_field=text_field, **which)
     return TextData(corpus=corpus, **chosen)
 
 
 class FineWeb(Corpus):
-    """The parquet files of a data set; on the hub `files` has their addresses with the commit.
+    """The parquet files of a data set. On the hub, `files` has their addresses with the commit.
 
-    The last of their names is held out (unless they say train, validation or test, see `Corpus`), or the documents of
-    one by their hash.
+    The last of their names is held out, unless they say train, validation or test (see `Corpus`). Of a single file,
+    documents are held out by their hash.
 
     Args:
         root: a folder of parquet files (or one); None: the hub.
         repository: a data set on the hub, `owner/name`.
-        subset: which configuration of it.
-        revision: commit, tag or branch of it; None: its newest.
+        subset: its configuration.
+        revision: its commit, tag or branch; None: its newest.
         settings: the other arguments of `Corpus`.
 
     Raises:
@@ -99,7 +97,7 @@ class FineWeb(Corpus):
         return hashlib.sha256(json.dumps([self.files, self.text_field]).encode()).hexdigest()
 
     def size(self, split: str) -> int | None:
-        """Bytes of the files; None on the hub."""
+        """Return the bytes of the files; None on the hub."""
         return None if self.remote else super().size(split)
 
     def _walk(self) -> Iterator[str]:
@@ -112,7 +110,7 @@ class FineWeb(Corpus):
         return name if name.startswith(REMOTE) else super()._identity(name)
 
     def _local(self, name: str) -> str:
-        """On the hub, the part of an address after its commit."""
+        """Return a name for patterns: on the hub, the part of an address after its commit."""
         return name.partition("@")[2].partition("/")[2] if name.startswith(REMOTE) else name
 
     @property
@@ -121,18 +119,17 @@ class FineWeb(Corpus):
 
     @cached_property
     def _listed(self) -> list[str]:
-        """Addresses of all files on the hub, asked for once: later runs then need no network to find what is cached."""
+        """The addresses of all files on the hub. The cache keeps them: later runs need no network for cached ids."""
         which = [self.repository, self.subset, self.revision]
         note = self.notes and self.notes / f"hub-{hashlib.sha256(json.dumps(which).encode()).hexdigest()[:20]}.json"
-        known = read_json(note) if note else None
-        if known and known.get("files"):
-            return known["files"]
-        files = self._ask()
-        if note:
-            write_json(note, {"which": which, "files": files})
+        files = ((note and read_json(note)) or {}).get("files")
+        if not files:
+            files = self._list()
+            if note:
+                write_json(note, {"which": which, "files": files})
         return files
 
-    def _ask(self) -> list[str]:
+    def _list(self) -> list[str]:
         datasets = _datasets()
         try:
             builder = datasets.load_dataset_builder(self.repository, self.subset, revision=self.revision)
@@ -144,18 +141,17 @@ class FineWeb(Corpus):
         return sorted(str(file) for files in (builder.config.data_files or {}).values() for file in files)
 
     def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
-        """The documents of one file; of the hub they are streamed."""
-        return self._stream(name) if self.remote and name.startswith(REMOTE) else super()._read(name, moved)
+        """Yield the documents of one file; those of the hub are streamed."""
+        return self._stream(name) if name.startswith(REMOTE) else super()._read(name, moved)
 
     def _stream(self, address: str) -> Iterator[Piece]:
-        with sound_parquet(address):
+        with damage_named(address):
             rows = _datasets().load_dataset("parquet", data_files=[address], split="train", streaming=True)
             if rows.column_names and self.text_field not in rows.column_names:
-                raise Damaged(f"{address} has no column {self.text_field!r} but {', '.join(rows.column_names)}; "
-                              "set data.text_field")  # fmt: skip
+                columns = ", ".join(rows.column_names)
+                raise Damaged(f"{address} has no column {self.text_field!r} but {columns}; set data.text_field")
             for number, row in enumerate(rows.select_columns([self.text_field]), start=1):
-                if text := sound_text(row[self.text_field] or "", f"{address}, row {number},", self.text_field):
-                    yield Piece(text, last=True)
+                yield from documents_of(row[self.text_field], f"{address}, row {number},", self.text_field)
 
 
 def _datasets() -> Any:

@@ -1,8 +1,8 @@
 """What RULER's samples are made of: text to hide needles in, its sentences, and words for keys.
 
-The benchmark takes essays that are under copyright and word lists of a package. Both may be given; what stands for them
-otherwise is on every machine, and carries another name, which results repeat: numbers measured with it compare with
-one another, not with published ones.
+The benchmark takes essays that are under copyright and word lists of a package. Both may be given. The defaults are on
+every machine, and results repeat their names: numbers measured with them compare with one another, not with published
+ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from gsm.data.reading import SUFFIXES, needed, read_pieces
+from gsm.data.reading import SUFFIXES, is_text, needed, read_pieces
+from gsm.files import read_text
 
 # A sentence ends with one of .!? and perhaps a closing mark, before a blank and what can begin another one.
 BORDER = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))\s(?=["'(\[]?[A-Z0-9])""")
@@ -33,11 +34,11 @@ NOUNS = (
 
 
 class Haystack:
-    """Words of a text, over again from the first when more are wanted than there are.
+    """The words of a text. After the last word comes the first again.
 
     Args:
         text: of any length, but not empty.
-        name: what results call it.
+        name: of the haystack in results.
 
     Raises:
         ValueError: the text has no words.
@@ -56,7 +57,7 @@ class Haystack:
         return hashlib.sha256(" ".join(self.words).encode()).hexdigest()[:12]
 
     def first(self, count: int) -> str:
-        """The first `count` words, one blank between two of them."""
+        """Return the first `count` words, one blank between two of them."""
         repeats = -(-count // len(self.words))
         return " ".join((self.words * repeats)[:count])
 
@@ -65,9 +66,9 @@ class Keys(Sequence[str]):
     """All pairs `adjective-noun` of two lists, without spelling them out.
 
     Args:
-        adjectives, nouns: the lists; words that stand in one twice count once.
-        name: what results call them.
-        words: take so many adjectives and as many nouns, the first ones; None: all.
+        adjectives, nouns: the lists; a repeated word counts once.
+        name: of the keys in results.
+        words: number of adjectives and of nouns, the first ones; None: all.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str], name: str, words: int | None = None) -> None:
@@ -85,13 +86,13 @@ class Keys(Sequence[str]):
 
 
 def open_haystack(source: str = "python", field: str = "text") -> Haystack:
-    """Text to hide needles in, for `niah_single_2` and `niah_multikey_1`.
+    """Return text to hide needles in, for `niah_single_2` and `niah_multikey_1`.
 
     Args:
         source: "python", the prose of the language reference that comes with the interpreter (65,000 words in 3.11); or
             the path of essays: a file or a folder of .txt, .md or .jsonl (also .gz, .xz, .zst), or the benchmark's own
             .json with all of them in one field.
-        field: where the text stands in JSON.
+        field: the field of JSON that holds the text.
 
     Raises:
         FileNotFoundError: there is nothing at that path.
@@ -100,21 +101,23 @@ def open_haystack(source: str = "python", field: str = "text") -> Haystack:
     if source == "python":
         return Haystack(" ".join(_reference()), "python's language reference")
     path = Path(source)
-    if not path.exists():
+    if not (path.is_dir() or path.is_file()):
         raise FileNotFoundError(f"haystack {source} is neither 'python' nor a file or a folder; give one that is there")
     if path.suffix == ".json":
         return Haystack(str(_field(path, field)), path.name)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
+    if path.is_file() and not is_text(path.name):
+        raise ValueError(f"haystack {source} is no file of text ({', '.join(SUFFIXES)}, .json); convert it")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if is_text(file.name))
     return Haystack(" ".join(piece.text for file in files for piece in read_pieces(file, field)), path.name)
 
 
 def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
-    """Words for keys.
+    """Return words for keys.
 
     Args:
-        source: "builtin", 32 adjectives and 32 nouns; "wonderwords", the lists of that package, as the benchmark takes
-            them; or the path of a JSON file with `adjectives` and `nouns`, or of a folder that holds such a words.json
-            or wonderwords' two text files.
+        source: "builtin", 32 adjectives and 32 nouns; "wonderwords", the lists of that package, as in the benchmark; or
+            the path of a JSON file with `adjectives` and `nouns`, or of a folder with such a words.json or with
+            wonderwords' two text files.
         words: as in `Keys`.
 
     Raises:
@@ -127,15 +130,18 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
     if source == "builtin":
         return Keys(ADJECTIVES, NOUNS, source, words)
     lists = _package_lists() if source == "wonderwords" else _read_lists(Path(source))
-    for name, found in lists.items():
-        if not found:
+    for name, entries in lists.items():
+        if not entries:
             raise ValueError(f"the {name} of {source} are empty; give a list of words")
     return Keys(lists["adjectives"], lists["nouns"], source if source == "wonderwords" else Path(source).name, words)
 
 
 def sentence_splitter() -> tuple[Callable[[str], list[str]], str]:
-    """How a text is cut into sentences, and its name: nltk's punkt, as in the benchmark, where both are installed;
-    else "rule", a border after . ! or ? (and a closing mark) before a capital or a digit."""
+    """Return a function that cuts a text into sentences, and its name.
+
+    It is nltk's "punkt", as in the benchmark, if the package and its data are installed. Else it is "rule": a border
+    after . ! or ? (and a closing mark) before a capital or a digit.
+    """
     try:
         split = import_module("nltk.tokenize").sent_tokenize
         split("One. Two.")
@@ -145,14 +151,14 @@ def sentence_splitter() -> tuple[Callable[[str], list[str]], str]:
 
 
 def _reference() -> Iterator[str]:
-    """The language reference as words, without the lines that underline its headings."""
+    """Yield the words of the language reference, without the lines that underline its headings."""
     topics = import_module("pydoc_data.topics").topics
     return (word for name in sorted(topics) for word in topics[name].split() if any(map(str.isalnum, word)))
 
 
 def _read_lists(path: Path) -> dict[str, list[str]]:
     if path.is_dir() and not (path / "words.json").is_file():
-        return {name: _lines(path / file) for name, file in LISTS.items()}
+        return {name: _words(read_text(path / file)) for name, file in LISTS.items()}
     file = path / "words.json" if path.is_dir() else path
     return {name: list(_field(file, name)) for name in LISTS}
 
@@ -160,16 +166,16 @@ def _read_lists(path: Path) -> dict[str, list[str]]:
 def _package_lists() -> dict[str, list[str]]:
     needed("wonderwords", "wonderwords", "keys of wonderwords", extra="eval")
     assets = resources.files("wonderwords") / "assets"
-    return {name: _lines(assets / file) for name, file in LISTS.items()}
+    return {name: _words((assets / file).read_text(encoding="utf-8")) for name, file in LISTS.items()}
 
 
-def _lines(file: Any) -> list[str]:
-    return [line.rstrip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+def _words(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _field(path: Path, field: str) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(content, dict) or field not in content:

@@ -1,6 +1,6 @@
-"""The words of RULER's samples, and what else may be chosen about them: the benchmark's own, or short ones.
+"""The words of RULER's samples and the other choices about them: the benchmark's own, or short ones.
 
-The short template is for small models and short contexts; results name it, as they do whatever else is chosen.
+The short template is for small models and short contexts. Results name every choice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Wording:
 
     Attributes:
         question: has `{context}`.
-        prefix: what the answer follows, after a blank.
-        new_tokens: kept free for the answer.
+        prefix: the text before the answer, without the blank between them.
+        new_tokens: tokens kept free for the answer.
     """
 
     question: str
@@ -28,19 +28,19 @@ class Wording:
 
 @dataclass(frozen=True)
 class Template:
-    """The words of all tasks, and the sizes of what they tell.
+    """The words of all tasks, and the sizes of their needles and words.
 
     Attributes:
-        name: what results call it.
+        name: of the template in results.
         needle: has `{types}` (numbers or uuids) or `{type}`, `{key}` and `{value}`.
         one: asks for one value; has `{type}` and `{key}`.
         many: asks for several; has `{types}` and `{key}`.
-        variables: asks for the names that a value was given; has `{value}` and `{count}`.
+        variables: asks for the variables with a value; has `{value}` and `{count}`.
         common: asks for the most common words; has `{count}`.
         frequent: asks for the three most frequent coded words.
         digits: of a number.
         letters: of a variable's name, of one in the example before the question, of a coded word.
-        words: how many are common.
+        words: number of common words.
         examples: whether tasks with an example before the question have it.
         increment: words (or lines) by which a haystack shrinks for a sample that is too long; None: the benchmark's.
     """
@@ -117,14 +117,14 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What samples are made of.
+    """The ingredients of samples.
 
     Attributes:
         template: the words around everything.
         haystack: running text.
         keys: words for keys.
         digits, increment: as in `Template`; None: the template's.
-        new_tokens: kept free for an answer; None: as the task's words say.
+        new_tokens: tokens kept free for an answer; None: the number of the task's words.
 
     Raises:
         ValueError: a number is out of range, or there are fewer than 4 keys.
@@ -163,13 +163,13 @@ class Ingredients:
         text_field: str = "text",
         **numbers: int | None,
     ) -> Ingredients:
-        """The same from names; see `TEMPLATES`, `open_haystack` and `open_keys`. Raises as they do, and ValueError."""
+        """Build them from names; see `TEMPLATES`, `open_haystack` and `open_keys`. Raise as they do, and ValueError."""
         if template not in TEMPLATES:
             raise ValueError(f"unknown template {template!r}; the known ones are {', '.join(TEMPLATES)}")
         return cls(TEMPLATES[template], open_haystack(haystack, text_field), open_keys(keys, words), **numbers)
 
     def facts(self) -> dict[str, str | int | None]:
-        """What results say of them."""
+        """Return the choices for the settings of a result."""
         numbers = {name: getattr(self, name) for name in ("digits", "new_tokens", "increment")}
         return {
             "template": self.template.name,

@@ -1,4 +1,4 @@
-"""Batches by index: what `TextData` hands to a trainer.
+"""Batches by index, for a trainer.
 
 Cutting a batch out of a mapped file is so cheap that no workers are needed; with `workers` the same batches, in the
 same order, come from a `torch.utils.data.DataLoader`.
@@ -6,35 +6,59 @@ same order, come from a `torch.utils.data.DataLoader`.
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
+import torch.multiprocessing
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from gsm.errors import ConfigError
 
 Batch = dict[str, Tensor]
 
 
+LONGEST = 107 if sys.platform == "linux" else 103  # bytes of the path of a socket
+OWN = len("/pymp-12345678/listener-12345678")  # bytes that Python's multiprocessing adds to the folder
+
+
+def refuse_workers(workers: int) -> None:
+    """Raise ConfigError for a temporary folder with too long a path for a socket.
+
+    PyTorch sends file descriptors through a socket there. Without it, workers hand over no batch and a run waits for
+    ever.
+    """
+    folder = tempfile.gettempdir()
+    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    if workers and by_socket and len(folder.encode()) + OWN > LONGEST:
+        raise ConfigError(
+            f"data.num_workers={workers} is not allowed because the path of the temporary folder {folder} is longer "
+            f"than {LONGEST - OWN} bytes. Use data.num_workers=0, or a short TMPDIR such as /tmp."
+        )
+
+
 class Source(Protocol):
-    """What batches are cut from: sequences by index, stored (`packing.Sequences`) or made (`synthetic.Generated`)."""
+    """The source of batches: sequences by index, stored (`packing.Sequences`) or made (`synthetic.Generated`)."""
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """The sequences of these indices, int64 [B,T] each."""
+        """Return the sequences of these indices, int64 [B,T] each."""
         ...
 
 
 class Batches:
     """A sized iterable of batches.
 
-    It is not a `DataLoader`: a trainer then leaves the order alone, which already knows its rank.
+    It is not a `DataLoader`, so a trainer leaves its order alone. The order already depends on the rank.
 
     Args:
-        sequences: what the indices point into.
-        plan: called at every pass; returns the indices of each batch, from where training stands.
-        length: how many batches a pass has.
+        sequences: the source of the batches.
+        plan: called at every pass; returns the indices of each batch, from the place of the training on.
+        length: number of batches of a pass.
         workers: processes that cut the batches; 0 cuts them here.
-        pin_memory: put them where a GPU copies from without waiting.
+        pin_memory: put batches into memory from which a GPU copies without waiting.
     """
 
     def __init__(
@@ -65,19 +89,19 @@ class Batches:
             yield {name: value.pin_memory() for name, value in batch.items()} if self.pin_memory else batch
 
     def state_dict(self) -> dict[str, int]:
-        """Empty. A trainer takes a loader with a state for one that goes on where it stopped.
+        """Return nothing. A trainer expects a loader with a state to continue from its place.
 
-        This one does: `plan` asks the training progress, which the checkpoint holds already, and a count kept here as
-        well could only disagree with it.
+        This loader does: `plan` reads the training progress, which the checkpoint holds. A second count could only
+        disagree with it.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """There is nothing to restore."""
+        """Restore nothing."""
 
 
 class _ByBatch(Dataset[Batch]):
-    """A source with a whole batch for an item."""
+    """A data set with a whole batch as an item."""
 
     def __init__(self, sequences: Source) -> None:
         self.sequences = sequences
@@ -87,7 +111,7 @@ class _ByBatch(Dataset[Batch]):
 
 
 class _Plan:
-    """A plan in a sampler's clothes."""
+    """A plan as a sampler."""
 
     def __init__(self, plan: Callable[[], Iterator[np.ndarray]]) -> None:
         self.plan = plan

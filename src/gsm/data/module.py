@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gsm.data.base import DataModule, check_held_out
+from gsm.data.base import DataModule, check_held_out, check_numbers
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import SPLITS, Corpus, standard_library
 from gsm.data.loader import Batches
@@ -18,6 +18,7 @@ from gsm.data.packing import (
     DOCUMENTS,
     Sequences,
     TrainingOrder,
+    indices_outside,
     training_batches,
     validation_batches,
     validation_indices,
@@ -25,39 +26,39 @@ from gsm.data.packing import (
 from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 from gsm.data.tuning import divide
+from gsm.errors import within
+
+MOST_PROCESSES = 1024  # of one machine
 
 
 class TextData(DataModule):
     """Packed text. Batches are dicts of int64 [B,T]: `tokens`, `targets` (shifted, -100 ignored) and `documents`.
 
-    The order of training is a function of `seed` and of how many batches the trainer has finished, so that a run
-    which was interrupted goes on with the very next batch. Everything may also be used without a trainer.
+    The order of training is a function of `seed` and of the number of batches that the trainer has finished: an
+    interrupted run goes on with the next batch. Everything may also be used without a trainer.
 
     Args:
-        vocabulary: how many ids the model has; a BPE is trained to this size.
+        vocabulary: number of the model's ids; a BPE is trained to this size.
         context: T, at least 2.
         batch_size: B on each device, at least 1.
-        documents: what a sequence makes of its documents: isolated, isolated_all_targets or stream (see
-            `gsm.data.packing`).
+        documents: how a sequence treats its documents: isolated, isolated_all_targets or stream (`gsm.data.packing`).
         tokenizer: "bpe", "bytes", the path of a tokenizer.json (also .xz or .gz, or the folder it lies in), or a ready
             `Tokenizer` (that of a checkpoint, for instance).
-        end_of_text: the token of a tokenizer.json that ends a document; None: a usual one that it has.
+        end_of_text: the token of a tokenizer.json that ends a document; None: a usual one.
         path: a folder of text files, or one file; None: the standard library of the running interpreter.
-        files: patterns of the files below `path` to take; None: all that hold text.
+        files: patterns of the files below `path` to take; None: all text files.
         validation: patterns of the files to hold out; None: chosen by hash (see `Corpus`).
-        text_field: where the text stands in JSON lines and in parquet; None: in `text`.
-        longest_line: bytes that a line of JSON may have; None: 32 MiB.
-        on_corrupt: "stop" at a damaged file, or "skip" the rest of it; None: stop.
+        text_field: the field of JSON lines or the column of parquet that holds the text; None: `text`.
         corpus: a source of text instead of `path`.
-        max_tokens: at most so many tokens are trained on, the first ones; None: all.
-        max_validation_tokens: the same for what is held out.
+        max_tokens: most tokens to train on, the first ones; None: all.
+        max_validation_tokens: the same for the validation split.
         held_out: "validation", or "tuning": a twentieth of the training text is held out instead, and the validation
             split neither encoded nor read (see `gsm.data.tuning`).
         seed: of the training order.
-        validation_sequences: how many sequences validation takes, spread evenly; None: all.
+        validation_sequences: number of sequences of validation, spread evenly; None: all.
         num_workers: processes that cut batches; 0 is usually fastest.
-        prepare_workers: processes that encode the text, once; None: one for each core, if there is much text.
-        cache_dir: where the tokenizer and the ids are kept; None: GSM_CACHE or `.cache/gsm`.
+        prepare_workers: threads that encode the text, once; None: one for each core, if there is much text.
+        cache_dir: the folder of the tokenizer and the ids; None: GSM_CACHE or `.cache/gsm`.
 
     Raises:
         ValueError: a number is out of range, the tokenizer is unknown or too large for `vocabulary`.
@@ -77,8 +78,6 @@ class TextData(DataModule):
         files: str | list[str] | None = None,
         validation: str | list[str] | None = None,
         text_field: str | None = None,
-        longest_line: int | None = None,
-        on_corrupt: str | None = None,
         corpus: Corpus | None = None,
         max_tokens: int | None = None,
         max_validation_tokens: int | None = None,
@@ -90,23 +89,19 @@ class TextData(DataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        _require("context", context, 2)
-        _require("batch_size", batch_size, 1)
-        _require("num_workers", num_workers, 0)
-        _require("validation_sequences", validation_sequences, 1)
-        _require("prepare_workers", prepare_workers, 1)
-        _require("max_tokens", max_tokens, context + 1)
-        _require("max_validation_tokens", max_validation_tokens, context + 1)
+        check_numbers(batch_size, validation_sequences, seed)
+        within(2, context=context)
+        within(0, MOST_PROCESSES, num_workers=num_workers)
+        within(1, MOST_PROCESSES, prepare_workers=prepare_workers)
+        within(context + 1, max_tokens=max_tokens, max_validation_tokens=max_validation_tokens)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
-        _require("longest_line", longest_line, 1)
         if documents not in DOCUMENTS:
             raise ValueError(f"data.documents is '{documents}', but has to be one of {', '.join(DOCUMENTS)}")
         self.documents, self.held_out = documents, check_held_out(held_out)
-        told = {"files": files, "validation": validation, "text_field": text_field, "on_corrupt": on_corrupt}
-        told["longest_line"] = longest_line
-        self.corpus = corpus or _corpus(path, **told)
-        if corpus and _given(path=path, **told):
-            raise ValueError(f"path {path!r} (or {', '.join(told)}) and a corpus were both given; leave one out")
+        choices = {"files": files, "validation": validation, "text_field": text_field}
+        self.corpus = corpus or _corpus(path, **choices)
+        if corpus and _given(path=path, **choices):
+            raise ValueError(f"path {path!r} (or {', '.join(choices)}) and a corpus were both given; leave one out")
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
@@ -116,11 +111,11 @@ class TextData(DataModule):
         self._splits: dict[str, Split] = {}
 
     def prepare_data(self) -> None:
-        """Trains the tokenizer and encodes the text, unless the cache has them (seconds, the first time)."""
+        """Train the tokenizer and encode the text, unless the cache has them (seconds, the first time)."""
         _ = [self.split(name) for name in SPLITS]
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the cached ids; makes them where `prepare_data` ran on another machine."""
+        """Open the cached ids; make them where `prepare_data` ran on another machine."""
         _ = self.train_set, self.validation_set
 
     @cached_property
@@ -132,8 +127,10 @@ class TextData(DataModule):
         return find_or_train(self.corpus, self.vocabulary, folder, tokens=self.limits["train"])
 
     def split(self, name: str) -> Split:
-        """The cached ids of one split ("train" or "validation", of which `held_out` says what it is); only what is
-        asked for is encoded."""
+        """Return the cached ids of one split ("train" or "validation"). Only this split is encoded.
+
+        `held_out` decides which text the validation split is.
+        """
         if name not in self._splits:
             if self.held_out == "tuning":
                 self._splits |= divide(self._encoded("train"), self.tokenizer, self.limits["validation"])
@@ -158,12 +155,12 @@ class TextData(DataModule):
 
     @cached_property
     def validation_set(self) -> Sequences:
-        """All validation sequences; `validation()` yields those that are used."""
+        """All validation sequences; `validation()` yields those of the validation loss."""
         return self._open("validation")
 
     @cached_property
     def order(self) -> TrainingOrder:
-        """Which sequence training takes at which place."""
+        """The order in which training takes the sequences."""
         return TrainingOrder(len(self.train_set), self.seed)
 
     @property
@@ -172,10 +169,10 @@ class TextData(DataModule):
         return self.bytes_of_tokens("validation")
 
     def bytes_of_tokens(self, split: str) -> np.ndarray:
-        """[V]: bytes of the text for each id, int64, so that their sum over a split is the length of its text.
+        """Return bytes of the text for each id [V]; their sum over a split is the length of its text.
 
-        They are the tokenizer's `token_lengths_V`, unless it does not spell text exactly: then float32, these lengths
-        scaled by one factor for each split, (bytes of its text) / (bytes its tokens spell).
+        They are the tokenizer's `token_lengths_V`, int64, if it spells text exactly. Else they are float32: these
+        lengths times (bytes of the split's text) / (bytes that its tokens spell).
         """
         lengths_V, made = self.tokenizer.token_lengths_V, self.split(split)
         if self.tokenizer.exact and made.bytes == made.spelled:
@@ -183,13 +180,13 @@ class TextData(DataModule):
         return (lengths_V * (made.bytes / max(1, made.spelled))).astype(np.float32)
 
     def train_dataloader(self) -> Batches:
-        """One pass over the data, from where the trainer stands; its length is a whole number of optimizer steps."""
+        """Return one pass over the data, from the trainer's place; a whole number of optimizer steps."""
         a_step = self.batch_size * self.world * self.accumulated
         length = max(1, len(self.train_set) // a_step) * self.accumulated
         return self._loader(self.train_set, partial(self._training_plan, length), length)
 
     def val_dataloader(self) -> Batches:
-        """The validation sequences in order; with several ranks each takes its share."""
+        """Return the validation sequences in order; with several ranks each takes its share."""
         batches = validation_batches(
             len(self.validation_set),
             limit=self.validation_sequences,
@@ -200,36 +197,48 @@ class TextData(DataModule):
         return self._loader(self.validation_set, partial(iter, batches), len(batches))
 
     def consumed(self, sequences: int) -> Iterator[dict[str, Tensor]]:
-        """The first `sequences` training sequences of a run (all ranks together), one by one, in order.
+        """Yield the first `sequences` training sequences of a run (all ranks together), one by one, in order.
 
         A run has consumed steps x accumulated batches x ranks x batch_size of them.
         """
         return self.train_set.each(self.order.indices(0, sequences))
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
-        """The sequences that the validation loss averages over, one by one, in order."""
+        """Yield the sequences that the validation loss averages over, one by one, in order."""
         return self.validation_set.each(validation_indices(len(self.validation_set), self.validation_sequences))
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
-        """At most `most` sequences of another length, spread evenly. Raises ValueError for a split that is shorter."""
+        """Return at most `most` sequences of another length, spread evenly. Raise ValueError for a shorter split."""
         sequences = self._open(split, length)
         return list(sequences.each(validation_indices(len(sequences), most)))
 
+    def outside(self, windows: int, length: int, most: int | None, split: str = "validation") -> np.ndarray:
+        """Return at most `most` (None: all) sequences that share no id with `of_length(length, windows, split)`.
+
+        They are indices, int64, spread evenly over the rest of the split. Raise ValueError where nothing is left.
+        """
+        free = indices_outside(self._open(split, self.context), self._open(split, length), windows)
+        if not len(free):
+            raise ValueError(
+                f"outside={windows},{length} leaves no sequence of {self.context} tokens in the {split} split of "
+                f"{self.split(split).tokens:,} tokens; take fewer windows or a larger corpus"
+            )
+        return free[validation_indices(len(free), most)]
+
     def headline(self) -> dict[str, str]:
-        """What the header of a run says of its data."""
+        """Return the lines about the data in the header of a run."""
         about = self.description()
         of_them = " of the same, to tune on" if self.marks else ""
         return {
             "data": "{corpus}: {train_tokens:,} tokens to train on, {validation_tokens:,} held out".format(**about)
-            + of_them
-            + (", {skipped_files} damaged files skipped".format(**about) if about["skipped_files"] else ""),
+            + of_them,
             "tokens": "{tokenizer}, {tokenizer_vocabulary:,} ids, {bytes_per_token:.2f} bytes each".format(**about),
         }
 
     def description(self, splits: Sequence[str] = SPLITS) -> dict[str, Any]:
-        """What a run's summary says of its data; never compare runs whose `digest` differs.
+        """Return the facts about the data in a run's summary. Runs with another `digest` do not compare.
 
-        Of `splits`: the text of others is neither encoded nor counted.
+        Only the text of `splits` is encoded and counted.
         """
         made = {name: self.split(name) for name in splits}
         return {
@@ -239,14 +248,16 @@ class TextData(DataModule):
             "tokens": sum(split.tokens for split in made.values()),
             **{f"{name}_bytes": split.bytes for name, split in made.items()},
             **{f"{name}_tokens": split.tokens for name, split in made.items()},
-            "skipped_files": sum(len(split.skipped) for split in made.values()),
             "tokenizer": self.tokenizer.kind,
             "tokenizer_vocabulary": self.tokenizer.vocabulary,
             **({"bytes_per_token": self.bytes_per_token} if "validation" in made else {}),
         }
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What makes the ids that training sees, but for the run's seed and batches; the corpus covers the division."""
+        """Return the facts that determine the training ids, without the run's seed and batches.
+
+        The digest of the corpus covers the division into splits.
+        """
         limits = {"max_tokens": self.limits["train"], "max_validation_tokens": self.limits["validation"]}
         return {
             "corpus": self.corpus.digest,
@@ -274,11 +285,6 @@ class TextData(DataModule):
         )
 
 
-def _require(field: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{field} {value} is too small; give data.{field} at least {least}")
-
-
 def _given(**chosen: object) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -291,7 +297,7 @@ def _corpus(path: str | None, **chosen: object) -> Corpus:
 
 
 def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:
-    """The tokenizer, if it need not be trained first."""
+    """Return the tokenizer, or None if it has to be trained first."""
     if end_of_text is not None and tokenizer in ("bpe", "bytes"):
         raise ValueError(
             f"end_of_text {end_of_text!r} is for a tokenizer.json, and the tokenizer is {tokenizer!r}; leave it out"

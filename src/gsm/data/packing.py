@@ -86,6 +86,11 @@ class Sequences:
         }
         return {name: torch.from_numpy(value_BT) for name, value_BT in values.items()}
 
+    def documents_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of the document that each of these sequences begins in, int64."""
+        ends = np.flatnonzero(np.asarray(self.ids[: len(self.ids)]) == self.end_of_text)
+        return np.searchsorted(ends, np.asarray(indices) * self.context)
+
     def each(self, indices: np.ndarray, at_once: int = 256) -> Iterator[dict[str, Tensor]]:
         """The sequences of these indices one by one, as `__getitem__` gives them but cut in larger pieces."""
         for first in range(0, len(indices), at_once):
@@ -147,6 +152,15 @@ def validation_indices(count: int, limit: int | None) -> np.ndarray:
     """All of `count` sequences in order, or `limit` of them spread evenly, so that few still touch many documents."""
     taken = count if limit is None else min(limit, count)
     return np.arange(taken, dtype=np.int64) * count // taken
+
+
+def indices_outside(sequences: Sequences, windows: Sequences, count: int) -> np.ndarray:
+    """The sequences that share no id, targets included, with ``count`` windows of the same split spread evenly: int64,
+    ascending."""
+    first = np.arange(len(sequences), dtype=np.int64) * sequences.context
+    begin = validation_indices(len(windows), count) * windows.context
+    begun = np.searchsorted(begin, first + sequences.context, side="right")  # windows up to a sequence's last target
+    return np.flatnonzero((begun == 0) | (begin[begun - 1] + windows.context < first))
 
 
 @lru_cache(maxsize=2)

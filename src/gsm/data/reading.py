@@ -1,97 +1,201 @@
-"""Text out of files, a piece at a time: plain text, JSON lines and parquet; the first two also as .gz, .xz and .zst.
+"""Read text from files: plain text and JSON lines, both also as .gz, .xz and .zst, and parquet.
 
-What a file is follows from its name. JSON lines and parquet hold many documents, any other file is one document.
+The ending of a file's name decides how the file is read, in letters of any case. JSON lines and parquet hold many
+documents. Any other file is one document.
 """
 
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
+import logging
 import lzma
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from gsm import paths
+from gsm.files import open_regular
 
+log = logging.getLogger(__name__)
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
-ZSTD_INPUT = 1 << 11  # bytes at a time: what they unpack to, at most 32,000 times as much, is in memory
-ROWS = 256  # of parquet at a time
-LONGEST_LINE = 1 << 25  # bytes of a line of JSON, unless data.longest_line says otherwise
-WHOLE = 1 << 24  # characters: a longer text file is read, and encoded, in pieces of about this size
+ROWS = 256  # rows of parquet in memory; fewer where rows are long
+LONGEST_LINE = 1 << 25  # bytes of a line of JSON, unpacked: a line is read as a whole
+WHOLE = 1 << 24  # characters of a piece: a longer document is cut
+ILLEGIBLE, ODD = 0.3, 0.001  # shares of NUL and U+FFFD among the characters: refused; named in a warning
+MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 Moved = Callable[[int], None]
 
 
 class Damaged(ValueError):
-    """A file that cannot be read as what its name and the settings say it is; the sentence names it."""
+    """A file cannot be read as its name and the settings claim. The message names the file."""
 
 
 class Piece(NamedTuple):
-    """Some text of a document: nearly always all of it, so that `last` is True."""
+    """A part of a document, nearly always the whole of it. `last` is True for the part that ends the document."""
 
     text: str
     last: bool
 
 
 def holds_many(name: str) -> bool:
-    """Whether a file of this name holds many documents."""
-    return without_packing(name).endswith((".jsonl", ".parquet"))
+    """Return whether a file of this name holds many documents."""
+    return without_packing(name).lower().endswith((".jsonl", ".parquet"))
 
 
-def read_pieces(
-    path: Path, field: str = "text", moved: Moved | None = None, longest_line: int = LONGEST_LINE
-) -> Iterator[Piece]:
-    """The documents of one file in their order, those without any text left out.
+def is_text(name: str) -> bool:
+    """Return whether a file of this name can be read."""
+    return name.lower().endswith(SUFFIXES)
 
-    In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell; null is
-    no text. In parquet, whose texts are UTF-8 by definition, other bytes are damage.
+
+def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
+    """Yield the documents of one file in order, without empty ones.
+
+    In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell. In
+    parquet they are damage. A JSON null counts as empty. A byte order mark at the beginning is dropped.
 
     Args:
         path: the file.
-        field: where the text stands in a line of JSON, or the name of the column in parquet.
-        moved: called now and then with the number of bytes of the file that were taken in since the last call.
-        longest_line: bytes that a line of JSON may have, unpacked.
+        field: the field of a JSON line, or the column of parquet, that holds the text.
+        moved: called after each piece with the number of bytes of the file that were read since the last call.
 
     Raises:
-        Damaged: the file is cut short, a line is not JSON or too long, parquet is not UTF-8 or has no rows, or `field`
-            is missing or no text.
+        Damaged: the file is cut short, cannot be unpacked, or is hardly text; a line is not JSON or too long; `field`
+            is missing or holds no text.
+        OSError: the file cannot be opened, or is not a regular file.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
-    moved = moved or (lambda count: None)
-    kind = without_packing(path.name)
-    if kind.endswith(".parquet"):
-        yield from _parquet(path, field, moved)
-    else:
-        with _opened(path, moved) as file:
-            yield from _json_lines(path, file, field, longest_line) if kind.endswith(".jsonl") else _plain(file)
+    kind, place = without_packing(path.name).lower(), 0
+    with damage_named(path), open_regular(path) as file:
+        if kind.endswith(".parquet"):
+            pieces = _parquet(path, file, field)
+        elif kind.endswith(".jsonl"):
+            pieces = _json_lines(path, _unpacked(path, file), field)
+        else:
+            pieces = _plain(path, _unpacked(path, file))
+        for piece in _legible(path, pieces):
+            if moved:
+                moved(max(0, file.tell() - place))
+                place = max(place, file.tell())
+            yield piece
 
 
-def sound_text(value: object, where: str, field: str) -> str:
-    """A document's text as it can be written in UTF-8.
+@contextmanager
+def damage_named(where: object) -> Iterator[None]:
+    """Turn errors about the contents of a file into `Damaged`. Errors of the disk and of the network stay as they are.
 
     Raises:
-        Damaged: the value is no text; `where` says in which place of which file.
+        Damaged: the contents cannot be unpacked or parsed.
     """
-    if not isinstance(value, str):
-        raise Damaged(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
     try:
-        value.encode()
+        yield
+    except Damaged:
+        raise
+    except (EOFError, lzma.LZMAError, zlib.error, ValueError, OSError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or type(error) not in (OSError, gzip.BadGzipFile)):
+            raise
+        reason = " ".join(str(error).split())
+        raise Damaged(f"{where} is damaged or cut short ({reason}); fetch it again, or leave it out") from error
+
+
+def documents_of(value: object, where: str, field: str) -> Iterator[Piece]:
+    """Yield the text in a field as pieces of at most `WHOLE` characters, cut after a line where there is one.
+
+    Raises:
+        Damaged: the value is not text. `where` names the file and the place in it.
+    """
+    if not (isinstance(value, str) or value is None):
+        raise Damaged(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
+    text, start = utf8(value or ""), 0
+    while len(text) - start > WHOLE:
+        end = text.rfind("\n", start, start + WHOLE) + 1 or start + WHOLE
+        yield Piece(text[start:end], last=False)
+        start = end
+    if text:
+        yield Piece(text[start:], last=True)
+
+
+def utf8(text: str) -> str:
+    """Return a text that UTF-8 can write: a surrogate without a partner becomes U+FFFD."""
+    try:
+        text.encode()
     except UnicodeEncodeError:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
-def _plain(file: IO[bytes]) -> Iterator[Piece]:
-    """One document. Pieces end with a line, so that hardly any token would have crossed their border."""
+def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
+    """Import a module that an extra installs.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the sentence has the command that installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{purpose} need the package {package}, which is not installed: {paths.install(extra)}"
+        ) from error
+
+
+def without_packing(name: str) -> str:
+    """Return a file's name without the ending of its compression."""
+    stem, dot, ending = name.rpartition(".")
+    return stem if f"{dot}{ending.lower()}" in PACKED[1:] else name
+
+
+def _legible(path: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield the pieces of a file. Raise Damaged where hardly anything is text; warn where a few characters are odd."""
+    characters = strange = 0
+    for piece in pieces:
+        characters += len(piece.text)
+        strange += piece.text.count("\0") + piece.text.count("\N{REPLACEMENT CHARACTER}")
+        if strange > max(100, ILLEGIBLE * characters):
+            raise Damaged(
+                f"{path} is no text in UTF-8, {strange:,} of {characters:,} characters are NUL or not UTF-8; "
+                "convert it with iconv, or leave it out with data.files"
+            )
+        yield piece
+    if strange > ODD * characters:
+        _warn_once(path, strange, characters)
+
+
+@cache
+def _warn_once(path: Path, strange: int, characters: int) -> None:
+    log.warning(
+        "In %s, %s of %s characters are NUL or not UTF-8, which are read as U+FFFD: if it is Latin-1, convert it "
+        "with iconv -f latin1 -t utf-8.",
+        path,
+        f"{strange:,}",
+        f"{characters:,}",
+    )
+
+
+def _unpacked(path: Path, file: BinaryIO) -> IO[bytes]:
+    """Return the contents of a file, unpacked as they are read."""
+    packed = path.suffix.lower()
+    if packed == ".gz":
+        return gzip.GzipFile(fileobj=file, mode="rb")  # pyright: ignore[reportReturnType]
+    if packed == ".xz":
+        return lzma.LZMAFile(file)
+    if packed == ".zst":
+        arrow = needed("pyarrow", "pyarrow", f"zstd files such as {path.name}")
+        return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"))
+    return file
+
+
+def _plain(path: Path, file: IO[bytes]) -> Iterator[Piece]:
+    """Yield one document. Pieces end with a line: hardly any token would cross their border."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    raw = _block(file)
+    raw = _without_mark(path, _block(file))
     while raw:
         following = _block(file)
         yield Piece(decoder.decode(raw, final=not following), last=not following)
@@ -103,176 +207,42 @@ def _block(file: IO[bytes]) -> bytes:
     return raw + file.readline(WHOLE) if len(raw) == WHOLE else raw
 
 
-def _json_lines(path: Path, file: IO[bytes], field: str, longest: int) -> Iterator[Piece]:
-    for number, line in enumerate(iter(lambda: file.readline(longest + 1), b""), start=1):
+def _without_mark(path: Path, raw: bytes) -> bytes:
+    """Return the beginning of a file without the mark that Windows writes. Raise Damaged for UTF-16."""
+    if encoding := MARKS.get(raw[:2]):
+        raise Damaged(f"{path} is {encoding}; convert it with iconv -f {encoding} -t UTF-8, or leave it out")
+    return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
         where = f"{path}, line {number},"
-        if len(line) > longest:
-            raise Damaged(f"{where} has more than {longest:,} bytes; cut it, or set data.longest_line to what it has")
+        if len(line) > LONGEST_LINE:
+            raise Damaged(f"{where} has more than {LONGEST_LINE:,} bytes; cut it into several documents")
+        line = _without_mark(path, line)
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8", errors="replace").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
-        except (ValueError, RecursionError) as error:  # what is nested too deep is a RecursionError
+            row = json.loads(line.decode("utf-8", errors="replace"))
+        except (ValueError, RecursionError) as error:  # deep nesting is a RecursionError
             raise Damaged(
                 f"{where} is not JSON ({error}); each line has to be an object with its text in field {field!r}"
             ) from error
         if not isinstance(row, dict) or field not in row:
             has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.40}"
             raise Damaged(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
-        if row[field] is not None and (text := sound_text(row[field], where, field)):
-            yield Piece(text, last=True)
+        yield from documents_of(row[field], where, field)
 
 
-def _parquet(path: Path, field: str, moved: Moved) -> Iterator[Piece]:
+def _parquet(path: Path, file: BinaryIO, field: str) -> Iterator[Piece]:
     parquet = needed("pyarrow.parquet", "pyarrow", f"parquet files such as {path.name}")
-    with sound_parquet(path), parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        columns = file.schema_arrow.names
-        if field not in columns:
-            raise Damaged(f"{path} has no column {field!r} but {', '.join(columns)}; set data.text_field")
-        if not file.metadata.num_rows:
-            raise Damaged(f"{path} has no rows; fetch it again, or remove it")
-        row, share = 0, path.stat().st_size / file.metadata.num_rows
-        for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-            for row, value in enumerate(batch.column(0).to_pylist(), start=row + 1):  # noqa: B020
-                if value is not None and (text := sound_text(value, f"{path}, row {row},", field)):
-                    yield Piece(text, last=True)
-            moved(int(share * batch.num_rows))
-
-
-@contextmanager
-def sound_parquet(where: object) -> Iterator[None]:
-    """Reading a parquet file; what pyarrow finds wrong with its contents is said with the file's name.
-
-    Raises:
-        Damaged: the contents are not sound. An error of the system, or of the network, is left as it is.
-    """
-    arrow = needed("pyarrow", "pyarrow", f"parquet files such as {where}")
-    try:
-        yield
-    except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
-            raise
-        said = " ".join(str(error).split())
-        raise Damaged(f"{where} is no sound parquet file ({said}); fetch it again") from error
-
-
-def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
-    """A module that only some data need; `extra` is the one that installs it.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the sentence says how to install it.
-    """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{purpose} need the package {package}, which is not installed: {paths.install(extra)}"
-        ) from error
-
-
-@contextmanager
-def _opened(path: Path, moved: Moved) -> Iterator[IO[bytes]]:
-    """The file's contents, unpacked on the way; what goes wrong in unpacking is said with the file's name."""
-    broken = (EOFError, lzma.LZMAError, zlib.error, OSError, _zstd_error(path))
-    with path.open("rb") as raw:
-        counted = _Counted(raw, moved)
-        try:
-            with _unpacking(counted, path) as file:
-                yield file
-        except broken as error:
-            raise Damaged(f"{path} is damaged or cut short ({error}); fetch it again") from error
-
-
-def _unpacking(raw: Any, path: Path) -> Any:
-    if path.suffix == ".gz":
-        import gzip
-
-        return gzip.GzipFile(fileobj=raw, mode="rb")
-    if path.suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if path.suffix == ".zst":
-        zstd = _zstd(path)
-        if hasattr(zstd, "ZstdFile"):
-            return zstd.ZstdFile(raw)  # the standard library's, from Python 3.14
-        return io.BufferedReader(_Frames(raw, zstd.ZstdDecompressor().decompressobj), 1 << 20)
-    return raw
-
-
-def _zstd(path: Path) -> Any:
-    if sys.version_info >= (3, 14):
-        return import_module("compression.zstd")
-    return needed("zstandard", "zstandard", f"zstd files such as {path.name}")
-
-
-def _zstd_error(path: Path) -> type[Exception]:
-    return _zstd(path).ZstdError if path.suffix == ".zst" else EOFError
-
-
-class _Counted:
-    """A file that says how far it was read."""
-
-    def __init__(self, file: BinaryIO, moved: Moved) -> None:
-        self._file, self._moved, self._told = file, moved, 0
-
-    def __enter__(self) -> _Counted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The file is closed where it was opened."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __iter__(self) -> Iterator[bytes]:
-        while line := self.readline():
-            yield line
-
-    def read(self, size: int = -1) -> bytes:
-        return self._tell(self._file.read(size))
-
-    def readline(self, size: int = -1) -> bytes:
-        return self._tell(self._file.readline(size))
-
-    def _tell(self, raw: bytes) -> bytes:
-        place = self._file.tell()
-        if place > self._told:
-            self._moved(place - self._told)
-            self._told = place
-        return raw
-
-
-class _Frames(io.RawIOBase):
-    """The contents of zstd frames, one behind the other.
-
-    The package's own reader takes a file that was cut within a frame for one that ends there.
-    """
-
-    def __init__(self, file: Any, begin: Callable[[], Any]) -> None:
-        super().__init__()
-        self._file, self._begin = file, begin
-        self._frame: Any = None  # the one that is being read
-        self._raw, self._ready = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        """As of `io.RawIOBase`; raises EOFError where the file ends inside of a frame."""
-        while not self._ready:
-            self._raw = self._raw or self._file.read(ZSTD_INPUT)
-            if not self._raw:
-                if self._frame is not None:
-                    raise EOFError("its last frame has no end")
-                return 0
-            self._frame = self._frame or self._begin()
-            self._ready = memoryview(self._frame.decompress(self._raw))
-            self._raw = self._frame.unused_data
-            self._frame = None if self._frame.eof else self._frame
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-def without_packing(name: str) -> str:
-    """A file's name without the ending that says how it is packed."""
-    return name.removesuffix(".gz").removesuffix(".xz").removesuffix(".zst")
+    table = parquet.ParquetFile(file, page_checksum_verification=True)
+    columns, about = table.schema_arrow.names, table.metadata
+    if field not in columns:
+        raise Damaged(f"{path} has no column {field!r} but {', '.join(columns)}; set data.text_field")
+    unpacked = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+    rows = max(1, min(ROWS, WHOLE * about.num_rows // max(1, unpacked)))
+    batches = table.iter_batches(batch_size=rows, columns=[field])
+    values = (value for batch in batches for value in batch.column(0).to_pylist())
+    for number, value in enumerate(values, start=1):
+        yield from documents_of(value, f"{path}, row {number},", field)

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 
@@ -191,6 +192,8 @@ class Paraphrase(Needle):
         table: the seed of which names mean the same.
     """
 
+    measured: ClassVar[str] = "by_question"  # key of its measure in ``gsm.evaluation.questions.MEASURES``
+
     names: int = 4
     literal: float = 0.0
     left_out: bool = False
@@ -259,8 +262,7 @@ class MultiQueryRecall(Alphabet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gap < 0:
-            raise ValueError(f"gap must be 0 or more, got {self.gap}")
+        within(0, power=self.power, gap=self.gap)
 
     def check(self, length: int) -> None:
         """Raises ValueError if a sequence cannot hold pairs, questions and the whole gap."""

@@ -3,7 +3,7 @@ about documents.
 
     niah_single_1     one line over and over, one needle among the lines
     niah_single_2     running text, one needle between two sentences
-    niah_single_3     the same, and what the needle tells is a UUID
+    niah_single_3     the same, with a UUID for a number
     niah_multikey_1   running text, four needles with four keys; one of them is asked for
     niah_multikey_2   a needle among lines that are needles with other keys
     niah_multikey_3   the same, and keys and values are UUIDs
@@ -13,17 +13,17 @@ about documents.
     cwe               a numbered list in which ten words come ten times as often as all others: which?
     fwe               words of random letters, word k as often as 1 / k^2 of all: which are the three most frequent?
 
-A needle says that a key has a number, the question asks for it, and the prompt ends where the answer begins:
+A needle gives a number to a key. The question asks for it, and the prompt ends where the answer begins:
 
     <question, first half> <haystack with needles> <question, second half> <answer prefix> | <number>
 
-A sample is as long as fits: tokens of the prompt and those kept free for the answer are at most the length.
+A sample is as long as fits: tokens of the prompt and tokens kept free for the answer are at most the length.
 
-What differs from the benchmark: every sample draws its random numbers from (seed, task, length, index), so that it does
-not depend on how many are made; keys of a sample differ, and so do their numbers (of millions, they do anyway); the
+Differences from the benchmark: every sample draws its random numbers from (seed, task, length, index), so that it does
+not depend on the number of samples; keys of a sample differ, and so do their numbers (of millions, they do anyway); the
 search for the size of the haystack has no upper estimate, and goes down to a single unit where the benchmark's step
 is too coarse; `vt`'s example has twelve lines of noise; `cwe`'s words are those of the keys, then those of the
-haystack. `Ingredients.facts` says what else was chosen otherwise.
+haystack. `Ingredients.facts` has the other choices.
 """
 
 from __future__ import annotations
@@ -31,55 +31,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler_tasks import TASKS, Drawn
+from gsm.data.ruler_tasks import TASKS, Draw, Sample
 from gsm.data.tokenizer import Tokenizer
+from gsm.files import read_text
 
 SEED = 42
-TRIES = 1000  # samples drawn anew, when none fits
-FIELDS = ("index", "input", "outputs")  # of a line of JSON, what is needed
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A question. The benchmark's fields, and of those that are made here answer, key and needle.
-
-    Attributes:
-        index: its number.
-        input: the prompt without its prefix.
-        outputs: what a right answer contains.
-        length: tokens of the prompt, and those kept free.
-        answer_prefix: the end of the prompt.
-        token_position_answer: tokens before the number that a needle tells; -1: not known.
-        answer: the right one, as it is taught.
-        key: what is asked for; empty where nothing is named.
-        needle: the sentences that tell it; empty where there are none.
-    """
-
-    index: int
-    input: str
-    outputs: tuple[str, ...]
-    length: int = 0
-    answer_prefix: str = ""
-    token_position_answer: int = -1
-    answer: str = ""
-    key: str = ""
-    needle: str = ""
-
-    @property
-    def prompt(self) -> str:
-        """All that a model is given."""
-        return self.input + self.answer_prefix
-
-    def row(self) -> dict[str, Any]:
-        """The fields that a line of the benchmark's JSON has; without a chat template both lengths are equal."""
-        row = {name: value for name, value in asdict(self).items() if name not in ("answer", "key", "needle")}
-        return {**row, "outputs": list(self.outputs), "length_w_model_temp": self.length}
+TRIES = 1000  # draws of a sample, of which none fits
+FIELDS = ("index", "input", "outputs")  # required fields of a line of JSON
 
 
 class Questions:
@@ -94,7 +57,7 @@ class Questions:
         part: "evaluation" or "training".
 
     Attributes:
-        new_tokens: kept free for an answer.
+        new_tokens: tokens kept free for an answer.
 
     Raises:
         ValueError: the task or the part is unknown.
@@ -104,57 +67,56 @@ class Questions:
         self, task: str, tokenizer: Tokenizer, ingredients: Ingredients | None = None, part: str = "evaluation"
     ) -> None:
         if task not in TASKS or part not in ("evaluation", "training"):
-            known = f"{', '.join(TASKS)}, and of part evaluation, training"
-            raise ValueError(f"unknown task {task!r} or part {part!r}; the known values of task are {known}")
+            values = f"{', '.join(TASKS)}, and of part evaluation, training"
+            raise ValueError(f"unknown task {task!r} or part {part!r}; the known values of task are {values}")
         self.name, self.task, self.tokenizer, self.part = task, TASKS[task], tokenizer, part
         self.ingredients = made = ingredients or Ingredients()
         self.new_tokens = made.new_tokens or self.task.wording(made).new_tokens
         self.size = cache(self._size)
 
     def sample(self, index: int, length: int, seed: int = SEED) -> Sample:
-        """The sample with a number, of at most `length` tokens; as in the benchmark, one that is too long is drawn
-        again with a smaller haystack. Raises ValueError for a length that holds no sample."""
+        """Return the sample of a number, of at most `length` tokens.
+
+        As in the benchmark, a sample that is too long is drawn again with a smaller haystack. Raise ValueError for a
+        length that holds no sample.
+        """
         units, increment = self.size(length, seed)
-        drawing = random.Random(f"{seed}/{self.part}/{self.name}/{length}/{index}")
-        drawn, tries = self._draw(drawing, units, length, seed), 1
-        while (tokens := self._tokens(drawn)) > length:
+        draw = self._draw(length, seed, index)
+        sample, tries = self.task.draw(draw, units), 1
+        while (tokens := self._tokens(sample)) > length:
             if tries == TRIES:
                 raise self._too_short(length, tokens)
             units -= increment if units - increment >= self.task.least else 0
-            drawn, tries = self._draw(drawing, units, length, seed), tries + 1
+            sample, tries = self.task.draw(draw, units), tries + 1
         position = -1
-        if drawn.told:
-            before = drawn.input.index(drawn.told[0]) + drawn.told[0].rindex(drawn.outputs[0])
-            position = self._count(drawn.input[:before])
-        return Sample(
-            index=index,
-            input=drawn.input,
-            outputs=drawn.outputs,
-            length=tokens,
-            answer_prefix=drawn.prefix,
-            token_position_answer=position,
-            answer=drawn.answer,
-            key=drawn.key,
-            needle=" ".join(drawn.told),
-        )
+        if sample.needles:
+            before = sample.input.index(sample.needles[0]) + sample.needles[0].rindex(sample.outputs[0])
+            position = self._count(sample.input[:before])
+        return replace(sample, index=index, length=tokens, token_position_answer=position)
 
     def _size(self, length: int, seed: int) -> tuple[int, int]:
-        """The largest haystack that was found to fit, in units, and what it shrinks by. A draw for each step of a
-        binary search: prompts with other keys may be some tokens longer."""
-        drawing = random.Random(f"{seed}/{self.part}/{self.name}/{length}/size")
-        most, least = self.task.most(self.ingredients, length, self._count), self.task.least
+        """Return the largest haystack that fits, in units, and its increment.
+
+        A binary search, with a draw for each step: prompts with other keys may be some tokens longer.
+        """
+        draw, least = self._draw(length, seed, "size"), self.task.least
+        most = self.task.most(self.ingredients, length, self._count)
         for increment in (self.ingredients.increment or self.task.increment(length), 1):
             low = first = max(increment, least)
             high = max(most, first)
             while low <= high:
                 middle = (low + high) // 2
-                if self._tokens(self._draw(drawing, middle, length, seed)) <= length:
+                if self._tokens(self.task.draw(draw, middle)) <= length:
                     low = middle + 1
                 else:
                     high = middle - 1
             if high >= first:
                 return high, increment
-        raise self._too_short(length, self._tokens(self._draw(drawing, least, length, seed)))
+        raise self._too_short(length, self._tokens(self.task.draw(draw, least)))
+
+    def _draw(self, length: int, seed: int, index: int | str) -> Draw:
+        numbers = random.Random(f"{seed}/{self.part}/{self.name}/{length}/{index}")
+        return Draw(self.ingredients, self.part, numbers, length, seed)
 
     def _too_short(self, length: int, least: int) -> ValueError:
         remedy = "take longer ones" + ("" if self.ingredients.template.name == "short" else ", or template short")
@@ -163,25 +125,22 @@ class Questions:
             f"{self.new_tokens} of them (new_tokens) for the answer; {remedy}"
         )
 
-    def _draw(self, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        return self.task.draw(self.ingredients, self.part, drawing, units, length, seed)
-
-    def _tokens(self, drawn: Drawn) -> int:
-        """Those of the prompt, and those kept free."""
-        return self._count(drawn.input + drawn.prefix) + self.new_tokens
+    def _tokens(self, sample: Sample) -> int:
+        """Return the tokens of the prompt and those kept free."""
+        return self._count(sample.prompt) + self.new_tokens
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Samples as the benchmark's JSON lines. Raises OSError."""
+    """Write samples as the benchmark's JSON lines. Raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(sample.row()) + "\n" for sample in samples), encoding="utf-8")
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file of the benchmark, whichever tokenizer it was made for.
+    """Return the samples in a file of the benchmark, made for any tokenizer.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -189,7 +148,7 @@ def read_samples(path: Path) -> list[Sample]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no samples at {path}; a folder of them holds <length>/<task>.jsonl")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     return [_read(f"{path}, line {number},", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -201,5 +160,5 @@ def _read(where: str, line: str) -> Sample:
     missing = [name for name in FIELDS if not isinstance(row, Mapping) or name not in row]
     if missing:
         raise ValueError(f"{where} has no field {missing[0]!r}; each line needs {', '.join(FIELDS)}")
-    known = {name: row[name] for name in ("length", "answer_prefix", "token_position_answer") if name in row}
-    return Sample(row["index"], row["input"], tuple(map(str, row["outputs"])), **known)
+    fields = ("index", "input", "length", "answer_prefix", "token_position_answer")
+    return Sample(outputs=tuple(map(str, row["outputs"])), **{name: row[name] for name in fields if name in row})

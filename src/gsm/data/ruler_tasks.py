@@ -1,7 +1,6 @@
-"""What each of RULER's kinds of tasks tells, asks and takes for right; `gsm.data.ruler` makes samples of it.
+"""The kinds of RULER's tasks, and the table of its tasks. `gsm.data.ruler` makes samples of them.
 
-A kind draws a context of so many units (lines, words) and what is asked of it. Of its own, each says by how many units
-the benchmark makes a context smaller that is too long, and how many it needs.
+A kind draws a context of a number of units (lines, words), a question about it, and the answer.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import random
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,70 +21,110 @@ from gsm.data.ingredients import Ingredients, Wording
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()  # percent of the sentences that stand before a needle
-MANY = 10**12  # pairs of key and number: of so many, training and evaluation hardly ever draw the same
+MANY = 10**12  # pairs of key and number: training and evaluation hardly ever draw the same pair of this number
+LONG = 4096  # tokens: from this length on the benchmark takes larger steps and more repetitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A question. The benchmark's fields; samples that are made here also have answer, key and needles.
+
+    Attributes:
+        index: its number.
+        input: the prompt without its prefix.
+        outputs: strings that a right answer contains.
+        length: tokens of the prompt and tokens kept free for the answer.
+        answer_prefix: the end of the prompt.
+        token_position_answer: tokens before the number in the first needle; -1: unknown.
+        answer: the right answer as training teaches it.
+        key: the key of the question; empty for a task without keys.
+        needles: the sentences with the answer, one for each of `outputs`; empty for a task without needles.
+    """
+
+    index: int = 0
+    input: str
+    outputs: tuple[str, ...]
+    length: int = 0
+    answer_prefix: str = ""
+    token_position_answer: int = -1
+    answer: str = ""
+    key: str = ""
+    needles: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The whole prompt of a model."""
+        return self.input + self.answer_prefix
+
+    def row(self) -> dict[str, Any]:
+        """Return the fields of the benchmark's JSON. Without a chat template both lengths are equal."""
+        row = {name: value for name, value in asdict(self).items() if name not in ("answer", "key", "needles")}
+        return {**row, "outputs": list(self.outputs), "length_w_model_temp": self.length}
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What is asked, in words.
+class Draw:
+    """The circumstances in which a sample is drawn.
 
     Attributes:
-        input: the prompt without its prefix.
-        prefix: the end of the prompt.
-        outputs: what a right answer contains.
-        answer: the right answer as it is taught.
-        key: what is asked for; empty where nothing is named.
-        told: the needles that tell it, one for each of `outputs`; empty where there are none.
+        made: the ingredients.
+        part: "evaluation" or "training".
+        random: the source of everything that differs between samples.
+        length: most tokens of the sample.
+        seed: of the parts that all samples of a seed share, as in the benchmark: the order of needles, and in
+            evaluation the order of words.
     """
 
-    input: str
-    prefix: str
-    outputs: tuple[str, ...]
-    answer: str
-    key: str = ""
-    told: tuple[str, ...] = ()
+    made: Ingredients
+    part: str
+    random: random.Random
+    length: int
+    seed: int
+
+    def order(self) -> int:
+        """Return the seed of the order of words. In training each sample has its own, or places could be learned."""
+        return self.random.getrandbits(32) if self.part == "training" else self.seed
 
 
 class Task(ABC):
-    """A kind of task, with its numbers."""
+    """A kind of task, with its numbers.
 
-    least: ClassVar[int] = 1  # units
+    Attributes:
+        least: units that a context needs.
+        steps: units by which the benchmark shrinks a context that is too long, below `LONG` tokens and from there on.
+        words: the field of `Template` with the words of the question.
+    """
 
-    @abstractmethod
-    def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        """One question about so many units.
-
-        Args:
-            made: what it is made of.
-            part: "evaluation" or "training".
-            drawing: gives all that is drawn anew for a sample.
-            length: tokens that a sample may have.
-            seed: of what is the same in all samples of a seed, as in the benchmark: the order of needles, and where a
-                model is evaluated, that of words.
-        """
+    least: ClassVar[int] = 1
+    steps: ClassVar[tuple[int, int]] = (10, 10)
+    words: ClassVar[str]
 
     @abstractmethod
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """Return one question about a context of `units`."""
+
     def increment(self, length: int) -> int:
-        """Units by which the benchmark makes a context smaller that is too long."""
+        """Return the units by which a context of a sample of this length shrinks."""
+        return self.steps[length >= LONG]
 
-    @abstractmethod
     def wording(self, made: Ingredients) -> Wording:
-        """Its words."""
+        """Return the words of the question."""
+        return getattr(made.template, self.words)
 
     def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
-        """Units that a sample of so many tokens cannot exceed."""
+        """Return an upper bound of the units of a sample of `length` tokens; `count` counts the tokens of a text."""
         return length
 
 
 @dataclass(frozen=True)
 class Needles(Task):
-    """Keys that have values, told in a haystack.
+    """Needles in a haystack: sentences that give values to keys.
 
     Attributes:
         haystack: "lines" of `NOISE`, running "text", or other "needles".
-        keys: how many are told.
-        values: of each key.
-        asked: keys that are asked for.
+        keys: number of keys in the haystack.
+        values: values of each key.
+        asked: number of keys in the question.
         key_type, value_type: "words" or "uuids", "numbers" or "uuids".
     """
 
@@ -96,91 +135,86 @@ class Needles(Task):
     key_type: str = "words"
     value_type: str = "numbers"
 
-    def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        """See `Task.draw`; the benchmark asks for one value in other words than for several."""
-        told = self._told(made, part, drawing)
-        needles = [self._needle(made, key, value) for key, values in told.items() for value in values]
-        shuffled = list(needles)
-        random.Random(seed).shuffle(shuffled)
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. As in the benchmark, the words for one value are other words than those for several."""
+        values_of = self._needles(draw)
+        needles = [self._needle(draw.made, key, value) for key, values in values_of.items() for value in values]
+        random.Random(draw.seed).shuffle(needles)
         if self.haystack == "text":
-            context = _between_sentences(made, drawing, units, shuffled)
+            context = _between_sentences(draw, units, needles)
         else:
             lines = [NOISE] * units
             if self.haystack == "needles":
-                lines = [self._needle(made, *self._other(made, part, drawing, told)) for _ in range(units)]
-            context = _between_lines(drawing, lines, shuffled)
-        keys = [list(told)[index] for index in drawing.sample(range(self.keys), self.asked)]
-        pairs = [(key, value) for key in keys for value in told[key]]
-        values = [value for _, value in pairs]
+                lines = [self._needle(draw.made, *self._other(draw, values_of)) for _ in range(units)]
+            context = _between_lines(draw, lines, needles)
+        keys = [list(values_of)[index] for index in draw.random.sample(range(self.keys), self.asked)]
+        pairs = [(key, value) for key in keys for value in values_of[key]]
         # Several values of a key have no order of their own: they are taught as they stand in the text.
-        taught = sorted(pairs, key=lambda pair: context.index(self._needle(made, *pair))) if self.values > 1 else pairs
+        place = lambda pair: context.index(self._needle(draw.made, *pair))  # noqa: E731
+        taught = sorted(pairs, key=place) if self.values > 1 else pairs
         asked = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
         words = {"type": self.value_type[:-1], "types": self.value_type, "key": asked}
-        wording = self.wording(made)
-        return Drawn(
-            wording.question.format(context=context, **words),
-            wording.prefix.format(**words),
-            tuple(values),
-            ", ".join(value for _, value in taught),
-            asked,
-            tuple(self._needle(made, *pair) for pair in pairs),
+        wording = self.wording(draw.made)
+        return Sample(
+            input=wording.question.format(context=context, **words),
+            outputs=tuple(value for _, value in pairs),
+            answer_prefix=wording.prefix.format(**words),
+            answer=", ".join(value for _, value in taught),
+            key=asked,
+            needles=tuple(self._needle(draw.made, *pair) for pair in pairs),
         )
 
     def increment(self, length: int) -> int:
-        """500 words of text; 25 lines, 5 below 4K tokens."""
-        return 500 if self.haystack == "text" else 25 if length >= 4096 else 5
+        """Return 500 words of text; 25 lines, or 5 below 4K tokens."""
+        return 500 if self.haystack == "text" else 25 if length >= LONG else 5
 
     def wording(self, made: Ingredients) -> Wording:
-        """That for one value, or that for several."""
+        """Return the words for one value, or those for several."""
         return made.template.one if self.asked * self.values == 1 else made.template.many
 
     def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
-        """By the tokens of the shortest line; a word has at least one."""
+        """Return the bound by the tokens of the shortest line. A word has at least one."""
         shortest = {"lines": NOISE, "text": "", "needles": self._needle(made, "", "")}[self.haystack]
         return length // max(count(shortest), 1)
 
     def divided(self, made: Ingredients) -> bool:
-        """Whether there are so few pairs that training and evaluation draw from halves."""
-        return self._words and len(made.keys) * 9 * 10 ** (made.digits - 1) < MANY  # pyright: ignore[reportOptionalOperand]
+        """Return whether pairs are so few that training and evaluation draw from disjoint halves."""
+        words = self.key_type == "words" and self.value_type == "numbers"
+        return words and len(made.keys) * 9 * 10 ** (made.digits - 1) < MANY  # pyright: ignore[reportOptionalOperand]
 
-    @property
-    def _words(self) -> bool:
-        return self.key_type == "words" and self.value_type == "numbers"
-
-    def _told(self, made: Ingredients, part: str, drawing: random.Random) -> dict[str, list[str]]:
-        """Keys with their values, uniform, all different."""
-        told: dict[str, list[str]] = {}
+    def _needles(self, draw: Draw) -> dict[str, list[str]]:
+        """Draw keys with their values, uniformly, all different."""
+        values_of: dict[str, list[str]] = {}
         taken: set[str] = set()
         while len(taken) < self.keys * self.values:
-            unfinished = next((key for key, values in told.items() if len(values) < self.values), None)
-            key, value = self._pair(made, drawing, unfinished)
-            if value not in taken and (unfinished or key not in told) and self._mine(made, part, key, value):
-                told.setdefault(key, []).append(value)
+            unfinished = next((key for key, values in values_of.items() if len(values) < self.values), None)
+            key, value = self._pair(draw, unfinished)
+            if value not in taken and (unfinished or key not in values_of) and self._allowed(draw, key, value):
+                values_of.setdefault(key, []).append(value)
                 taken.add(value)
-        return told
+        return values_of
 
-    def _other(
-        self, made: Ingredients, part: str, drawing: random.Random, told: dict[str, list[str]]
-    ) -> tuple[str, str]:
-        """A pair for the haystack: of another key, with another value."""
-        taken = {value for values in told.values() for value in values}
+    def _other(self, draw: Draw, values_of: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+        """Draw a pair for the haystack: of another key, with another value."""
+        taken = {value for values in values_of.values() for value in values}
         while True:
-            key, value = self._pair(made, drawing)
-            if key not in told and value not in taken and self._mine(made, part, key, value):
+            key, value = self._pair(draw)
+            if key not in values_of and value not in taken and self._allowed(draw, key, value):
                 return key, value
 
-    def _pair(self, made: Ingredients, drawing: random.Random, key: str | None = None) -> tuple[str, str]:
+    def _pair(self, draw: Draw, key: str | None = None) -> tuple[str, str]:
         if key is None:
-            key = drawing.choice(made.keys) if self.key_type == "words" else _uuid(drawing)
-        assert made.digits is not None  # its template has it
-        lowest, highest = 10 ** (made.digits - 1), 10**made.digits - 1
-        return key, str(drawing.randint(lowest, highest)) if self.value_type == "numbers" else _uuid(drawing)
+            key = draw.random.choice(draw.made.keys) if self.key_type == "words" else _uuid(draw)
+        digits = draw.made.digits
+        assert digits is not None  # the template has it
+        number = self.value_type == "numbers"
+        return key, str(draw.random.randint(10 ** (digits - 1), 10**digits - 1)) if number else _uuid(draw)
 
-    def _mine(self, made: Ingredients, part: str, key: str, value: str) -> bool:
-        """Whether a pair is in this part's half."""
-        if not self.divided(made):
+    def _allowed(self, draw: Draw, key: str, value: str) -> bool:
+        """Return whether a pair belongs to this part's half."""
+        if not self.divided(draw.made):
             return True
-        return hashlib.sha256(f"{key}: {value}".encode()).digest()[0] % 2 == (part == "training")
+        return hashlib.sha256(f"{key}: {value}".encode()).digest()[0] % 2 == (draw.part == "training")
 
     def _needle(self, made: Ingredients, key: str, value: str) -> str:
         return made.template.needle.format(type=self.value_type[:-1], types=self.value_type, key=key, value=value)
@@ -188,9 +222,9 @@ class Needles(Task):
 
 @dataclass(frozen=True)
 class Variables(Task):
-    """A variable is given a number, and others the one before: which have that number?
+    """A variable is given a number, and each of the others the one before: which have that number?
 
-    Before the question an example with its answer; twelve lines of noise in it (the benchmark: up to 500 tokens).
+    Before the question stands an example with its answer and twelve lines of noise (the benchmark: up to 500 tokens).
 
     Attributes:
         hops: variables after the first.
@@ -198,43 +232,40 @@ class Variables(Task):
 
     hops: int = 4
     least: ClassVar[int] = 5
+    steps: ClassVar[tuple[int, int]] = (5, 10)
+    words: ClassVar[str] = "variables"
 
-    def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        """See `Task.draw`."""
-        name, in_example, _ = made.template.letters
-        shown = ""
-        if made.template.examples:
-            question, prefix, names, _ = self._ask(made, drawing, 12, in_example)
-            shown = f"{question}{prefix} {' '.join(names)}\n\n"
-        question, prefix, names, value = self._ask(made, drawing, units, name)
-        return Drawn(shown + question, prefix, tuple(names), " ".join(names), value)
-
-    def increment(self, length: int) -> int:
-        """Ten lines, five below 4K tokens."""
-        return 10 if length >= 4096 else 5
-
-    def wording(self, made: Ingredients) -> Wording:
-        """See `Task.wording`."""
-        return made.template.variables
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a line."""
+        letters, letters_of_example, _ = draw.made.template.letters
+        example = ""
+        if draw.made.template.examples:
+            shown = self._ask(draw, 12, letters_of_example)
+            example = f"{shown.prompt} {shown.answer}\n\n"
+        return _after(example, self._ask(draw, units, letters))
 
     def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
-        """By the tokens of a line."""
+        """Return the bound by the tokens of a line."""
         return length // count(NOISE)
 
-    def _ask(
-        self, made: Ingredients, drawing: random.Random, units: int, letters: int
-    ) -> tuple[str, str, list[str], str]:
+    def _ask(self, draw: Draw, units: int, letters: int) -> Sample:
         names: dict[str, None] = {}
         while len(names) <= self.hops:
-            names["".join(drawing.choices(string.ascii_uppercase, k=letters))] = None
-        chain, value = list(names), str(drawing.randrange(10_000, 99_999))
-        said = [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in zip(chain, chain[1:], strict=False))]
+            names["".join(draw.random.choices(string.ascii_uppercase, k=letters))] = None
+        chain, value = list(names), str(draw.random.randrange(10_000, 99_999))
+        told = [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in zip(chain, chain[1:], strict=False))]
         lines = [NOISE] * units
-        for offset, place in enumerate(sorted(drawing.sample(range(units), len(said)))):
-            lines.insert(place + offset, said[offset])
-        words, wording = {"value": value, "count": len(chain)}, self.wording(made)
+        for offset, place in enumerate(sorted(draw.random.sample(range(units), len(told)))):
+            lines.insert(place + offset, told[offset])
+        words, wording = {"value": value, "count": len(chain)}, self.wording(draw.made)
         context = "\n".join(lines).replace(". \n", ".\n")
-        return wording.question.format(context=context, **words), wording.prefix.format(**words), chain, value
+        return Sample(
+            input=wording.question.format(context=context, **words),
+            outputs=tuple(chain),
+            answer_prefix=wording.prefix.format(**words),
+            answer=" ".join(chain),
+            key=value,
+        )
 
 
 @dataclass(frozen=True)
@@ -242,73 +273,63 @@ class CommonWords(Task):
     """A numbered list in which some words come more often than all others: which?"""
 
     least: ClassVar[int] = 11
+    words: ClassVar[str] = "common"
 
-    def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        """See `Task.draw`. A unit is a different word: ten times as frequent, if common, from 4K tokens on."""
-        long = length >= 4096
-        shown, order = "", _order(part, drawing, seed)
-        if made.template.examples:
-            question, prefix, words = self._ask(made, drawing, *((40, 10, 3) if long else (20, 3, 1)), order)
-            shown = f"{question}{prefix} {_numbered(words)}\n"
-        question, prefix, words = self._ask(made, drawing, units, *((30, 3) if long else (6, 1)), order)
-        return Drawn(shown + question, prefix, tuple(words), _numbered(words))
-
-    def increment(self, length: int) -> int:
-        """Ten different words."""
-        return 10
-
-    def wording(self, made: Ingredients) -> Wording:
-        """See `Task.wording`."""
-        return made.template.common
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a different word. From 4K tokens on, common words are ten times as frequent."""
+        long, order, example = draw.length >= LONG, draw.order(), ""
+        if draw.made.template.examples:
+            shown = self._ask(draw, *((40, 10, 3) if long else (20, 3, 1)), order)
+            example = f"{shown.prompt} {shown.answer}\n"
+        return _after(example, self._ask(draw, units, *((30, 3) if long else (6, 1)), order))
 
     def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
-        """As many as there are different words: a list of all may be shorter than the length."""
+        """Return the number of different words: a list of all may be shorter than the length."""
         return min(length, len(made.words))
 
-    def _ask(
-        self, made: Ingredients, drawing: random.Random, units: int, often: int, seldom: int, order: int
-    ) -> tuple[str, str, list[str]]:
-        drawn = drawing.sample(made.words, units)
-        common, others = drawn[: made.template.words], drawn[made.template.words :]
+    def _ask(self, draw: Draw, units: int, often: int, seldom: int, order: int) -> Sample:
+        count = draw.made.template.words
+        different = draw.random.sample(draw.made.words, units)
+        common, others = different[:count], different[count:]
         words = common * often + others * seldom
         random.Random(order).shuffle(words)
-        wording, count = self.wording(made), made.template.words
-        return (
-            wording.question.format(context=_numbered(words), count=count),
-            wording.prefix.format(count=count),
-            common,
+        wording = self.wording(draw.made)
+        return Sample(
+            input=wording.question.format(context=_numbered(words), count=count),
+            outputs=tuple(common),
+            answer_prefix=wording.prefix.format(count=count),
+            answer=_numbered(common),
         )
 
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
-    """Words of random letters, word k as often as 1 / k^2 of all, the first one dots: which are the next three?"""
+    """Words of random letters. Word k is 1 / k^2 of all; the first is dots. Which are the next three?"""
 
     least: ClassVar[int] = 53  # words: the fourth is then more frequent than the fifth
+    words: ClassVar[str] = "frequent"
 
-    def draw(self, made: Ingredients, part: str, drawing: random.Random, units: int, length: int, seed: int) -> Drawn:
-        """See `Task.draw`. A unit is a word of the text; so many are different as a fiftieth of the tokens."""
-        letters, drawn = made.template.letters[2], set()
-        while len(drawn) < max(8, (length - self.wording(made).new_tokens) // 50):
-            drawn.add("".join(drawing.choices(string.ascii_lowercase, k=letters)))
-        words, order = sorted(drawn), _order(part, drawing, seed)
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a word of the text. A fiftieth of the tokens is the number of different words."""
+        letters, different, wording = draw.made.template.letters[2], set[str](), self.wording(draw.made)
+        while len(different) < max(8, (draw.length - wording.new_tokens) // 50):
+            different.add("".join(draw.random.choices(string.ascii_lowercase, k=letters)))
+        words, order = sorted(different), draw.order()
         random.Random(order).shuffle(words)
         words[0] = "..."
-        often = [int(units / rank**2 / (math.pi**2 / 6)) for rank in range(1, len(words) + 1)]
-        text = [word for word, count in zip(words, often, strict=True) for _ in range(count)]
+        counts = [int(units / rank**2 / (math.pi**2 / 6)) for rank in range(1, len(words) + 1)]
+        text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
         random.Random(order).shuffle(text)
-        wording, frequent = self.wording(made), words[1:4]
-        return Drawn(
-            wording.question.format(context=" ".join(text)), wording.prefix, tuple(frequent), " ".join(frequent)
+        return Sample(
+            input=wording.question.format(context=" ".join(text)),
+            outputs=tuple(words[1:4]),
+            answer_prefix=wording.prefix,
+            answer=" ".join(words[1:4]),
         )
 
     def increment(self, length: int) -> int:
-        """A thirty-second of the tokens."""
+        """Return a thirty-second of the tokens."""
         return max(1, length // 32)
-
-    def wording(self, made: Ingredients) -> Wording:
-        """See `Task.wording`."""
-        return made.template.frequent
 
 
 TASKS: dict[str, Task] = {
@@ -326,17 +347,21 @@ TASKS: dict[str, Task] = {
 }
 
 
-def _between_lines(drawing: random.Random, lines: Sequence[str], needles: Sequence[str]) -> str:
-    among = list(lines)
-    places = sorted(drawing.sample(range(len(lines)), len(needles)), reverse=True)
+def _after(example: str, question: Sample) -> Sample:
+    return replace(question, input=example + question.input)
+
+
+def _between_lines(draw: Draw, lines: Sequence[str], needles: Sequence[str]) -> str:
+    context = list(lines)
+    places = sorted(draw.random.sample(range(len(lines)), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
-        among.insert(place, needle)
-    return "\n".join(among)
+        context.insert(place, needle)
+    return "\n".join(context)
 
 
-def _between_sentences(made: Ingredients, drawing: random.Random, units: int, needles: Sequence[str]) -> str:
-    sentences = list(made.haystack.sentences(units))
-    places = sorted(int(len(sentences) * depth / 100) for depth in drawing.sample(DEPTHS, len(needles)))
+def _between_sentences(draw: Draw, units: int, needles: Sequence[str]) -> str:
+    sentences = list(draw.made.haystack.sentences(units))
+    places = sorted(int(len(sentences) * depth / 100) for depth in draw.random.sample(DEPTHS, len(needles)))
     for place, needle in reversed(list(zip(places, needles, strict=True))):
         sentences.insert(place, needle)
     return " ".join(sentences)
@@ -346,11 +371,5 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-def _order(part: str, drawing: random.Random, seed: int) -> int:
-    """What orders words: the same for all samples of a seed, as in the benchmark; in training one for each, or the
-    places of what is asked for could be learned."""
-    return drawing.getrandbits(32) if part == "training" else seed
-
-
-def _uuid(drawing: random.Random) -> str:
-    return str(uuid.UUID(int=drawing.getrandbits(128), version=4))
+def _uuid(draw: Draw) -> str:
+    return str(uuid.UUID(int=draw.random.getrandbits(128), version=4))

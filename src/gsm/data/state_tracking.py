@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class StateTracking:
     Raises:
         ValueError: an unknown name, a group that comes twice, steps of which only the end is asked, a length below 1.
     """
+
+    measured: ClassVar[str] = "by_length"  # key of its measure in ``gsm.evaluation.questions.MEASURES``
 
     groups: Sequence[str] = ("S5",)
     letters: str = "all"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gsm.data.base import DataModule, check_held_out
+from gsm.data.base import DataModule, check_held_out, check_numbers
 from gsm.data.loader import Batches
 from gsm.data.packing import validation_batches
 from gsm.data.recall import Task
@@ -136,9 +136,7 @@ class SyntheticData(MadeData):
         grow_until: float = 0.5,
     ) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("validation_sequences", validation_sequences)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; give data.{name} at least 1")
+        check_numbers(batch_size, validation_sequences, seed)
         if task.vocabulary > vocabulary:
             raise ValueError(
                 f"the task has {task.vocabulary} ids and the model's vocabulary only {vocabulary}: set size.vocabulary "

@@ -1,7 +1,7 @@
-"""A corpus as token ids: the tokenizer is trained once, each split is encoded once, both are kept in the cache.
+"""A corpus as token ids. The tokenizer is trained once and each split is encoded once; the cache holds both.
 
-The cache's keys are made of the corpus digest (which covers the division into splits) and of the tokenizer, so that
-whatever changes the ids changes the place; what lies there is used for as long as nothing does.
+The keys of the cache are hashes of the corpus digest, which covers the division into splits, and of the tokenizer. A
+change that changes the ids changes the key.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from gsm import files
-from gsm.data import shards
-from gsm.data.cache import locked, read_json, write_json
+import numpy as np
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from gsm.data.cache import locked, write_json
 from gsm.data.corpus import Corpus
-from gsm.data.encode import Bar, cores, encode_pieces, id_type
-from gsm.data.shards import ShardedIds, ShardWriter, read_index
+from gsm.data.encode import Bar, encode_pieces, id_type
+from gsm.data.ids import IdWriter, open_ids, read_index
 from gsm.data.tokenizer import Tokenizer
+from gsm.files import read_json
+from gsm.threads import cores
 
 log = logging.getLogger(__name__)
-FORMAT = 1  # part of every key: raise it when the meaning of a cached file changes
-SAMPLE = 20_000_000  # characters: a tokenizer is trained on at most so many
-PASSED_OVER = 50 * SAMPLE  # characters: how much of a large corpus is looked through for the sample, at most
-CHARACTERS = 8  # so many for each token that will be trained on, where that is less: more than a token has, not by much
-SLICE = 1 << 16  # characters: a sample consists of slices of this size
-FEW = 1 << 25  # bytes: less text than this is encoded before other processes have started
+FORMAT = 2  # part of every key: raise it when the meaning of a cached file changes
+SAMPLE = 20_000_000  # characters of the text that a tokenizer is trained on
+PASSED_OVER = 50 * SAMPLE  # characters of a large corpus that are read for the sample
+CHARACTERS = 8  # characters read for the sample for each token of a limited training: more than a token has
+SLICE = 1 << 16  # characters of a slice of the sample
+FEW = 1 << 25  # bytes: one worker encodes less text than this
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,11 @@ class Split:
 
     Attributes:
         name: "train" or "validation".
-        path: a folder with files of uint16 or uint32 ids; every document is its tokens and one end of text.
-        tokens: how many ids, ends of text included.
+        path: the folder of the ids, uint16 or uint32; each document is its tokens and one end of text.
+        tokens: number of ids, ends of text included.
         bytes: length of the text in UTF-8.
-        spelled: bytes that the ids stand for by themselves. Only a tokenizer that changes the text makes it another
-            number than `bytes`.
-        shard: ids in each file but the last.
+        spelled: bytes that the ids stand for. It differs from `bytes` where a tokenizer changes the text.
         dtype: of the ids.
-        skipped: what is wrong with files that were damaged and left out, a sentence each.
     """
 
     name: str
@@ -55,46 +55,40 @@ class Split:
     tokens: int
     bytes: int
     spelled: int
-    shard: int
     dtype: str
-    skipped: tuple[str, ...] = ()
 
-    def open(self) -> ShardedIds:
-        """The ids, mapped from the files and not read."""
-        return ShardedIds(self.path, self.tokens, self.shard, self.dtype)
+    def open(self) -> np.ndarray:
+        """Return the ids [N], mapped from the file and not read."""
+        return open_ids(self.path, self.tokens, self.dtype)
 
 
 def find_or_train(corpus: Corpus, vocabulary: int, folder: Path, tokens: int | None = None) -> Tokenizer:
-    """The BPE of at most `vocabulary` ids that belongs to the corpus's train split, or to a sample of a large one.
+    """Return the BPE of at most `vocabulary` ids for a corpus, trained on its train split or on a sample of it.
 
-    With `tokens`, how many will be trained on, hardly more text than they need is looked through for the sample.
+    Args:
+        corpus: the text.
+        vocabulary: most ids.
+        folder: the cache.
+        tokens: number of tokens that training will take. Then hardly more text is read for the sample.
     """
     most = min(PASSED_OVER, max(SAMPLE, CHARACTERS * tokens)) if tokens else PASSED_OVER
     parts = [vocabulary] if most == PASSED_OVER else [vocabulary, f"first {most}"]
     path = folder / f"tokenizer-{_key(corpus, *parts)}.json"
-    known = _read_tokenizer(path)
-    if known is None:
-        with locked(path) as held:
-            if held:
-                files.sweep(folder, name=path.name)
-            known = _read_tokenizer(path) or _train(corpus, vocabulary, path, most)
-    return known
+    tokenizer = _read_tokenizer(path)
+    if tokenizer is None:
+        with locked(path):
+            tokenizer = _read_tokenizer(path) or _train(corpus, vocabulary, path, most)
+    return tokenizer
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of a sound file; else None, with a warning if there is a damaged one."""
-    if not path.exists():
-        return None
-    known = read_json(path) or {}
+    """Return the tokenizer of a file, or None if the file is missing or holds none."""
+    state = read_json(path)
     try:
-        tokenizer = Tokenizer.from_state(known["state"])
-        if tokenizer.digest == known["digest"]:
-            return tokenizer
-        damage = "its digest has changed"
-    except (KeyError, TypeError, ValueError) as error:
-        damage = repr(error)
-    log.warning("The cached file %s is damaged (%s) and is made again.", path, damage)
-    return None
+        return Tokenizer.from_state(state) if state else None
+    except ValueError as error:
+        log.warning("The cached file %s is damaged (%s) and is made again.", path, error)
+        return None
 
 
 def _train(corpus: Corpus, vocabulary: int, path: Path, most: int) -> Tokenizer:
@@ -102,13 +96,13 @@ def _train(corpus: Corpus, vocabulary: int, path: Path, most: int) -> Tokenizer:
     log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
     with closing(_texts(corpus)) as texts:
         tokenizer = Tokenizer.train(sample(texts, passed_over=most), vocabulary)
-    write_json(path, {"state": tokenizer.to_state(), "digest": tokenizer.digest})
+    write_json(path, tokenizer.to_state())
     log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
     return tokenizer
 
 
 def _texts(corpus: Corpus) -> Generator[str, None, None]:
-    """The train split in pieces: a file that holds one text may be larger than memory."""
+    """Yield the train split in pieces: a file with one text may be larger than memory."""
     for piece in corpus.pieces("train"):
         yield piece.text
 
@@ -122,40 +116,34 @@ def find_or_encode(
     limit: int | None = None,
     workers: int | None = None,
 ) -> Split:
-    """The ids of one split of the corpus ("train" or "validation"); files that were left out are named once more.
+    """Return the ids of one split of the corpus ("train" or "validation").
 
     Args:
         corpus: the text.
         split: which part of it.
-        tokenizer: what encodes it.
+        tokenizer: encodes it.
         folder: the cache.
-        limit: at most so many ids, the first ones; None: all.
-        workers: processes that encode; None: as many as there are cores, or this one alone if there is little text.
+        limit: most ids, the first ones; None: all.
+        workers: how many encode at once; None: one for each core, or a single one if there is little text.
 
     Raises:
-        OSError: nothing is cached and the folder cannot be written.
+        OSError: the ids are not cached and the folder cannot be written.
         ValueError: the text cannot be read.
     """
     parts = [tokenizer.digest] if limit is None else [tokenizer.digest, f"first {limit}"]
     path = folder / f"tokens-{_key(corpus, *parts)}" / split
     index = read_index(path)
     if index is None:
-        with locked(path) as held:
-            if held:
-                files.sweep(path)  # what a process that was killed left half written
-            # Another process may have finished between the two looks, and then waited for nobody.
+        with locked(path):
+            # Another process may have finished between the two looks, and then this one waited for nobody.
             index = read_index(path) or _encode(corpus, split, tokenizer, path, limit, workers)
-    known = {name: index[name] for name in ("tokens", "bytes", "spelled", "shard", "dtype")}
-    skipped = tuple(index.get("skipped", ()))
-    if skipped:
-        log.warning("Of %s's %s split %d files are skipped: %s.", corpus.name, split, len(skipped), "; ".join(skipped))
-    return Split(split, path, **known, skipped=skipped)
+    return Split(split, path, **{name: index[name] for name in ("tokens", "bytes", "spelled", "dtype")})
 
 
 def sample(texts: Iterator[str], most: int | None = None, passed_over: int | None = None) -> list[str]:
-    """All texts if they have at most `most` characters together, else as many in slices from all over them.
+    """Return all texts if they have at most `most` characters, else slices of about that size, spread over the texts.
 
-    Of all that comes after the first `passed_over` characters nothing is read.
+    Reading stops after the first `passed_over` characters.
     """
     most = SAMPLE if most is None else most
     taken: list[str] = []
@@ -169,49 +157,45 @@ def sample(texts: Iterator[str], most: int | None = None, passed_over: int | Non
 
 
 def _thinned(texts: Iterator[str], most: int, passed_over: int) -> list[str]:
-    """Every n-th slice, n the smallest power of two at which they have at most `most` characters."""
-    kept: list[str] = []
+    """Return every n-th slice. n is the smallest power of two that leaves at most `most` characters."""
+    slices: list[str] = []
     stride, number, size, passed = 1, 0, 0, 0
     for part in (text[at : at + SLICE] for text in texts for at in range(0, len(text), SLICE)):
         passed += len(part)
         if number % stride == 0:
-            kept.append(part)
+            slices.append(part)
             size += len(part)
         number += 1
-        if size > most and len(kept) > 1:
-            kept, stride = kept[::2], 2 * stride
-            size = sum(map(len, kept))
+        if size > most and len(slices) > 1:
+            slices, stride = slices[::2], 2 * stride
+            size = sum(map(len, slices))
         if passed >= passed_over:
             log.info("The tokenizer learns from %d of the first %d characters; later ones are not read.", size, passed)
-            return kept
+            return slices
     log.info("The tokenizer learns from %d of all %d characters, in slices spread over them.", size, passed)
-    return kept
+    return slices
 
 
 def _encode(
     corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit: int | None, workers: int | None
 ) -> dict[str, Any]:
-    """Writes the shards and returns their index."""
+    """Write the ids and return their index."""
     started, size = time.perf_counter(), corpus.size(split)
-    lengths = tokenizer.token_lengths_V
-    writer = ShardWriter(path, lengths_V=lengths, dtype=id_type(tokenizer), shard=shards.SHARD, limit=limit)
-    before = writer.done.tokens
-    bar = Bar(split, size, limit, before)
     little = min(size or FEW, 4 * limit if limit else FEW) < FEW
     workers = workers or (1 if little else cores())
     log.info("Encoding the %s split of %s, once.", split, corpus.name)
-    try:
-        pieces = islice(corpus.pieces(split, bar.moved), writer.done.pieces, None)
-        with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
-            for encoded in parcels:
-                writer.write(encoded)
-                bar.wrote(writer.done.tokens)
-                if writer.full:
-                    break
-        index = writer.finish(skipped=corpus.skipped(split))
-    finally:
-        writer.abandon()
-        bar.close()
+    with IdWriter(path, lengths_V=tokenizer.token_lengths_V, dtype=id_type(tokenizer), limit=limit) as writer:
+        before = writer.done.tokens
+        bar = Bar(split, size, limit, before)  # log lines are written above it
+        with closing(bar), logging_redirect_tqdm():
+            pieces = islice(corpus.pieces(split, bar.moved), writer.done.pieces, None)
+            with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
+                for encoded in parcels:
+                    writer.write(encoded)
+                    bar.wrote(writer.done.tokens)
+                    if writer.full:
+                        break
+        index = writer.finish()
     seconds = time.perf_counter() - started
     rate = (index["tokens"] - before) / max(seconds, 1e-9)
     log.info(f"Encoded {index['tokens']:,} tokens in {seconds:.1f} s ({rate:,.0f} a second); kept in {path}.")

@@ -1,10 +1,10 @@
-"""A part of the training text that is held out to tune on, so that no choice is made on what is reported.
+"""A part of the training text for tuning, so that no choice is made on the reported split.
 
     training split   aaaaaaaa bbbbbb TTTTT cccccccc dddd TTTTT eeeeee        T: held out, ranges all over the split
 
-The ids and the tokenizer are those of the training split, cached as they are; only where sequences are cut differs.
-A range begins and ends where a document does, if one ends near by; so documents longer than a range are in both parts,
-but no id is.
+The ids and the tokenizer are those of the training split, in its cached file. Only the cuts between sequences differ. A
+range begins and ends at a nearby border of documents, if there is one. So a document longer than a range may be in both
+parts, but no id is.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gsm.data.shards import ShardedIds
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import Split
 
 SHARE = 0.05  # of the training split
 RANGES = 20  # at most
-LEAST = 4096  # ids in a range, unless there are fewer in all
+LEAST = 4096  # ids in a range, unless the part has fewer
 
 
 class Ranges:
-    """Ranges of ids in one row, as if nothing lay between them.
+    """Ranges of ids as one row.
 
     Args:
-        ids: all of them.
-        ranges: ascending, from where to where; not empty.
+        ids: all ids.
+        ranges: pairs of begin and end, ascending; none is empty.
     """
 
-    def __init__(self, ids: ShardedIds, ranges: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, ids: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
         self._ids, self._ranges = ids, ranges
         self._ends = np.cumsum([stop - start for start, stop in ranges])
 
@@ -39,7 +38,7 @@ class Ranges:
         return int(self._ends[-1])
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """The ids of a range without a stride; a copy only where it crosses what was left out."""
+        """Return the ids of a slice without a stride; a copy only where it crosses a border of ranges."""
         start, stop, _ = places.indices(len(self))
         parts: list[np.ndarray] = []
         for number in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ranges)):
@@ -53,28 +52,28 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Split):
-    """A split that consists of ranges of another one's ids.
+    """A split that consists of ranges of another split's ids.
 
     Attributes:
-        whole: the other one.
+        whole: the other split.
         ranges: of its ids, ascending.
     """
 
     whole: Split
     ranges: tuple[tuple[int, int], ...]
 
-    def open(self) -> Ranges:  # pyright: ignore[reportIncompatibleMethodOverride] # it has what sequences ask of ids
-        """The ids, mapped from the files and not read."""
+    def open(self) -> Ranges:  # pyright: ignore[reportIncompatibleMethodOverride] # it has all that sequences use
+        """Return the ids, mapped from the file and not read."""
         return Ranges(self.whole.open(), self.ranges)
 
 
 def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[str, Part]:
-    """The training split in two: what is left to train on ("train"), and what is held out of it ("validation").
+    """Divide the training split into a part to train on ("train") and a part to tune on ("validation").
 
     Args:
         whole: the training split.
-        tokenizer: that it was encoded with.
-        most: about so many ids are held out at most; None: a twentieth.
+        tokenizer: has encoded it.
+        most: about the largest number of ids to hold out; None: a twentieth.
 
     Raises:
         ValueError: the split is too short to be divided.
@@ -88,7 +87,7 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     size = wanted // count
 
     def near(place: int) -> int:
-        """Where a document begins at or behind a place, if one does before another range would fit in."""
+        """Return the first begin of a document at or behind a place, or the place if a range would fit before it."""
         ended = np.flatnonzero(ids[place - 1 : place - 1 + size] == tokenizer.end_of_text)
         return place + int(ended[0]) if len(ended) else place
 
@@ -97,9 +96,9 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     borders = [0, *(place for pair in held_out for place in pair), whole.tokens]
     rest = tuple(zip(borders[::2], borders[1::2], strict=True))
     spelled = sum(int(tokenizer.token_lengths_V[ids[start:stop]].sum()) for start, stop in held_out)
-    text = round(spelled * whole.bytes / max(1, whole.spelled))  # of a tokenizer that is exact, as many
+    text = round(spelled * whole.bytes / max(1, whole.spelled))  # an exact tokenizer spells every byte
     tokens = sum(stop - start for start, stop in held_out)
-    facts = {"path": whole.path, "shard": whole.shard, "dtype": whole.dtype, "skipped": whole.skipped, "whole": whole}
+    facts = {"path": whole.path, "dtype": whole.dtype, "whole": whole}
     sizes = {"tokens": whole.tokens - tokens, "bytes": whole.bytes - text, "spelled": whole.spelled - spelled}
     return {
         "train": Part(name="train", ranges=rest, **sizes, **facts),

@@ -1,4 +1,4 @@
-"""The checkpoints that a measure is taken of: which files, with what model, in which arithmetic, on which device."""
+"""The checkpoints of a measure: their files, models, arithmetic and device."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ import torch
 
 from gsm import paths
 from gsm.config.check import ConfigError
-from gsm.config.load import checkpoint_file, load_model, read_checkpoint, refusals, tokenizer_of, usable
+from gsm.config.load import (
+    checkpoint_file,
+    digest,
+    load_model,
+    read_checkpoint,
+    refusals,
+    tokenizer_of,
+    usable,
+)
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
-from gsm.experiments import weights
-from gsm.experiments.trainers import best_precision
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
+from gsm.tables import SCREEN
 from gsm.training.callbacks.progress import clock
+from gsm.training.trainer import best_precision
 
-TRAINED = "trained"  # in a summary: those of several runs, one after another, that train
+TRAINED = "trained"  # key of a summary of several runs after one another: the names of the runs that train
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that is measured; what is read of it is read when it is wanted.
+    """A checkpoint that is measured. Its parts are read when they are first used.
 
     Attributes:
         file: the checkpoint.
-        device: where the model goes.
-        note: which of several it is, for progress.
+        device: the device of the model.
+        note: its number among several, for progress.
     """
 
     file: Path
@@ -74,35 +82,35 @@ class Trained:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every result begins with."""
+        """The first facts of every result."""
         return {"checkpoint": str(self.file), **self.run, "step": self.step}
 
     @property
     def digest(self) -> str | None:
-        """What the content of the file is known by."""
-        return weights.digest(self.file)
+        """The identity of the file's content."""
+        return digest(self.file)
 
     @property
     def precision(self) -> str:
-        """The arithmetic that the run validated in; on a CPU float32, and on a GPU what ``auto`` would choose there."""
+        """The arithmetic of the run's validation: float32 on a CPU; for ``auto`` the choice for this device."""
         chosen = str(self.config.get("trainer", {}).get("precision") or "32-true")
         return best_precision(torch.device(self.device).type) if chosen == "auto" else chosen
 
     @property
     def device_name(self) -> str:
-        """What a result says of where it was measured."""
+        """The name of the device in a result."""
         if torch.device(self.device).type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"{self.device}, {torch.get_num_threads()} threads"
 
     @property
     def device_kind(self) -> str:
-        """The same without the number of threads, which no resumed measure depends on."""
+        """The same without the number of threads: a resumed measure does not depend on it."""
         return self.device_name.partition(",")[0]
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Computes in its precision; what is refused becomes a ConfigError that names the file."""
+        """Compute in its precision inside the block; a refusal becomes a ConfigError that names the file."""
         kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
         kind = kinds.get(self.precision)
         cast = torch.autocast(torch.device(self.device).type, dtype=kind) if kind else contextlib.nullcontext()
@@ -110,20 +118,20 @@ class Trained:
             yield
 
     def progress(self, unit: str, of: str = "") -> Progress:
-        """Says how far this checkpoint is, in these units, and with what."""
+        """Return a function that reports the progress of this checkpoint in these units."""
         return lambda parts, count, note="": progress(parts, count, f"{self.note}{of}{note}", unit)
 
 
 def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
-    """One checkpoint after another, so that one model at a time is in memory."""
+    """Yield one checkpoint after another, so that one model at a time is in memory."""
     device = usable(device)
     for number, file in enumerate(files, 1):
         yield Trained(file, device, f"{number} of {len(files)}: " if len(files) > 1 else "")
 
 
 def checkpoints(path: str) -> list[Path]:
-    """The checkpoint at a path or of a name, as ``load_model`` finds it, or those of all runs below it, sorted; of runs
-    after one another, that of the last.
+    """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the checkpoints of all runs below it,
+    sorted. Of runs after one another only the last one counts.
 
     Raises FileNotFoundError if there is none.
     """
@@ -139,7 +147,7 @@ def checkpoints(path: str) -> list[Path]:
 
 
 def _is_last(file: Path) -> bool:
-    """Whether a checkpoint is of a single run, or of the last one of those after one another that have one."""
+    """Return whether a checkpoint is of a single run, or of the last run with one among runs after one another."""
     phase, run = file.parent.parent.name, file.parent.parent.parent
     trained = (read_json(run / "summary.json") or {}).get(TRAINED)
     if not isinstance(trained, list):
@@ -149,7 +157,7 @@ def _is_last(file: Path) -> bool:
 
 
 def home(file: Path) -> Path:
-    """The folder of a checkpoint's run; of one that comes with the package, where what is measured of it may lie."""
+    """Return the folder of a checkpoint's run; for a model of the package, a folder below ``logs`` for its results."""
     if file.resolve() in {one.resolve() for one in paths.trained().values()}:
         return Path("logs") / "trained" / file.stem
     return file.parent.parent if file.parent.name == "checkpoints" else file.parent
@@ -157,7 +165,7 @@ def home(file: Path) -> Path:
 
 @contextlib.contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """What cannot be written becomes a ConfigError that says what to do."""
+    """Turn an OSError inside the block into a ConfigError with the remedy."""
     try:
         yield
     except OSError as error:
@@ -167,7 +175,7 @@ def writing(place: Path) -> Iterator[None]:
 def progress(
     parts: Iterable[Any], count: int, note: str = "", unit: str = "sequences", patience: float = 3.0
 ) -> Iterator[Any]:
-    """Passes parts on, and says on stderr how far it is, when that takes longer than ``patience`` seconds."""
+    """Yield the parts, and report progress on stderr, if it takes longer than ``patience`` seconds."""
     start = last = time.perf_counter()
     terminal, written = sys.stderr.isatty(), False
     for done, part in enumerate(parts):
@@ -175,9 +183,9 @@ def progress(
         if done and now - last > (patience if terminal or not written else 30.0):
             left = clock((now - start) / done * (count - done))
             line = f"{note}{done} of {count} {unit}, {left} left"
-            sys.stderr.write(f"\r{line:<78}" if terminal else f"{line}\n")
+            sys.stderr.write(f"\r{line:<{SCREEN}}" if terminal else f"{line}\n")
             sys.stderr.flush()
             last, written, patience = now, True, min(patience, 0.5)
         yield part
     if written and terminal:
-        sys.stderr.write(f"\r{'':<78}\r")
+        sys.stderr.write(f"\r{'':<{SCREEN}}\r")

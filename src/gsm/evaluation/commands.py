@@ -1,4 +1,4 @@
-"""What `evaluate.py` can do, chosen by what is given: held-out loss, downstream tasks, RULER, perplexity by length."""
+"""The measures of `evaluate.py`, by its arguments: held-out loss, downstream tasks, RULER, perplexity by length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gsm.evaluation.ruler import Ruler
 
 
 def call(arguments: Sequence[str]) -> None:
-    """Takes the measure that ``name=value`` words ask for, or prints its help."""
+    """Take the measure of ``name=value`` words, or print its help."""
     measure, own = choose(arguments)
 
     @functools.wraps(measure, updated=())
@@ -29,27 +29,27 @@ def call(arguments: Sequence[str]) -> None:
 
 
 def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
-    """The measure that ``name=value`` words ask for, and its own arguments."""
+    """Return the measure of ``name=value`` words, and its own arguments."""
     of_ruler = [word.removeprefix("ruler.") for word in words if word.startswith("ruler.")]
     rest = [word for word in words if not word.startswith("ruler.")]
-    if any(word.startswith("tasks=") for word in words):  # which has a table with RULER in it
+    if any(word.startswith("tasks=") for word in words):  # RULER may be a part of its table
         alone = [word for word in rest if not (of_ruler and word == "ruler=true")]
         return Tasks, [*alone, *([f"ruler={' '.join(of_ruler)}"] if of_ruler else [])]
     if of_ruler or "ruler=true" in words:
         return Ruler, [*(word for word in rest if word != "ruler=true"), *of_ruler]
     if any(word.startswith("lengths=") for word in words):
-        return Lengths, [word for word in words if word != "lengths=paper"]  # which they are anyway
+        return Lengths, [word for word in words if word != "lengths=paper"]  # the default
     return HeldOut, list(words)
 
 
 def asked(words: Sequence[str]) -> Measure:
-    """The measure that ``name=value`` words ask for. Raises ConfigError."""
+    """Return the measure of ``name=value`` words. Raises ConfigError."""
     measure, own = choose(words)
     return measure(**command_line.read_arguments(own, measure, measure.script))
 
 
 def words(asked: Mapping[str, Any]) -> list[str]:
-    """`name=value` for each entry; a list with commas between."""
+    """Return `name=value` for each entry; a list with commas between."""
     return [f"{name}={_text(value)}" for name, value in asked.items() if value is not None]
 
 

@@ -1,19 +1,18 @@
-"""Downstream tasks by the log-likelihoods of answers, and the paper's table with ours beside it.
+"""Downstream tasks by lm-evaluation-harness, and the paper's table with ours beside it.
 
     python evaluate.py checkpoint=logs/default tasks=paper data=FOLDER
 
 A task has one file of results, with every sample's scores. Batches are planned from all samples and never change, so
-that an evaluation that was interrupted ends with the numbers of one that was not.
+that an interrupted evaluation ends with the numbers of an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib.metadata
 import importlib.util
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,57 +21,45 @@ from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.command_line import read_arguments
 from gsm.config.load import refusals
-from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import loglikelihood, ruler, task_files
+from gsm.evaluation import ruler, tasks
 from gsm.evaluation.checkpoints import Trained, home
-from gsm.evaluation.loglikelihood import Question, Score
-from gsm.evaluation.measure import Measure, publish
+from gsm.evaluation.measure import Measure, own_json, publish
 from gsm.evaluation.paper import Published, published
-from gsm.evaluation.results import (
-    ACCURACIES,
-    Grid,
-    Progress,
-    Results,
-    by_arm,
-    difference,
-    finish,
-    means,
-    side_by_side,
-    silent,
-)
+from gsm.evaluation.results import Results, by_arm, difference, means, side_by_side
 from gsm.evaluation.ruler import Ruler
-from gsm.evaluation.task_files import Sample, Task
+from gsm.evaluation.tasks import Task
+from gsm.tables import Grid
 from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
-NO_HARNESS = f"harness=true needs the extra eval: {paths.install('eval')}"
 HUB = "hub"  # in the settings of results, where documents are not local files
-# Of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; `ruler`, its
-# result or None.
+# The result of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; and
+# `ruler`, RULER's result or None.
 Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Tasks(Measure):
-    """Scores trained models on downstream tasks, and prints the paper's table with ours beside it.
+    """Score trained models on downstream tasks, and print the paper's table with ours beside it.
 
-    Every task leaves a file with the scores of all samples in tasks/ below the folder of its run; the same command goes
-    on where it was interrupted. With several runs: mean and spread over the seeds of every arm, and how the arms differ
-    from the first on the same questions. Of tasks=ablation RULER is a part: what lies in the ruler.json of a run, if
-    that is of the same checkpoint. What output= names is the folder for the table: tasks.md, tasks.json.
+    lm-evaluation-harness (extra eval) makes the questions. Every task leaves a file with the scores of all samples in
+    tasks/ below the folder of its run; the same command goes on where it was interrupted. With several runs: mean and
+    spread over the seeds of every arm, and the differences of the arms from the first on the same questions. RULER is a
+    part of tasks=ablation: the ruler.json of a run, if that is of the same checkpoint. output= names the folder of the
+    table: tasks.md, tasks.json.
 
     Args:
-        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of them: tasks=piqa,sciq, also yaml files
-            of your own
-        data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each
-        limit: documents of a task at most, spread evenly over its file (with harness=true and no data: the first, of
-            each subtask); such results lie in tasks_limit<n>/; 0: all
-        context: tokens that a model reads at most, what is longer is cut on the left; 0: as in training, up to 4096
+        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of the harness's tasks:
+            tasks=piqa,sciq, also yaml files of your own in its format
+        data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each; left out: the hub
+        limit: largest number of documents of a task, spread evenly over its file (from the hub: the first, for each
+            subtask); such results lie in tasks_limit<n>/; 0: all
+        context: largest number of tokens that a model reads, a longer context is cut on the left; 0: as in training,
+            up to 4096
         batch_size: answers scored at a time
-        harness: let lm-evaluation-harness do it (extra eval), without data with the documents of the hub
-        ruler: true: for tasks=ablation, ask RULER too, as ruler=true does alone, and of what is not there yet; its own
-            arguments as ruler.examples=20 ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
+        ruler: true: for tasks=ablation, ask RULER's missing questions too; its own arguments as ruler.examples=20
+            ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
     """
 
     file: ClassVar[str] = "tasks.json"
@@ -83,47 +70,50 @@ class Tasks(Measure):
     limit: int = 0
     context: int = 0
     batch_size: int = ROWS
-    harness: bool = False
     ruler: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 0), ("context", 0), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but has to be {least} or more")
-        if not self.data and not self.harness:
-            raise ConfigError("tasks need their documents: say data=FOLDER, or harness=true to take them from the hub")
         _ = self.needles
 
     def require(self) -> None:
-        """The harness, where it is asked for."""
-        if self.harness and importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(NO_HARNESS)
+        """Raise ConfigError where lm-evaluation-harness is not installed."""
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError(f"tasks= needs the extra eval: {paths.install('eval')}")
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """RULER first, where it is asked too."""
+        """Measure RULER first, where it is asked too."""
+        self.require()
         if self.needles:
             self.needles.evaluate()
         return super().evaluate()
 
     @cached_property
     def table(self) -> Published | None:
-        """The paper's table, where the tasks are those of one."""
+        """The paper's table, if `tasks` names one."""
         return published(",".join(self.tasks))
 
     @cached_property
-    def texts(self) -> list[tuple[Task, list[Sample] | None]]:
-        """The tasks with their samples; None: those of the hub. Raises ConfigError."""
+    def chosen(self) -> list[Task]:
+        """The tasks. Raises ConfigError, also for missing files."""
         with refusals("tasks"):
-            chosen = [task_files.load(name) for name in (self.table.rows if self.table else self.tasks)]
-            if self.data:
-                task_files.require(chosen, Path(self.data))
-            return [
-                (task, task_files.samples(task, Path(self.data), self.limit) if self.data else None) for task in chosen
-            ]
+            chosen = [tasks.load(name) for name in (self.table.rows if self.table else self.tasks)]
+            tasks.require(chosen, self.data)
+            return chosen
+
+    @cached_property
+    def questions(self) -> dict[str, Any]:
+        """The questions of every task, by its name. Raises ConfigError."""
+        from gsm.evaluation.harness import build  # imports lm_eval
+
+        with refusals("tasks"):
+            return {task.name: build(task, self.data, self.limit) for task in self.chosen}
 
     @property
     def needles(self) -> Ruler | None:
-        """How RULER is asked; None: it is not. Raises ConfigError."""
+        """The measure of RULER; None: it is not asked. Raises ConfigError."""
         if self.ruler in ("", "false"):
             return None
         if not (self.table and self.table.ruler):
@@ -135,39 +125,45 @@ class Tasks(Measure):
         return Ruler(self.checkpoint, self.device, **read_arguments(words, Ruler, Ruler.script, without))
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Scores of every task; each is kept in the run's folder by itself, and not measured again."""
-        by_harness = _harness() if self.harness else None
-        texts, data = self.texts, Path(self.data) if self.data else None
-        model, tokenizer = trained.model, trained.tokenizer
+        """Return the scores of every task. The run's folder keeps each, and a finished one is not measured again."""
         longest = self.context or min(LONGEST, trained.config["data"]["context"])
         settings = {
             **{"checkpoint": trained.digest, "context": longest, "rows": self.batch_size, "limit": self.limit},
             **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
-            "scorer": by_harness.version() if by_harness else "built in",
+            "scorer": f"lm-eval {importlib.metadata.version('lm-eval')}",
         }
-        found = {}
+        scored = {}
+        for task in self.chosen:
+            own = {"task": task.name, **settings, "documents": self._documents(task)}
+            results = Results(self._samples_of(task.name, trained.file), own)
+            if "samples" not in results.conclusion:
+                self._score(trained, task, results, longest)
+            scored[task.name] = results.content()
+        report = trained.model.parameter_report()
+        return {**trained.facts, "mixture": report.active < report.total, "tasks": scored}
+
+    def _score(self, trained: Trained, task: Task, results: Results, longest: int) -> None:
+        """Score the missing samples of a task."""
+        from gsm.evaluation import harness
+
+        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size, "limit": self.limit}
+        options |= {"results": results, "progress": trained.progress("batches", f"{task.name}: ")}
+        questions = self.questions[task.name]
         with trained.computing():
-            for task, samples in texts:
-                own = {**settings, "documents": documents_digest(task, data) if data else HUB}
-                options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size}
-                options["progress"] = trained.progress("batches", f"{task.name}: ")
-                if by_harness:
-                    adapter = by_harness.Adapter(model, tokenizer, **options)
-                    options = {"limit": self.limit, "file": self._samples_of(task.name, trained.file), "settings": own}
-                    found[task.name] = by_harness.measure(adapter, task, samples, **options)
-                else:
-                    assert samples is not None  # there are data
-                    options |= {"file": self._samples_of(task.name, trained.file), "settings": own}
-                    found[task.name] = measure(model, tokenizer, task, samples, **options)
-        report = model.parameter_report()
-        return {**trained.facts, "mixture": report.active < report.total, "tasks": found}
+            harness.measure(trained.model, trained.tokenizer, questions, **options)
+
+    def _documents(self, task: Task) -> str:
+        """Return the digest of a task's local files. Raises ConfigError."""
+        with refusals("tasks"):
+            files = task.paths(self.data)
+            return tasks.digest(task, list(files.values())) if files else HUB
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
-        """The paper's table with its average, and what the arms differ by."""
+        """Print and write the paper's table with its average, and the differences of the arms."""
         results = [{**result, "ruler": ruler.known(Path(result["checkpoint"]))} for result in results]
-        tasks, table, arms = [task for task, _ in self.texts], self.table, by_arm(results)
-        grids, said = [grid(tasks, arms, table), *differences(arms, table)], notes(arms, tasks, table)
-        kept = [  # without their samples, which have a file of their own
+        table, arms = self.table, by_arm(results)
+        grids = [grid(self.chosen, arms, table), *differences(arms, table)]
+        runs = [  # without their samples, which have a file of their own
             {
                 **result,
                 "tasks": {
@@ -177,119 +173,28 @@ class Tasks(Measure):
             }
             for result in results
         ]
-        print(f"\n{publish(place, grids, said, {'runs': kept})}")
+        print(f"\n{publish(place, grids, notes(arms, self.chosen, table), {'runs': runs})}")
         print("The scores of all samples are in the folders of the runs")
 
     def _samples_of(self, task: str, checkpoint: Path) -> Path:
-        """The file of a task with every sample's scores."""
-        folder = home(checkpoint) / (f"tasks_limit{self.limit}" if self.limit else "tasks")
-        return folder / (f"{task}_harness.json" if self.harness else f"{task}.json")
+        """Return the file of a task with every sample's scores."""
+        return home(checkpoint) / (f"tasks_limit{self.limit}" if self.limit else "tasks") / f"{task}.json"
 
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
-        """With the samples of every task, from the folder of the checkpoint's run."""
-        (kept,) = self._written(folder)["runs"]
-        files = {task: self._samples_of(task, Path(kept["checkpoint"])) for task in kept["tasks"]}
-        found = {task: json.loads(file.read_text(encoding="utf-8")) for task, file in files.items()}
-        return {**kept, "tasks": found, **run}
+        """Return the result with the samples of every task, from the folder of the checkpoint's run."""
+        (written,) = self._written(folder)["runs"]
+        files = {task: self._samples_of(task, Path(written["checkpoint"])) for task in written["tasks"]}
+        return {**written, "tasks": {task: own_json(file) for task, file in files.items()}, **run}
 
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """The score in percent of every task, and their `average`."""
+        """Return the score of every task in percent, and their `average`."""
         return written["runs"][0]["values"]
 
 
-def measure(
-    model: Any,
-    tokenizer: Tokenizer,
-    task: Task,
-    samples: Sequence[Sample],
-    *,
-    max_length: int,
-    rows: int = ROWS,
-    file: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Scores the samples of a task.
-
-    Args:
-        model: as in ``loglikelihood.loglikelihoods``.
-        tokenizer: the model's.
-        task, samples: of ``task_files``.
-        max_length: tokens that the model may read at most; what is longer is cut on the left.
-        rows: continuations at a time.
-        file: for the results, gone on from if its settings are the same (``Results``).
-        settings: whatever the numbers depend on, as plain containers.
-        progress: passes on the batches that are still to do.
-
-    Returns:
-        ``settings``, ``scores`` (see ``conclude``) and ``samples``: of each, the number of its document, ``subtask``,
-        ``gold``, ``loglikelihoods`` and ``greedy`` of its pairs, ``cut`` tokens, and its metrics.
-
-    Raises:
-        ValueError: as ``loglikelihoods``.
-    """
-    texts = [pair for sample in samples for pair in sample.pairs]
-    pairs = loglikelihood.encode_pairs(tokenizer.encode_batch, tokenizer.end_of_text, texts)
-    batches = loglikelihood.plan(pairs, max_length=max_length, rows=rows)
-
-    def places(batch: Sequence[Question]) -> list[str]:
-        return [str(place) for question in batch for place in question.places]
-
-    def compute(batch: Sequence[Question]) -> dict[str, Any]:
-        return {str(place): astuple(score) for place, score in loglikelihood.score(model, batch).items()}
-
-    results = Results(file, {"task": task.name, "samples": len(samples), **(settings or {})})
-    if "samples" not in results.conclusion:
-        results.fill(batches, places, compute, progress)
-        scores = iter([Score(*results.cells[str(place)]) for place in range(len(pairs))])
-        finish(
-            results, task.metrics, [record(task, sample, [next(scores) for _ in sample.pairs]) for sample in samples]
-        )
-    return results.content()
-
-
-def record(task: Task, sample: Sample, scores: Sequence[Score]) -> dict[str, Any]:
-    """What is kept of a sample.
-
-    The likeliest choice is taken, the first of equals; of a single pair, whether every token of it was the likeliest.
-    """
-    kept: dict[str, Any] = {
-        **{"document": sample.document, "subtask": sample.subtask, "gold": sample.gold},
-        "loglikelihoods": [score.loglikelihood for score in scores],
-        "greedy": [score.greedy for score in scores],
-        "cut": max(score.cut for score in scores),
-    }
-    for metric in task.metrics:
-        each = [score.loglikelihood for score in scores]
-        if metric == "acc_norm" and sample.lengths:
-            each = [value / length for value, length in zip(each, sample.lengths, strict=True)]
-        right = scores[0].greedy if len(scores) == 1 else each.index(max(each)) == sample.gold
-        kept |= {metric: float(right)} if metric in ACCURACIES else {}
-    return kept
-
-
-def documents_digest(task: Task, folder: Path) -> str:
-    """SHA-256 of a task's own file and of its documents, in hexadecimal."""
-    found = hashlib.sha256()
-    for path in (task.file, *(task_files.find(folder, name) for name in task.files)):
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
-
-
-def _harness() -> Any:
-    """The adapter's module. Raises ConfigError where the extra is missing."""
-    try:
-        from gsm.evaluation import harness
-    except ImportError as error:
-        raise ConfigError(f"{NO_HARNESS} ({error})") from error
-    return harness
-
-
 def values(result: Result, table: Published | None) -> dict[str, float]:
-    """The score of every task and their unweighted mean (``average``), in percent; where the table has RULER, and the
-    result too, also ``ruler_average`` and ``ruler_longest``."""
+    """Return the score of every task and their unweighted mean (``average``), in percent; where both the table and the
+    result have RULER, also ``ruler_average`` and ``ruler_longest``."""
     each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
     further = ruler.numbers(result.get("ruler")) if table and table.ruler else {}
     beside = {f"ruler_{name}": value for name, value in further.items()}
@@ -297,30 +202,30 @@ def values(result: Result, table: Published | None) -> dict[str, float]:
 
 
 def metric(task: str, result: Result, table: Published | None) -> str:
-    """What a task is scored by: as the paper does for such a model; outside its tables acc_norm where there is one."""
+    """Return the metric of a task: the paper's for such a model; outside its tables acc_norm where there is one."""
     if table:
         return table.rows[task]["mixture" if result["mixture"] else "dense"]
     return "acc_norm" if "acc_norm" in result["tasks"][task]["scores"] else "acc"
 
 
 def grid(tasks: Sequence[Task], arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> Grid:
-    """Tasks by models: ours, mean and standard deviation over seeds, then the paper's."""
+    """Return tasks by models: ours, mean and standard deviation over seeds, then the paper's."""
     title = _mean_title(table)
     if table is None:
         rows = {task.name: task.title for task in tasks} | {"average": title}
         return side_by_side("task (%)", arms, rows, lambda result, name: values(result, None)[name])
     rows = {task.name: task.title + "+" * _depends(table, task.name) for task in tasks}
     rows |= {"average": title, **{f"ruler_{name}": ruler.TITLES[name] for name in table.ruler}}
-    theirs = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average}
-    theirs |= {f"ruler_{name}": numbers for name, numbers in table.ruler.items()}
+    papers = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average}
+    papers |= {f"ruler_{name}": numbers for name, numbers in table.ruler.items()}
     return side_by_side(
-        "task (%)", arms, rows, lambda result, name: values(result, table).get(name), table.columns, theirs
+        "task (%)", arms, rows, lambda result, name: values(result, table).get(name), table.columns, papers
     )
 
 
 def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> list[Grid]:
-    """A table of every other arm minus the first: each question's score is the mean over the seeds that both arms have,
-    the interval is the paired bootstrap's over questions. None for a single arm."""
+    """Return a table of every other arm minus the first: each question's score is the mean over the common seeds, the
+    interval is the paired bootstrap's over questions. No table for a single arm."""
     (arm, first), *others = arms.items()
     if not others:
         return []
@@ -338,7 +243,7 @@ def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | Non
 
 
 def _questions(results: Sequence[Result], task: str, table: Published | None) -> list[float]:
-    """The score of each question of a task, the mean over these results."""
+    """Return the score of each question of a task, the mean over these results."""
     each = []
     for result in results:
         samples = sorted(result["tasks"][task]["samples"], key=lambda one: (one["subtask"], one["document"]))
@@ -347,36 +252,36 @@ def _questions(results: Sequence[Result], task: str, table: Published | None) ->
 
 
 def notes(arms: Mapping[str, Mapping[Any, Result]], tasks: Sequence[Task], table: Published | None) -> list[str]:
-    """What has to be said about the numbers."""
+    """Return the sentences below the table."""
     results = [result for seeds in arms.values() for result in seeds.values()]
-    said = [f"The last columns are the paper's, {table.table}."] if table else []
+    sentences = [f"The last columns are the paper's, {table.table}."] if table else []
     if table and any(_depends(table, name) for name in table.rows):
-        said.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")
+        sentences.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")
     if len(results) > 1:
-        said.append("mean +- sample standard deviation over the seeds of an arm")
+        sentences.append("mean +- sample standard deviation over the seeds of an arm")
     scored = results[0]["tasks"]
     documents = {task.name: scored[task.name]["settings"]["documents"] for task in tasks}
-    said += [f"{task.title}: {task.note}." for task in tasks if task.note and documents[task.name] != HUB]
+    sentences += [f"{task.title}: {task.note}." for task in tasks if task.note and documents[task.name] != HUB]
     few = [task for task in tasks if scored[task.name]["settings"]["limit"]]
     if few:
         counts = ", ".join(f"{task.title} {scored[task.name]['scores']['samples']:,}" for task in few)
-        said.append(f"Limited: {counts} samples.")
+        sentences.append(f"Limited: {counts} samples.")
     for task in tasks:
         most = max((result["tasks"][task.name]["scores"] for result in results), key=lambda one: one["cut"])
         if most["cut"]:
             cut = f"{most['cut']:,} of {most['samples']:,} contexts were cut on the left"
-            said.append(f"{task.title}: {cut} to what the model reads.")
+            sentences.append(f"{task.title}: {cut} to what the model reads.")
     if table and table.ruler:
         names = [f"{arm}/seed{result['seed']}" for arm, seeds in arms.items() for result in seeds.values()]
-        said += ruler.notes([result["ruler"] for result in results], names)
-    return said
+        sentences += ruler.notes([result["ruler"] for result in results], names)
+    return sentences
 
 
 def _mean_title(table: Published | None) -> str:
-    """What the mean over tasks is called: beside RULER's, as the paper does."""
+    """Return the title of the mean over tasks: beside RULER's, the paper's."""
     return "Standard Avg." if table and table.ruler else "Avg."
 
 
 def _depends(table: Published, task: str) -> bool:
-    """Whether a task is scored otherwise for models with a mixture of experts."""
+    """Return whether a task has another metric for models with a mixture of experts."""
     return table.rows[task]["dense"] != table.rows[task]["mixture"]

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -14,8 +13,10 @@ from gsm.config.check import ConfigError
 from gsm.config.load import load_model, load_tokenizer, usable
 from gsm.costs.model import cost
 from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
+from gsm.data.reading import utf8
 from gsm.data.tokenizer import Tokenizer
 from gsm.engine import CHUNK, Engine
+from gsm.files import read_text
 from gsm.models.base import LanguageModel
 
 
@@ -29,25 +30,25 @@ def generate(
     seed: int = 0,
     device: str = "auto",
 ) -> None:
-    """Prints a prompt and how a trained model goes on; it stops where the model ends its text, or at Ctrl-C.
+    """Print a prompt and its continuation by a trained model, up to the model's end of text, or to Ctrl-C.
 
     Args:
-        checkpoint: a .ckpt file, or the folder of a run; or nano, which comes along
-        prompt: what the text begins with; empty: the beginning of a document
+        checkpoint: a .ckpt file, or the folder of a run; or nano, a trained model in the package
+        prompt: the beginning of the text; empty: the beginning of a document
         prompt_file: a text file to begin with, instead of prompt
-        max_new_tokens: at most so many tokens
-        temperature: 0: always the likeliest token; 1: as probable as the model says
+        max_new_tokens: largest number of tokens
+        temperature: 0: always the likeliest token; 1: by the model's own probabilities
         top_p: draw from the likeliest tokens that together have this probability
         seed: of the draws
         device: cpu, cuda, ...; auto: a GPU if there is one
 
     Raises:
-        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
-            Also where memory runs out: it says what would fit.
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
+            Also where memory runs out: the message has the number of tokens that fit.
     """
     _check(prompt, max_new_tokens, temperature, top_p)
     device = usable(device)
-    start = _read(prompt_file) if prompt_file else prompt
+    start = utf8(_read(prompt_file) if prompt_file else prompt)
     tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
     generator = torch.Generator(device).manual_seed(seed)
     sys.stdout.write(start)
@@ -55,7 +56,7 @@ def generate(
         for piece in pieces(model, tokenizer, start, max_new_tokens, temperature, top_p, generator):
             sys.stdout.write(piece)
             sys.stdout.flush()
-    except KeyboardInterrupt:  # what has been written stays
+    except KeyboardInterrupt:  # the written text stays
         raise SystemExit(128 + signal.SIGINT) from None
     finally:
         sys.stdout.write("\n")
@@ -71,7 +72,7 @@ def pieces(
     top_p: float,
     generator: torch.Generator,
 ) -> Iterator[str]:
-    """The new text, as much of it at a time as makes whole characters; ends with the model's end of text."""
+    """Yield the new text in whole characters; ends with the model's end of text."""
     decoder = tokenizer.stream()
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     capacity = len(ids) + max_new_tokens - 1
@@ -87,7 +88,7 @@ def pieces(
 
 @contextmanager
 def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
-    """Where memory runs out inside, the error says how many tokens there is room for."""
+    """Turn an exhausted memory inside the block into an error with the number of tokens that fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -96,8 +97,8 @@ def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
         weight, costs = model.embedding.weight, cost(model)
         memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
         room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
-        said = room.refusal(tokens, available_bytes(weight.device), tried=True)
-        raise ConfigError(f"{said}; prompt and new tokens are {tokens:,}: shorten them") from error
+        refusal = room.refusal(tokens, available_bytes(weight.device), tried=True)
+        raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}: shorten them") from error
 
 
 def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
@@ -111,6 +112,6 @@ def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompt_file {path} cannot be read: {error}") from error

@@ -1,261 +1,321 @@
-"""Any model of ours in lm-evaluation-harness (extra ``eval``), and our samples as a task of it.
+"""Any model of ours in lm-evaluation-harness (extra ``eval``), and the harness's scores of a task by question.
 
-The adapter answers the harness's three kinds of requests with the same core as the built-in scorer. Imports lm_eval, so
-this module is imported where it is needed alone.
-
-The harness may run code that a task file holds: its templates have no sandbox, and its yaml files name functions. So it
-gets texts that ``task_files`` has rendered, or one of its own tasks; never a template or a path from a task file.
+Imports lm_eval, so this module is imported only by a function that needs it. The harness's own tasks may name functions
+of its package; ``tasks.read`` refuses them in yaml files of your own, and all templates run in Jinja's sandbox.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import datasets
 import lm_eval
-import torch
+import lm_eval.utils as harness_utils
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval.api import task as harness_task
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import task_files
-from gsm.evaluation.loglikelihood import Pair, Score, cut, encode_pairs, loglikelihoods
-from gsm.evaluation.results import ACCURACIES, Progress, Results, finish, silent
-from gsm.evaluation.task_files import Sample, Task
-from gsm.models.prompts import left_pad
-from gsm.models.sampling import sample as draw
+from gsm.evaluation import tasks
+from gsm.evaluation.loglikelihood import Score, loglikelihoods
+from gsm.evaluation.results import Progress, Results, silent
+from gsm.evaluation.tasks import Task
+
+# The harness renders templates without a sandbox, and a template may be a stranger's.
+sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+sandbox.filters |= harness_utils.env.filters
+# Without a cache the harness would compile a template for each document.
+sandbox.from_string = lru_cache(256)(sandbox.from_string)  # pyright: ignore[reportAttributeAccessIssue]
+harness_utils.env = sandbox
+harness_task.tqdm = lambda parts, **_: parts  # a bar for each task of a group hides our own progress
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+datasets.disable_progress_bars()
 
 SEED = 42  # the paper's
-NEW_TOKENS = 256  # where a task does not say how many it wants generated, as in the harness
+ACCURACIES = ("acc", "acc_norm")  # the metrics of a task that are shares of right answers
+# The harness's own command scores tasks that our table cannot hold.
+ELSEWHERE = "Use lm_eval itself, on a model that export.py has written"
 
 
 class Adapter(TemplateLM):
-    """A model of ours as the harness wants it.
+    """A model of ours in the form that the harness takes. It scores continuations; it writes no text.
 
     Args:
         model: as in ``loglikelihood.loglikelihoods``.
-        tokenizer: with ``encode``, ``decode`` and ``end_of_text``, which also stands for an empty context.
-        max_length: tokens that the model may read at most; what is longer is cut on the left.
+        tokenizer: with ``encode`` and ``end_of_text``, which also stands for an empty context.
+        max_length: largest number of tokens that the model reads; a longer context is cut on the left.
         rows: sequences at a time.
-        progress: passes batches on, and may say how far it is.
+        progress: passes batches on, and may report them.
+        results: keeps the scores of continuations by their number, and has those of an interrupted call.
 
     Attributes:
-        cut: requests whose context was cut, so far.
+        scores: of the continuations of the last call.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, *, max_length: int, rows: int = 32, progress: Progress = silent
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        rows: int = 32,
+        progress: Progress = silent,
+        results: Results | None = None,
     ) -> None:
         super().__init__()
-        self.progress = progress
-        self.model, self.coder, self.rows = model, tokenizer, rows
-        self._max_length = max_length
-        self._device = next(model.parameters()).device
-        self.cut = 0
+        self.model, self.coder = model, tokenizer
+        self.options: dict[str, Any] = {"max_length": max_length, "rows": rows, "progress": progress}
+        self.results, self.scores = results, []
 
     @property
     def eot_token_id(self) -> int:
         """The id that ends a document, and stands before one."""
         return self.coder.end_of_text
 
-    @property
-    def max_length(self) -> int:
-        """Tokens that the model may read at most."""
-        return self._max_length
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What the harness's cache of requests tells tokenizers apart by."""
-        return self.coder.digest
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text; ours has no special tokens to add."""
+        """Return the token ids of a text; our tokenizer has no special tokens to add."""
         return self.coder.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        return [(score.loglikelihood, score.greedy) for score in self._scores([pair[1:] for pair in requests])]
+        pairs = [(context or [self.eot_token_id], continuation) for _, context, continuation in requests]
+        self.scores: list[Score] = loglikelihoods(self.model, pairs, results=self.results, **self.options)
+        return [(score.loglikelihood, score.greedy) for score in self.scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows that each predict what those before have not."""
-        windows, owners = [], []
-        for owner, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            parts = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            windows += map(make_disjoint_window, parts)
-            owners += [owner] * (len(windows) - len(owners))
-        totals = [0.0] * len(requests)
-        for owner, score in zip(owners, self._scores(windows), strict=True):
-            totals[owner] += score.loglikelihood
-        return totals
+        """Raise ValueError: whole texts are the harness's own business."""
+        raise ValueError(f"loglikelihood_rolling is not allowed because continuations are scored alone. {ELSEWHERE}")
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, until one of the texts that end it, or ``max_gen_toks``."""
-        asked: list[tuple[Any, ...]] = [request.args for request in requests]
-        by_options: dict[str, list[int]] = {}
-        for number, one in enumerate(asked):
-            by_options.setdefault(repr(one[1]), []).append(number)
-        found: dict[int, str] = {}
-        for alike in by_options.values():
-            alike.sort(key=lambda number: len(asked[number][0]), reverse=True)
-            for start in range(0, len(alike), self.rows):
-                batch = alike[start : start + self.rows]
-                texts = self._generate([asked[n][0] for n in batch], **asked[batch[0]][1])
-                found |= dict(zip(batch, texts, strict=True))
-        return [found[number] for number in range(len(requests))]
-
-    def _scores(self, pairs: Sequence[Pair]) -> list[Score]:
-        options = {"max_length": self.max_length, "rows": self.rows, "progress": self.progress}
-        scores = loglikelihoods(self.model, pairs, **options)
-        self.cut += sum(score.cut > 0 for score in scores)
-        return scores
-
-    @torch.no_grad()
-    def _generate(
-        self, contexts: Sequence[str], *, until: str | Sequence[str] | None = None, **options: Any
-    ) -> list[str]:
-        stops = [until] if isinstance(until, str) else [stop for stop in until or () if stop]
-        count = int(options.get("max_gen_toks", NEW_TOKENS))
-        temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-        generator = torch.Generator(self._device).manual_seed(SEED)
-        room = max(1, self.max_length - count)
-        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-room:] for text in contexts]
-        tokens_BT, documents_BT = left_pad(prompts, self._device)
-        memory, ids = self.model.start(len(prompts)), [[] for _ in prompts]
-        out = self.model(tokens_BT, documents=documents_BT, memory=memory, rows=1)
-        for left in reversed(range(count)):
-            token_B = draw(out.logits[:, -1], temperature, float(options.get("top_p", 1.0)), generator)
-            for written, token in zip(ids, token_B.tolist(), strict=True):
-                written.append(token)
-            texts = [self._text(written, stops) for written in ids]
-            if not left or all(ended for _, ended in texts):
-                break
-            out = self.model(token_B[:, None], memory=out.memory, rows=1)
-        return [self._text(written, stops)[0] for written in ids]
-
-    def _text(self, ids: list[int], stops: Sequence[str]) -> tuple[str, bool]:
-        """The text before the first end, and whether there was one."""
-        ended = self.eot_token_id in ids
-        text = self.coder.decode(ids[: ids.index(self.eot_token_id)] if ended else ids)
-        places = [text.index(stop) for stop in stops if stop in text]
-        return text[: min(places)] if places else text, ended or bool(places)
+        """Raise ValueError: writing is the harness's own business."""
+        raise ValueError(f"generate_until is not allowed because continuations are scored alone. {ELSEWHERE}")
 
 
-def version() -> str:
-    """What a table says of the scorer."""
-    return f"lm-eval {lm_eval.__version__}"
+@dataclass(frozen=True)
+class Questions:
+    """A task of the harness with its documents.
+
+    Attributes:
+        task: the task.
+        built: the harness's tasks, several for one with subtasks.
+        lines: by the name of each of these, the line of every document in its file; empty for documents of the hub.
+    """
+
+    task: Task
+    built: Sequence[Any]
+    lines: Mapping[str, Sequence[int]]
+
+    def subtask(self, name: str) -> str:
+        """Return the part of a group that a task of the harness is; empty where there are no parts."""
+        return name.removeprefix(self.task.harness or self.task.name).removeprefix("_") if len(self.built) > 1 else ""
+
+
+def build(task: Task, data: str = "", limit: int = 0) -> Questions:
+    """Return the questions of a task.
+
+    Args:
+        task: the task.
+        data: the folder of its files; empty: the documents of the hub, or the files beside a yaml file.
+        limit: largest number of documents, spread evenly over the file; 0: all.
+
+    Raises:
+        ValueError, FileNotFoundError: the task or a document cannot be used; the message names it.
+    """
+    paths = task.paths(data)
+    parts, lines = _parts(task, paths, limit) if paths else ({}, {})
+    manager = _manager(task) if task.config is None else TaskManager(include_defaults=False)
+    name = task.harness or task.name
+    specs: list[Any] = [{"task": part, "custom_dataset": _splits(rows)} for part, rows in parts.items()]
+    try:
+        if task.config is not None:
+            specs = [ConfigurableTask(config={**task.config, **specs[0], "test_split": "test"})]
+        elif paths:
+            for unknown in [part for part in parts if part not in manager.all_tasks]:
+                raise ValueError(f"lm-evaluation-harness has no task {unknown}")
+            specs = [{"group": f"local_{name}", "task": specs}]
+        built = list(manager.load(specs or [name])["tasks"].values())
+    except Exception as error:  # the harness's own, of documents that a task does not fit
+        raise ValueError(f"task {task.name} cannot be read: {' '.join(str(error).split())}") from error
+    for part in built:
+        _check(task, part)
+        if paths:
+            _render(part, paths["test"], lines[part.config.task])
+    return Questions(task, built, lines)
+
+
+@lru_cache(1)
+def _everything() -> TaskManager:
+    """Return all tasks of the harness; to list them takes half a minute."""
+    return TaskManager()
+
+
+def _manager(task: Task) -> TaskManager:
+    """Return tasks of the harness, with this one among them. Raises ValueError."""
+    folder, name = Path(str(lm_eval.__file__)).parent / "tasks" / task.folder, task.harness or task.name
+    if task.folder:
+        few = TaskManager(include_defaults=False, include_path=str(folder))
+        if name in few.all_tasks:
+            return few
+    if name not in _everything().all_tasks:  # the harness would take a path too
+        hint = tasks.suggestion(task.name)
+        raise ValueError(f"unknown task '{task.name}': lm-evaluation-harness has no task of this name. {hint}")
+    return _everything()
 
 
 def measure(
-    adapter: Adapter,
-    task: Task,
-    samples: Sequence[Sample] | None = None,
+    model: Any,
+    tokenizer: Tokenizer,
+    questions: Questions,
     *,
+    max_length: int,
+    rows: int = 32,
     limit: int = 0,
-    file: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    results: Results | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Scores samples, or the harness's own task of that name with its documents from the hub.
+    """Score a task.
 
     Args:
-        adapter: the model.
-        task: of ``task_files``.
-        samples: of the task; None: those of the hub.
-        limit: documents of the hub's task, or of each of its subtasks; 0: all of them.
-        file: for the results; taken from there once it is finished, if its settings are the same.
-        settings: whatever the numbers depend on, as plain containers.
+        model: as in ``loglikelihood.loglikelihoods``.
+        tokenizer: the model's.
+        questions: from ``build``.
+        max_length: largest number of tokens that the model reads; a longer context is cut on the left.
+        rows: continuations at a time.
+        limit: largest number of documents of the hub, for each subtask; 0: all.
+        results: keeps the scores while they are computed, and has those of an interrupted call.
+        progress: passes on the batches that are still to do.
 
     Returns:
-        ``settings``, ``scores`` and ``samples`` as of ``downstream.measure``.
-
-    Raises:
-        ValueError: the harness has no such task.
+        ``settings``, ``scores`` (see ``conclude``) and ``samples``. Each sample has the number of its document,
+        ``subtask``, ``loglikelihoods`` and ``greedy`` of its continuations, ``cut`` tokens, and its metrics.
     """
-    results = Results(file, {"task": task.name, **(settings or {})})
-    if "samples" not in results.conclusion:
-        records = _records_of_the_hub(adapter, task, limit) if samples is None else _records(adapter, task, samples)
-        finish(results, task.metrics, sorted(records, key=lambda one: one["document"]))
+    results = results or Results(None, {})
+    adapter = Adapter(model, tokenizer, max_length=max_length, rows=rows, progress=progress, results=results)
+    logged = run(adapter, questions.built, questions.task.shots, 0 if questions.lines else limit)
+    scores, records = iter(adapter.scores), []
+    for name, documents in logged.items():
+        for document in documents:
+            own = [next(scores) for _ in document["arguments"]]
+            number = questions.lines[name][document["doc_id"]] if questions.lines else document["doc_id"]
+            records.append(_record(document, number, questions.subtask(name), own))
+    metrics = [metric for metric in tasks.METRICS if metric in next(iter(logged.values()))[0]]
+    results.cells.clear()  # the records hold all that these were for
+    results.save(scores=conclude(metrics, records), samples=sorted(records, key=lambda record: record["document"]))
     return results.content()
 
 
-def _records(adapter: Adapter, task: Task, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """By a task of the harness whose documents are texts that stand already, so that it renders nothing."""
-    several = len({context for context, _ in samples[0].pairs}) > 1  # each choice is a context of its own
-    rows = [
-        {
-            "contexts": [context for context, _ in sample.pairs],
-            "context": sample.pairs[0][0],
-            "answers": [continuation[1:] for _, continuation in sample.pairs],  # the harness adds the blank
-            "answer": sample.pairs[0][1][several:],
-            "gold": sample.gold,
+def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the scores of a task: means over all samples, so that a subtask counts by the number of its samples.
+
+    Returns:
+        Each metric; ``samples``; ``cut``, the number of samples with a cut context; and ``subtasks``, each with
+        ``samples`` and its accuracies.
+    """
+    subtasks: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        subtasks.setdefault(record["subtask"], []).append(record)
+    scores: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
+    scores |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
+    if set(subtasks) != {""}:
+        accuracies = [metric for metric in metrics if metric in ACCURACIES]
+        scores["subtasks"] = {
+            name: {"samples": len(own), **{metric: _mean(metric, own) for metric in accuracies}}
+            for name, own in sorted(subtasks.items())
         }
-        for sample in samples
-    ]
-    kind: dict[str, Any] = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "answer"}
-    if several:
-        kind = {"doc_to_text": "gold", "doc_to_choice": "contexts", "doc_to_target": "answer"}
-    elif task.choices:
-        kind = {"doc_to_text": "context", "doc_to_choice": "answers", "doc_to_target": "gold"}
-    metrics = [
-        {"metric": name, "aggregation": name if name == "perplexity" else "mean", "higher_is_better": True}
-        for name in task.metrics
-    ]
-    config = {"task": f"gsm_{task.name}", "test_split": "test", "metric_list": metrics}
-    config |= {"output_type": "multiple_choice", **kind}
-    config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(rows)}
-    (logged,) = run(adapter, [ConfigurableTask(config=config)], TaskManager(include_defaults=False)).values()
-    mine = [samples[one["doc_id"]] for one in logged]
-    return [
-        record(adapter, task, one, sample.document, sample.subtask, sample.gold)
-        for one, sample in zip(logged, mine, strict=True)
-    ]
+    return scores
 
 
-def _records_of_the_hub(adapter: Adapter, task: Task, limit: int) -> list[dict[str, Any]]:
-    name, manager = task.harness or task.name, TaskManager()
-    if name not in manager.all_tasks:  # it would take a path too, and run what the file there names
+def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """Return a mean over samples; for perplexity, the exponential of the mean negative log-likelihood of a whole
+    continuation."""
+    if metric == "perplexity":
+        return math.exp(min(700.0, -statistics.fmean(record["loglikelihoods"][0] for record in records)))
+    return statistics.fmean(record[metric] for record in records)
+
+
+def run(adapter: Adapter, built: Sequence[Any], shots: int | None = None, limit: int = 0) -> Any:
+    """Return the harness's log of every document, by task."""
+    for task in built:
+        task.set_config("num_fewshot", shots or task.config.num_fewshot or 0)
+        task.set_fewshot_seed(SEED)
+    by_name = {task.config.task: task for task in built}
+    evaluate: Any = lm_eval.evaluate  # its package declares no parameters
+    options = {"limit": limit or None, "bootstrap_iters": 0}
+    return evaluate(lm=adapter, task_dict={"tasks": by_name}, **options)["samples"]
+
+
+def _splits(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
+    """Return a function that returns documents by split, as the harness calls it. A task of the harness may take its
+    questions from train or validation: these are the test documents here."""
+    splits = {split: datasets.Dataset.from_list(documents) for split, documents in rows.items()}
+    return lambda **_: {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
+
+
+def _parts(
+    task: Task, paths: Mapping[str, Path], limit: int
+) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], dict[str, list[int]]]:
+    """Return the documents of each of the harness's tasks by split, and the lines of its questions in their file."""
+    name = task.harness or task.name
+    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    lines: dict[str, list[int]] = {}
+    for split in ("test", *(other for other in paths if other != "test")):
+        rows = tasks.documents(paths[split])
+        count = min(limit or len(rows), len(rows)) if split == "test" else len(rows)
+        for line in (index * len(rows) // count for index in range(count)):
+            if task.subtask and task.subtask not in rows[line]:
+                raise ValueError(f"{paths[split]}, line {line + 1}: there is no field '{task.subtask}'")
+            part = f"{name}_{rows[line][task.subtask]}" if task.subtask else name
+            if split == "test":
+                lines.setdefault(part, []).append(line)
+            if part in lines:
+                parts.setdefault(part, {}).setdefault(split, []).append(rows[line])
+    for part, rows in parts.items():
+        for split, path in paths.items():
+            if len(rows.get(split, ())) < (1 if split == "test" else task.shots or 0):
+                raise ValueError(
+                    f"{path} has {len(rows.get(split, ()))} documents of {part}, but {task.shots} are shown"
+                )
+    return parts, lines
+
+
+def _check(task: Task, built: Any) -> None:
+    """Raise ValueError for a task without shares of right answers by log-likelihoods."""
+    metrics = built.aggregation()
+    if built.OUTPUT_TYPE not in tasks.KINDS or "acc" not in metrics:
         raise ValueError(
-            f"lm-evaluation-harness has no task '{name}', but harness=true without data= takes it from there"
+            f"task {task.name} is not allowed because its table needs acc by log-likelihoods, and it has "
+            f"{', '.join(metrics)} by {built.OUTPUT_TYPE}. {ELSEWHERE}"
         )
-    return [
-        record(adapter, task, one, one["doc_id"], part.removeprefix(name).removeprefix("_"))
-        for part, logged in run(adapter, [name], manager, shots=task.shots, limit=limit).items()
-        for one in logged
-    ]
 
 
-def run(
-    adapter: Adapter, tasks: list[Any], manager: TaskManager, *, shots: int = 0, limit: int = 0
-) -> dict[str, list[dict[str, Any]]]:
-    """What the harness logs of every document, by task."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
-    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit or None, "bootstrap_iters": 0, **seeds}
-    evaluate: Any = lm_eval.simple_evaluate  # which its package declares without parameters
-    found = evaluate(model=adapter, tasks=tasks, task_manager=manager, **options)
-    return found["samples"]
+def _render(built: Any, path: Path, lines: Sequence[int]) -> None:
+    """Make each document's texts once, before any is scored. Raises ValueError that names file and line."""
+    for line, document in zip(lines, built.eval_docs, strict=True):
+        try:
+            built.construct_requests(doc=document, ctx=built.fewshot_context(document, num_fewshot=0))
+        except Exception as error:  # a template or a function of the task may raise anything on a document
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{path}, line {line + 1} does not fit task {built.config.task}: {reason}") from error
 
 
-def record(
-    adapter: Adapter, task: Task, logged: Mapping[str, Any], document: int, subtask: str, gold: int | None = None
-) -> dict[str, Any]:
-    """What the harness logs of a document, in the form that ours have; ``gold``: None for what the task says of it."""
-    scores = [answer[0] for answer in logged["resps"]]
-    pairs = encode_pairs(adapter.coder.encode_batch, adapter.eot_token_id, logged["arguments"])
-    if gold is None:
-        gold = task_files.gold(task, logged["doc"]) if len(scores) > 1 else 0
+def _record(logged: Mapping[str, Any], number: int, subtask: str, scores: Sequence[Score]) -> dict[str, Any]:
+    """Return the part of the harness's log of a document that results keep."""
     return {
-        **{"document": document, "subtask": subtask, "gold": gold},
-        "loglikelihoods": [float(loglikelihood) for loglikelihood, _ in scores],
-        "greedy": [bool(greedy) for _, greedy in scores],
-        "cut": max(cut(*pair, adapter.max_length) for pair in pairs),
-        **{metric: float(logged[metric]) for metric in task.metrics if metric in ACCURACIES},
+        **{"document": number, "subtask": subtask},
+        "loglikelihoods": [score.loglikelihood for score in scores],
+        "greedy": [score.greedy for score in scores],
+        "cut": max(score.cut for score in scores),
+        **{metric: float(logged[metric]) for metric in ACCURACIES if metric in logged},
     }

@@ -1,4 +1,4 @@
-"""Held-out loss of any model: per token, as a whole, and by how much of its document a token could look back on.
+"""Held-out loss of any model: per token, as a whole, and by the number of tokens before a token in its document.
 
     python evaluate.py checkpoint=logs/default
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from gsm.analysis import overlap as overlaps
 from gsm.analysis.interventions import ablations
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -29,47 +30,49 @@ from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
 from gsm.data.packing import DOCUMENTS, validation_indices
-from gsm.evaluation import overlap as overlaps
+from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.measure import Measure, write
-from gsm.evaluation.results import Grid, by_arm, cell
-from gsm.experiments.table import grid_text
+from gsm.evaluation.results import by_arm
 from gsm.files import read_json
+from gsm.intervals import over_seeds
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
+from gsm.provenance import commit
 from gsm.shapes import promoted
-from gsm.training.callbacks.summary import commit, versions
+from gsm.tables import SCREEN, Grid, grid_lines, grid_text
+from gsm.training.callbacks.summary import versions
 from gsm.training.module import next_tokens
 from gsm_kernels import explain
 
 SPLITS, PLACES = ("validation", "train"), ("document", "sequence")
 SCRATCH = 1 << 24  # logits at a time: 64 MB of float32
-WIDTH = 78
 SPREAD = "mean +- standard deviation between the runs of an arm"
 MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
 
 
 @dataclass(frozen=True)
 class HeldOut(Measure):
-    """Prints how well trained models predict text they were not trained on, and writes it to evaluation.json.
+    """Print the loss of trained models on text that they were not trained on, and write it to evaluation.json.
 
-    Without further arguments a model meets exactly what its run validated on, in the arithmetic that it was validated
-    in: trainer.precision of its run, and what auto stands for on the device at hand.
+    By default a model is measured on its own validation data, at its training precision: trainer.precision of its
+    run, where auto depends on the device at hand.
 
     Others: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help), perplexity by length of
     context (lengths=paper --help)
 
     Args:
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
-        path: other text: a folder or a file of your own, divided as for training; the part that split says is measured
+        path: other text: a folder or a file of your own, divided as for training; the part of split is measured
         split: validation; or train, which the model has seen
         context: tokens of a sequence; 0: as in training. A longer one is allowed
-        sequences: how many, spread evenly over the split; 0: as many as the run validated on
+        sequences: number of sequences, spread evenly over the split; 0: as in the run's validation
         batch_size: sequences at a time; 0: as in training
         position: place of a token in its document, or in the whole sequence
         documents: isolated, isolated_all_targets or stream, as data.documents in training; left out: as in training
-        overlap: also how much of what the stages select the encoder selects too, at four lengths around context
+        outside: leave out the text of these windows of lengths=, their number and length: outside=16,65536
+        overlap: also the share of the stages' selection that the encoder selects too, at four lengths around context
         overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
         ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
     """
@@ -84,6 +87,7 @@ class HeldOut(Measure):
     batch_size: int = 0
     position: str = "document"
     documents: str = ""
+    outside: Sequence[int] = ()
     overlap: bool = False
     overlap_lengths: Sequence[int] = ()
     ablate: bool = False
@@ -100,28 +104,35 @@ class HeldOut(Measure):
                 )
         if self.documents:
             read_documents([self.documents])
+        if self.outside and (len(self.outside) != 2 or self.outside[0] < 1 or self.outside[1] < 2):
+            asked = ",".join(map(str, self.outside))
+            raise ConfigError(f"outside={asked} is not allowed: give how many windows and their length, as 16,65536")
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Its losses, printed at once."""
+        """Return its losses, and print them at once."""
         result = self.measured(trained)
         if not self.output:
             write(file, result)
-        said = _share(result) if self.data or self.path else _caution(trained.file, result)
-        print(f"{_title(result)}\n{said}\n{one(result)}\n", flush=True)
+        note = _share(result) if self.data or self.path else _caution(trained.file, result)
+        print(f"{_title(result)}\n{note}\n{one(result)}\n", flush=True)
         return result
 
     def measured(self, trained: Trained) -> dict[str, Any]:
-        """What is known of a checkpoint and what was measured, as plain containers. Raises ConfigError."""
+        """Return the facts of a checkpoint and its measurements, as plain containers. Raises ConfigError."""
         text = {name: getattr(self, name) for name in ("data", "path", "split", "documents", "context", "batch_size")}
         data, start = open_data(trained.saved, **text, sequences=self.sequences), time.perf_counter()
         model = trained.model
-        sequences, count = _sequences(data, self.split, self.sequences)
+        sequences, count, indices = _sequences(data, self.split, self.sequences, self.outside)
+        document_S = None
+        if self.split == "validation" and isinstance(data, TextData):  # a training split may be too large to read
+            document_S = data.validation_set.documents_of(indices)
 
         def loss(note: str = "") -> dict[str, Any]:
             rows = progress(sequences(), count, trained.note + note)
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
-            return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, place=self.position)
+            options = {"batch_size": data.batch_size or 8, "token_bytes_V": bytes_V, "place": self.position}
+            return measure(model, rows, document_S=document_S, **options)
 
         def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
             return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
@@ -135,6 +146,7 @@ class HeldOut(Measure):
         return {
             **trained.facts,
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
+            **({"outside": list(self.outside)} if self.outside else {}),
             **found,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
             "split_sequences": _length(getattr(data, f"{self.split}_set", None)) or count,
@@ -144,10 +156,10 @@ class HeldOut(Measure):
         }
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """A table of the arms, and one of loss by position, where there are several runs."""
+        """Print a table of the arms, and a table of loss by position, where there are several runs."""
         grids, notes = (tables(results) if len(results) > 1 else []), []
         if grids:
-            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(one, WIDTH) for one in grids) + "\n")
+            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(one, SCREEN) for one in grids) + "\n")
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
                 notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Say documents="]
@@ -158,10 +170,10 @@ class HeldOut(Measure):
         print(f"Written to {place}")
 
     @staticmethod
-    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """`loss`, `perplexity`, `bits_per_byte`, and of the stages' `overlap` the mean and what
-        `overlap/<length>/<stage>` names; `without/<part>`: the loss without it."""
-        found = {name: written["text"][name] for name in MEASURES}
+    def metrics(written: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages and each
+        `overlap/<length>/<stage>`; `without/<part>`: the loss without it."""
+        found = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
         overlap = written.get("overlap") or {"mean": None, "by_length": []}
         found["overlap"] = overlap["mean"]
         for row in overlap["by_length"]:
@@ -179,28 +191,31 @@ def measure(
     batch_size: int = 8,
     token_bytes_V: Any = None,
     place: str = "document",
+    document_S: Any = None,
 ) -> dict[str, Any]:
-    """Measures a model on sequences; it is left in the mode that it was in.
+    """Measure a model on sequences; the model stays in its mode.
 
-    The position of a target is how many tokens stand before the one that it is predicted from: those of the same
-    document in the same sequence (``document``), which is all that a model can remember there, or all of the sequence.
+    The position of a target is the number of tokens before the token that it is predicted from: tokens of the same
+    document in the same sequence (``document``), the most that a model can remember there, or of the whole sequence.
 
     The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
-    takes sequences for independent: where many come from one document, it is too small.
+    takes sequences as independent: where many come from one document, it is too small.
 
     Args:
         model: the model, on the device that it is to run on.
         sequences: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, of equal length.
         batch_size: sequences at a time.
-        token_bytes_V: bytes of text that each id stands for, for bits per byte.
-        place: what positions are counted in.
+        token_bytes_V: bytes of text of each id, for bits per byte.
+        place: positions are counted in the ``document`` or in the ``sequence``.
+        document_S: int64, the document that each sequence begins in.
 
     Returns:
-        ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text that
-        the targets stand for (None: no bytes were given); ``loss_error``, ``bits_per_byte_error``: standard errors
-        over sequences, None where there is only one; ``targets``, ``sequences``: how many; ``place``; and
-        ``by_position``: of the buckets 0, 1, 2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last``
-        position, ``targets``, ``loss`` and ``error``.
+        ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text of the
+        targets (None: without bytes); ``loss_error``, ``bits_per_byte_error``: standard errors over sequences, None
+        for a single one; ``targets``, ``sequences``: their numbers; ``place``; ``by_document``: the summed loss and
+        the bytes of each document, in order (None without documents or bytes); and ``by_position``: the buckets 0, 1,
+        2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last`` position, ``targets``, ``loss`` and
+        ``error``.
 
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
@@ -228,16 +243,26 @@ def measure(
         **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
         **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
         **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": by_position},
+        "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
     }
 
 
+def _by_document(document_S: Any, loss_S: Tensor, bytes_S: Tensor) -> list[list[float]] | None:
+    """Return the summed loss and the bytes of each document that has sequences."""
+    if document_S is None:
+        return None
+    order_S = torch.unique(torch.as_tensor(document_S), return_inverse=True)[1]
+    sums = torch.zeros(int(order_S.max()) + 1, 2, dtype=torch.float64)
+    return sums.index_add(0, order_S, torch.stack([loss_S, bytes_S.double()], dim=1)).tolist()
+
+
 def _length(sequences: Any) -> int | None:
-    """How many there are; None of those that are drawn at will."""
+    """Return the number of sequences; None where they are drawn without end."""
     return len(sequences) if isinstance(sequences, Sized) else None
 
 
 def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy of every target in nats, at least float32 [B, T]; 0 where there is none.
+    """Return the cross-entropy of every target in nats, at least float32 [B, T]; 0 without a target.
 
     Logits are made for a part of the rows at a time.
 
@@ -250,7 +275,7 @@ def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
-    """The same of what a model of such a vocabulary has returned for these rows, at least float32 [B, R]."""
+    """Return the same for the output of a model for these rows, at least float32 [B, R]."""
     hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
     step = max(1, SCRATCH // vocabulary)
     losses = [
@@ -261,7 +286,7 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
 
 
 def positions(documents_BT: Tensor, place: str) -> Tensor:
-    """Position of every token in its sequence, or among those of its document in this sequence, int64 [B, T]."""
+    """Return the position of every token in its sequence, or in the part of its document in it, int64 [B, T]."""
     index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand_as(documents_BT)
     if place == "sequence":
         return index_BT
@@ -271,12 +296,12 @@ def positions(documents_BT: Tensor, place: str) -> Tensor:
 
 
 def buckets(position_BT: Tensor) -> Tensor:
-    """Geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
+    """Return the geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
     return torch.frexp(position_BT.double()).exponent.long()
 
 
 def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Sequences stacked, up to ``size`` at a time."""
+    """Yield sequences stacked, up to ``size`` at a time."""
     iterator = iter(sequences)
     while rows := list(islice(iterator, size)):
         yield {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets", "documents")}
@@ -285,7 +310,8 @@ def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[d
 def _sums(
     model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None, place: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sequence of a batch: summed loss and number of targets by bucket, float64 [S, P], and bytes [S]."""
+    """Return for each sequence of a batch the summed loss and the number of targets by bucket, float64 [S, P], and its
+    bytes [S]."""
     device = model.embedding.weight.device
     loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
     counted_BT = batch["targets"] != IGNORED
@@ -299,9 +325,9 @@ def _sums(
 
 
 def _ratio(sum_S: Tensor, weight_S: Tensor) -> tuple[float, float | None]:
-    """sum / weight over all sequences, and its standard error; sequences of weight 0 say nothing."""
-    told = weight_S > 0
-    sum_S, weight_S = sum_S[told], weight_S[told]
+    """Return sum / weight over all sequences of a positive weight, and its standard error."""
+    counted_S = weight_S > 0
+    sum_S, weight_S = sum_S[counted_S], weight_S[counted_S]
     mean = sum_S.sum() / weight_S.sum()
     count = len(sum_S)
     if count < 2:
@@ -321,7 +347,7 @@ def open_data(
     batch_size: int = 0,
     sequences: int = 0,
 ) -> DataModule:
-    """The data of a checkpoint, or other text, cut for its model and read with its tokenizer; arguments as of
+    """Return the data of a checkpoint, or other text, cut for its model and read with its tokenizer; arguments as of
     ``HeldOut``. Raises ConfigError.
 
     Only ``split`` is prepared: the other may take hours, or lie on the hub.
@@ -342,14 +368,14 @@ def open_data(
     with as_in_file():
         made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
     with refusals("data"):
-        if getattr(made, f"{split}_set", None) is None:  # of somebody's own, which has to be ready as for a trainer
+        if getattr(made, f"{split}_set", None) is None:  # a data module of the user's, prepared as for a trainer
             made.prepare_data()
             made.setup("validate")
     return with_defaults(made)
 
 
 def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
-    """The configuration of other data, as of the checkpoint's size, with what the model fixes taken from its own."""
+    """Return the configuration of other data at the checkpoint's size, with the values that its model fixes."""
     own, state = config["data"], config["model"].get("state_size")
     size = [
         f"size.{name}={'null' if value is None else value}"
@@ -363,27 +389,43 @@ def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
 
 
 def _plain_number(value: Any) -> bool:
-    """Whether a value of a file may become a word of a command line."""
+    """Return whether a value of a file may become a word of a command line."""
     items = value if isinstance(value, list) else [value]
     return all(item is None or isinstance(item, bool | int | float) for item in items)
 
 
-def _sequences(text: Any, split: str, sequences: int) -> tuple[Callable[[], Iterable[Any]], int]:
-    """What goes through the sequences of a split, as often as it is asked, and how many they are."""
+def _sequences(
+    text: Any, split: str, sequences: int, outside: Sequence[int]
+) -> tuple[Callable[[], Iterable[Any]], int, Any]:
+    """Return a function that returns the sequences of a split from the beginning, their number, and their indices, None
+    where a data module of the user's has none."""
+    if outside:
+        if not isinstance(text, TextData):
+            raise ConfigError(
+                "outside= is not allowed because these data are no text; leave it out, or say data= or path="
+            )
+        windows, length = outside
+        with refusals("data"):
+            indices = text.outside(windows, length, sequences or text.validation_sequences, split)
+        return lambda: getattr(text, f"{split}_set").each(indices), len(indices), indices
     if split == "validation":
+        indices = None
+        if isinstance(text, TextData):
+            indices = validation_indices(len(text.validation_set), text.validation_sequences)
         loader = text.val_dataloader()
         if isinstance(loader, Batches):  # they are counted before any is made
-            return lambda: map(_with_targets, text.validation()), sum(map(len, loader.plan()))
+            return lambda: map(_with_targets, text.validation()), sum(map(len, loader.plan())), indices
         rows = [_with_targets(row) for row in text.validation()]
-        return lambda: rows, len(rows)
+        return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
         raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
     indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
-    return lambda: text.train_set.each(indices), len(indices)
+    return lambda: text.train_set.each(indices), len(indices), indices
 
 
 def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A sequence with what data of somebody's own may leave out: one document, and the next tokens as targets."""
+    """Return a sequence with the parts that a data module of the user's may leave out: one document, and the next
+    tokens as targets."""
     if {"targets", "documents"} <= row.keys():
         return row
     document_T = row.get("documents", torch.zeros_like(row["tokens"]))
@@ -393,7 +435,7 @@ def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def _ablated(
     model: LanguageModel, measured: Callable[[str], Mapping[str, Any]], whole: float
 ) -> dict[str, dict[str, float]] | None:
-    """Loss without each part that can be taken away, and what that adds; None of a model without a shared state."""
+    """Return the loss without each removable part, and the difference; None for a model without a shared state."""
     if not isinstance(model, GSM):
         return None
     rows = {}
@@ -405,7 +447,7 @@ def _ablated(
 
 
 def read_documents(asked: Sequence[str]) -> None:
-    """Raises ConfigError for what is none of the treatments of documents, for none, or for one twice."""
+    """Raise ConfigError for an unknown treatment of documents, for none, or for the same twice."""
     if len({*asked}) < len(asked):
         raise ConfigError(f"documents is {','.join(asked)}: name each treatment once")
     for name in asked or ("nothing",):
@@ -426,7 +468,7 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def _share(result: Mapping[str, Any]) -> str:
-    """A line on how much of other text was measured: what training would hold out is only a part of it."""
+    """Return a line on the measured part of other text: training would hold out only a part of it."""
     data, split = result["data"], result["split"]
     if f"{split}_files" not in data:
         return ""
@@ -437,7 +479,7 @@ def _share(result: Mapping[str, Any]) -> str:
 
 
 def _caution(file: Path, result: Mapping[str, Any]) -> str:
-    """A line where the text is no longer the one that the run's own numbers are of."""
+    """Return a line where the text is another one than that of the run's own numbers."""
     before = (read_json(home(file) / "summary.json") or {}).get("data")
     if not isinstance(before, dict) or before.get("digest") in (None, result["data"].get("digest")):
         return ""
@@ -445,38 +487,36 @@ def _caution(file: Path, result: Mapping[str, Any]) -> str:
 
 
 def one(result: Mapping[str, Any]) -> str:
-    """A single model, in 80 columns: its numbers with standard errors, and a picture of its loss by position, bars from
-    0 nats."""
+    """Return the report of a single model, in 80 columns: its numbers with standard errors, its loss by position with a
+    bar from 0 nats, and the overlap and the ablations that were measured."""
     text = result["text"]
-    lines = [
-        f"  loss          {_number(text['loss'], 4)}{_error(text['loss_error'])} nats per token",
-        f"  perplexity    {_number(text['perplexity'], 2)}",
-        f"  bits per byte {_number(text['bits_per_byte'], 4)}{_error(text['bits_per_byte_error'])}",
-        "",
-        f"  {'position':<17}{'targets':>9}{'loss':>8}{'+-':>8}  (place in the {text['place']})",
-    ]
+    lines = []
+    for name in MEASURES:
+        error, unit = text.get(f"{name}_error"), " nats per token" if name == "loss" else ""
+        cell = _number(text[name], MEASURES[name]) + (f" +- {error:.4f}" if error is not None else "")
+        lines.append(f"  {name.replace('_', ' '):<14}{cell}{unit}")
+    head = [f"place in the {text['place']}", "targets", "loss", "+-"]
+    table = grid_lines([head, *map(_bucket, text["by_position"])])
     highest = max((bucket["loss"] for bucket in text["by_position"]), default=0.0) or 1.0
-    for bucket in text["by_position"]:
-        row = f"  {_span(bucket):<17}{bucket['targets']:>9,}{bucket['loss']:>8.3f}{_number(bucket['error'], 3):>8}  "
-        lines.append(row + "#" * round((WIDTH - 47) * bucket["loss"] / highest))
+    bars = ["#" * round((SCREEN - len(table[0]) - 2) * bucket["loss"] / highest) for bucket in text["by_position"]]
+    lines += ["", *(f"{row}  {bar}".rstrip() for row, bar in zip(table, ["", *bars], strict=True))]
     if "overlap" in result:
-        lines += ["", *overlaps.table(result["overlap"])]
+        lines += ["", *overlaps.table(result["overlap"], paper.tables()["overlap"]["by_length"])]
     if "ablated" in result and result["ablated"] is None:
         lines += ["", "  ablated: nothing, for this model has no shared state"]
     elif "ablated" in result:
-        lines += ["", f"  {'with zeros for the':<26}{'loss':>8}{'added':>9}"]
-        for name, row in result["ablated"].items():
-            told = "state, but a row's own z" if name == "state" else f"retrieval of {name}"
-            lines.append(f"  {told:<26}{row['loss']:>8.4f}{row['added']:>+9.4f}")
+        names = {name: f"retrieval of {name}" for name in result["ablated"]} | {"state": "state, but a row's own z"}
+        rows = [[names[name], f"{row['loss']:.4f}", f"{row['added']:+.4f}"] for name, row in result["ablated"].items()]
+        lines += ["", *grid_lines([["with zeros for the", "loss", "added"], *rows])]
     return "\n".join(lines)
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
-    """Arms: mean over their runs and standard deviation between them; then the mean loss by position."""
+    """Return arms with the mean over their runs and the standard deviation, and the mean loss by position."""
     arms = {arm: [run["text"] for run in seeds.values()] for arm, seeds in by_arm(results).items()}
     whole = [["arm", "runs", *(name.replace("_", " ") for name in MEASURES)]]
     for arm, texts in arms.items():
-        cells = [cell([text[name] for text in texts], digits) for name, digits in MEASURES.items()]
+        cells = [over_seeds(text[name] for text in texts).text(digits) for name, digits in MEASURES.items()]
         whole.append([arm, str(len(texts)), *cells])
     spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
     grid = [[f"place in the {' or '.join(sorted({result['text']['place'] for result in results}))}", *arms]]
@@ -487,17 +527,18 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
     return [whole, grid]
 
 
+def _bucket(bucket: Mapping[str, Any]) -> list[str]:
+    """Return the row of a bucket of positions: span, targets, loss and standard error."""
+    numbers = (_number(bucket[name], 3) for name in ("loss", "error"))
+    return [_span(bucket), f"{bucket['targets']:,}", *numbers]
+
+
 def _span(bucket: Mapping[str, Any]) -> str:
-    """``5`` or ``4 to 7``."""
+    """Return ``5`` or ``4 to 7``."""
     first, last = bucket["first"], bucket["last"]
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _number(number: float | None, digits: int) -> str:
-    """A number with so many digits after the point; ``-`` where there is none."""
+    """Return a number with this number of digits after the point; ``-`` for None."""
     return "-" if number is None else f"{number:.{digits}f}"
-
-
-def _error(error: float | None) -> str:
-    """`` +- 0.0100``, or nothing."""
-    return "" if error is None else f" +- {error:.4f}"

@@ -6,13 +6,11 @@
     targets                                                    |<scored->|
     length n                       |<-------------- n ------------------>|
 
-So what changes along the lengths is the context alone (paper, section 4.2 and appendix A.2). T positions of a window.
+Only the context changes along the lengths (paper, section 4.2 and appendix A.2). T positions of a window.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 import os
@@ -25,22 +23,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gsm.config.check import ConfigError, few
+from gsm import plots
+from gsm.config.check import ConfigError, few, unlike
 from gsm.data.module import TextData
-from gsm.evaluation import paper, plots
-from gsm.evaluation.bootstrap import interval, paired
+from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.held_out import HeldOut, open_data, read_documents, row_losses
 from gsm.evaluation.measure import Measure, publish, write
-from gsm.evaluation.results import Grid, Progress, Results, by_arm, silent
-from gsm.experiments.folder import unlike
+from gsm.evaluation.results import Progress, Results, by_arm, silent
+from gsm.intervals import over_questions, over_windows
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
+from gsm.tables import Grid, grid_csv
 from gsm.training.callbacks.summary import versions
 
 PAPERS_LONGEST = 65536
 NOTE = (
-    "perplexity of the same targets at the end of every window, in brackets the middle 95 % if windows are drawn anew; "
+    "perplexity of the same targets at the end of every window, brackets: 95 % bootstrap interval over windows; "
     "of several seeds, exp of the mean loss over them; where documents are isolated, their first tokens are no targets"
 )
 Window = Mapping[str, Tensor]
@@ -48,20 +47,20 @@ Window = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Lengths(Measure):
-    """Measures the perplexity of the same text after more and more context, and prints, draws and writes it.
+    """Measure the perplexity of the same text after more and more context, and print, draw and write it.
 
     Every window of held-out text is cut from its beginning to each length, and its last tokens are scored: so only the
-    context changes. All targets of the full windows are scored too. Given again, the same command goes on where it was
-    interrupted. Beside lengths.json lie .md, .csv and .png.
+    context changes. All targets of the full windows are scored too. So is the split in sequences of the shortest
+    length, with the number of tokens of the windows (or all of its tokens). Given again, the same command goes on where
+    it was interrupted. Beside lengths.json lie .md, .csv and .png.
 
     Args:
         lengths: tokens of context and targets: 256,512,4096; 256:4096 (in steps of 256) or 256:4096:768; or paper,
             which is 4096:65536
         scored: targets at the end of a window; 0: the shortest length
-        windows: how many, spread evenly over the split
-        documents: of isolated, isolated_all_targets and stream, as data.documents in training: those to measure with
-        held_out: also the usual perplexity of the split, in sequences of the shortest length, of as many tokens as the
-            windows have (or all that there are)
+        windows: number of windows, spread evenly over the split
+        documents: treatments of documents to measure with: isolated, isolated_all_targets, stream, as data.documents
+            in training
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer
         path: other text: a folder or a file of your own
         split: validation; or train, which the model has seen
@@ -74,7 +73,6 @@ class Lengths(Measure):
     scored: int = 0
     windows: int = 16
     documents: Sequence[str] = ("isolated_all_targets", "stream")
-    held_out: bool = True
     data: str = ""
     path: str = ""
     split: str = "validation"
@@ -86,29 +84,28 @@ class Lengths(Measure):
             raise ConfigError(f"windows is {self.windows}, but has to be 1 or more")
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Perplexity in every window; each window is kept in ``file`` as it is done."""
+        """Return the perplexity in every window; ``file`` keeps each window once it is measured."""
         windows, identity = self._windows(trained)
         with trained.computing():
             found = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
         result = {**trained.facts, **found}
-        if self.held_out:
-            shortest = self.lengths[0]
-            text = {name: getattr(self, name) for name in ("data", "path", "split")}
-            usual = HeldOut(**text, context=shortest, sequences=self.windows * self.lengths[-1] // shortest)
-            whole = usual.measured(trained)["text"]
-            result["held_out"] = {"context": shortest, **{name: whole[name] for name in ("perplexity", "targets")}}
+        shortest = self.lengths[0]
+        text = {name: getattr(self, name) for name in ("data", "path", "split")}
+        usual = HeldOut(**text, context=shortest, sequences=self.windows * self.lengths[-1] // shortest)
+        whole = usual.measured(trained)["text"]
+        result["held_out"] = {"context": shortest, **{name: whole[name] for name in ("perplexity", "targets")}}
         write(file, result)
         return result
 
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """Perplexities as `<documents>/<length>`, of all targets of the full windows as `<documents>/full`, and
+        """Return perplexities as `<documents>/<length>`, for all targets of the full windows `<documents>/full`, and
         `held_out`."""
         found: dict[str, float] = {}
         for documents, by_length in written["by_length"].items():
             found |= {f"{documents}/{length}": cell["perplexity"] for length, cell in by_length.items()}
             found[f"{documents}/full"] = written["whole"][documents]["perplexity"]
-        return found | ({"held_out": written["held_out"]["perplexity"]} if "held_out" in written else {})
+        return found | {"held_out": written["held_out"]["perplexity"]}
 
     def measure(
         self,
@@ -118,14 +115,14 @@ class Lengths(Measure):
         identity: Mapping[str, Any] | None = None,
         progress: Progress = silent,
     ) -> dict[str, Any]:
-        """Scores every window at every length.
+        """Score every window at every length.
 
         Args:
-            model: what is measured.
+            model: the model.
             windows: by treatment of documents, as in ``score``, each of the longest length.
-            path: a JSON file for the result, gone on from if its settings are the same (``Results``).
-            identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
-            progress: passes on cells, and may say how far it is.
+            path: a JSON file for the result, continued if its settings are the same (``Results``).
+            identity: further settings that distinguish this evaluation, such as the checkpoint.
+            progress: passes on cells, and may report them.
 
         Returns:
             `settings`, `cells` by `<documents>/<length>/<window>` (each with summed `loss` and number of `targets`),
@@ -154,7 +151,7 @@ class Lengths(Measure):
         return results.content()
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """The paper's curve, of one run or of several. Raises ConfigError where windows are not the same."""
+        """Print, draw and write the paper's curve of all runs. Raises ConfigError for different windows."""
         first = results[0]
         for one in results:
             if one["settings"]["text"] != first["settings"]["text"]:
@@ -165,19 +162,19 @@ class Lengths(Measure):
                 )
         runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
         means = {
-            arm: concluded([run["cells"] for run in of], self.lengths, self.windows, self.documents)
-            for arm, of in runs.items()
+            arm: concluded([run["cells"] for run in own], self.lengths, self.windows, self.documents)
+            for arm, own in runs.items()
         }
         notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
         several = {"arms": means, "runs": [run["checkpoint"] for run in results]}
-        content = several if len(results) > 1 else None  # of one, which lies there already
+        content = several if len(results) > 1 else None  # the file of a single run exists already
         grids, further = self._grids(runs, means), {".csv": _csv(results)}
         print(publish(place, grids, notes, content, lambda: _drawn(means, self.documents), further))
 
     def _grids(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], means: Mapping[str, Any]) -> list[Grid]:
-        """Lengths by arms, all targets of the full windows below; how the loss of the other arms differs from that of
-        the first one, window by window; the usual perplexity (of several runs exp of the mean loss); and the paper's.
-        """
+        """Return the tables: lengths by arms, with all targets of the full windows below; the difference of each arm's
+        loss from the first arm's, window by window; the usual perplexity (for several runs exp of the mean loss); and
+        the paper's."""
         grids = []
         for documents in self.documents:
             rows = [[f"perplexity, {documents}", *means]]
@@ -194,12 +191,10 @@ class Lengths(Measure):
                     arm: {"": window_losses([run["cells"] for run in runs], documents, length, self.windows)}
                     for arm, runs in arms.items()
                 }
-                found = [paired(losses[first], losses[arm]) for arm in others]
-                rows.append(
-                    [f"{length:,}", *(f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]" for one in found)]
-                )
+                apart = [over_questions(losses[first], losses[arm]).text(digits=4, scale=1.0) for arm in others]
+                rows.append([f"{length:,}", *apart])
             grids.append(rows)
-        usual = {arm: [run["held_out"] for run in runs if "held_out" in run] for arm, runs in arms.items()}
+        usual = {arm: [run["held_out"] for run in runs] for arm, runs in arms.items()}
         for context in sorted({one["context"] for runs in usual.values() for one in runs}):
             cells = [
                 f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
@@ -213,8 +208,8 @@ class Lengths(Measure):
         return grids
 
     def _windows(self, trained: Trained) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-        """Windows that do not overlap, spread evenly over the split, the same ids for each treatment of documents, and
-        what a result depends on besides them. Raises ConfigError where there are none, or too few."""
+        """Return windows that do not overlap, spread evenly over the split, with the same ids for each treatment of
+        documents, and the further settings of a result. Raises ConfigError where the split is too short."""
         split, count, longest = self.split, self.windows, self.lengths[-1]
         data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
         if not isinstance(data, TextData):
@@ -243,13 +238,13 @@ class Lengths(Measure):
 
 @torch.no_grad()
 def score(model: LanguageModel, window: Window, length: int, scored: int, *, whole: bool, chunk: int) -> dict[str, Any]:
-    """The summed loss of the last ``scored`` targets of a window, given the last ``length`` tokens of it.
+    """Return the summed loss of the last ``scored`` targets of a window, given its last ``length`` tokens.
 
-    Read in chunks through the model's memory: nothing grows with ``length`` but what the model itself keeps, and no row
-    before the scored ones is computed that nothing needs.
+    The window is read in chunks through the model's memory: only that memory grows with ``length``, and rows before the
+    scored ones are computed only where a later row needs them.
 
     Args:
-        model: on the device that it is to run on.
+        model: on its device.
         window: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, T at least ``length``.
         whole: score all ``length`` targets too.
         chunk: tokens read at a time.
@@ -279,16 +274,16 @@ def score(model: LanguageModel, window: Window, length: int, scored: int, *, who
 def concluded(
     runs: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, documents: Sequence[str]
 ) -> dict[str, Any]:
-    """Means over windows, of one run or of several: then each window counts with its mean loss over the runs.
+    """Return means over windows; with several runs each window counts with its mean loss over them.
 
     Args:
         runs: the cells of each.
-        lengths, windows, documents: that all have.
+        lengths, windows, documents: common to all.
 
     Returns:
         By treatment of documents ``by_length`` (by length, as text) and ``whole``, each with ``loss`` in nats per
-        target, ``perplexity``, its ``exp``, the middle 95 % (``low`` to ``high``) of the perplexities if windows are
-        drawn anew, and the number of ``targets``.
+        target, ``perplexity``, its ``exp``, the 95 % bootstrap interval over windows (``low`` to ``high``) of the
+        perplexity, and the number of ``targets``.
     """
     by_length, whole = {}, {}
     for treated in documents:
@@ -302,19 +297,22 @@ def concluded(
 
 
 def window_losses(runs: Sequence[Mapping[str, Any]], documents: str, length: int, windows: int) -> list[float]:
-    """What each window adds to the loss at a length, mean over the cells of several runs: the mean over windows is the
-    loss in nats per target, a window of few targets counting less. (Windows drawn anew are taken to have as many.)"""
+    """Return the contribution of each window to the loss at a length, the mean over the cells of several runs.
+
+    The mean over windows is the loss in nats per target; a window of few targets counts less. (The bootstrap assumes
+    equal numbers of targets.)
+    """
     found = [[run[_name(documents, length, number)] for run in runs] for number in range(windows)]
     targets = math.fsum(one[0]["targets"] for one in found) / windows
     return [math.fsum(cell["loss"] for cell in one) / len(one) / targets for one in found]
 
 
 def _mean(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Of the cells of every window, in each run."""
+    """Return the mean of the cells of every window of each run, as ``concluded`` has it."""
     sums = [math.fsum(cell["loss"] for cell in window) / len(runs) for window in zip(*runs, strict=True)]
     targets = [cell["targets"] for cell in runs[0]]
     loss = math.fsum(sums) / sum(targets)
-    low, high = (math.exp(end) for end in interval(sums, targets))
+    low, high = (math.exp(end) for end in over_windows(sums, targets))
     return {"loss": loss, "perplexity": math.exp(loss), "low": low, "high": high, "targets": sum(targets)}
 
 
@@ -343,7 +341,7 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 
 def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
-    """Perplexity against length, a panel for each treatment of documents."""
+    """Return a picture of perplexity against length, a panel for each treatment of documents."""
     figure, panels = plots.figure(columns=len(documents), width=4.4, height=3.2)
     for axes, treated in zip(panels, documents, strict=True):
         points = {
@@ -359,14 +357,12 @@ def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
 
 
 def _csv(results: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each run, treatment of documents and length."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """Return one line for each run, treatment of documents and length."""
     columns = ("loss", "perplexity", "low", "high", "targets")
-    writer.writerow(["experiment", "arm", "seed", "documents", "length", *columns])
+    rows: list[list[Any]] = [["experiment", "arm", "seed", "documents", "length", *columns]]
     for run in results:
         for documents, by_length in run["by_length"].items():
             for length, cell in [*by_length.items(), ("all", run["whole"][documents])]:
                 names = (run["experiment"], run["arm"], run["seed"], documents, length)
-                writer.writerow([*names, *(cell[name] for name in columns)])
-    return text.getvalue()
+                rows.append([*names, *(cell[name] for name in columns)])
+    return grid_csv(rows)

@@ -1,8 +1,8 @@
-"""Log-likelihoods of continuations, for any model that answers to ``start`` and to a forward with ``memory``.
+"""Log-likelihoods of continuations, for any model with ``start`` and a forward that takes ``memory``.
 
-Continuations of one context share its reading: it is read once, and ``memory.expand`` hands what was read to each of
-them. A context that does not fit is cut on the left, as lm-evaluation-harness does, and how much was cut is counted.
-A continuation is scored as a whole, behind one token of context if it is longer than what a model may read.
+A context is read once for all of its continuations: ``memory.expand`` gives each of them a copy of the memory. A
+context that does not fit is cut on the left, as in lm-evaluation-harness, and its cut tokens are counted. A
+continuation is scored as a whole, behind one token of context if it is longer than the model may read.
 
 B contexts in a batch, N continuations of all of them, M tokens of the longest, T tokens of the longest context, V
 vocabulary.
@@ -10,29 +10,29 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsm.evaluation.results import Progress, silent
+from gsm.evaluation.results import Progress, Results, silent
 from gsm.models.prompts import left_pad
 from gsm.shapes import promoted
 
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation, neither of them empty
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation, at least one each
 AT_ONCE = 16384  # tokens read at a time
 SCRATCH = 1 << 26  # logits at a time: 256 MB of float32
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a continuation.
+    """The score of a continuation.
 
     Attributes:
         loglikelihood: of all its tokens together, in nats.
-        greedy: whether each of them was the likeliest at its place.
+        greedy: whether each token was the likeliest at its place.
         cut: tokens of the context that the model did not read.
     """
 
@@ -46,9 +46,9 @@ class Question:
     """A context and the continuations that share it.
 
     Attributes:
-        context: token ids, as many as the model may read.
+        context: token ids that the model reads.
         continuations: token ids.
-        places: where each continuation stands among the pairs.
+        places: the number of the pair of each continuation.
         cut: tokens that are missing on the left.
     """
 
@@ -59,7 +59,7 @@ class Question:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Continuations, tokens of the context, tokens of the longest continuation."""
+        """The numbers of continuations, of tokens of the context, and of tokens of the longest continuation."""
         return len(self.continuations), len(self.context), max(map(len, self.continuations))
 
 
@@ -70,47 +70,40 @@ def loglikelihoods(
     max_length: int,
     rows: int = 32,
     progress: Progress = silent,
+    results: Results | None = None,
 ) -> list[Score]:
-    """What a model says of continuations, in their order.
+    """Return the scores of continuations, in their order.
 
     Args:
         model: anything with ``start(batch)``, whose memory has ``expand``, and a forward that takes ``memory``,
             ``documents`` (-1 for padding on the left) and ``rows``, and returns ``logits`` and ``memory``.
         pairs: token ids.
-        max_length: tokens that the model may read at most.
+        max_length: largest number of tokens that the model reads.
         rows: continuations at a time.
-        progress: passes batches on, and may say how far it is.
+        progress: passes batches on, and may report them.
+        results: keeps the scores by the number of the pair, and has those of an interrupted call.
 
     Raises:
         ValueError: an empty context or continuation.
     """
-    scores, batches = {}, plan(pairs, max_length=max_length, rows=rows)
-    for batch in progress(batches, len(batches), ""):
-        scores |= score(model, batch)
-    return [scores[place] for place in range(len(pairs))]
+    results = results or Results(None, {})
 
+    def places(batch: Sequence[Question]) -> list[str]:
+        return [str(place) for question in batch for place in question.places]
 
-def encode_pairs(
-    encode: Callable[[list[str]], list[list[int]]], first: int, texts: Sequence[tuple[str, str]]
-) -> list[tuple[list[int], list[int]]]:
-    """Texts as token ids, divided as lm-evaluation-harness divides them: blanks at the end of a context belong to the
-    continuation, whose tokens are those of both together behind as many as the context has by itself.
+    def compute(batch: Sequence[Question]) -> dict[str, Any]:
+        return {str(place): astuple(scored) for place, scored in score(model, batch).items()}
 
-    Args:
-        encode: token ids of many texts.
-        first: what stands for an empty context: the end of text.
-        texts: contexts and continuations.
-    """
-    texts = [(one.rstrip(), one[len(one.rstrip()) :] + other) for one, other in texts]
-    contexts = list(dict.fromkeys(one for one, _ in texts))
-    ids = dict(zip(contexts, encode(contexts), strict=True))
-    whole = encode([one + other for one, other in texts])
-    return [(ids[one] or [first], both[len(ids[one]) :]) for (one, _), both in zip(texts, whole, strict=True)]
+    results.fill(plan(pairs, max_length=max_length, rows=rows), places, compute, progress)
+    return [Score(*results.cells[str(place)]) for place in range(len(pairs))]
 
 
 def plan(pairs: Sequence[Pair], *, max_length: int, rows: int) -> list[list[Question]]:
-    """Batches of questions with equally many continuations, long ones first. They depend on nothing but the arguments,
-    so that an evaluation that goes on computes what it would have computed. Raises ValueError as ``loglikelihoods``."""
+    """Return batches of questions with equal numbers of continuations, long ones first.
+
+    They depend only on the arguments, so that a continued evaluation has the batches of an uninterrupted one. Raises
+    ValueError as ``loglikelihoods`` does.
+    """
     batches: list[list[Question]] = []
     for question in sorted(_questions(pairs, max_length, rows), key=lambda q: q.size, reverse=True):
         batch = batches[-1] if batches else []
@@ -123,7 +116,7 @@ def plan(pairs: Sequence[Pair], *, max_length: int, rows: int) -> list[list[Ques
 
 @torch.no_grad()
 def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
-    """Reads the contexts of a batch once, then all continuations; scores by place among the pairs."""
+    """Read the contexts of a batch once, then all continuations; return scores by the number of the pair."""
     device = next(model.parameters()).device
     each = len(batch[0].continuations)
     tokens_BT, documents_BT = left_pad([question.context for question in batch], device)
@@ -148,8 +141,8 @@ def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
 
 
 def _questions(pairs: Sequence[Pair], max_length: int, rows: int) -> list[Question]:
-    """Neighbours with the same context become one question. The last token of a continuation is never read. A context
-    of one token is not worth sharing: its continuations are better sorted by their lengths."""
+    """Return questions: neighbours with the same context become one. A context of one token is not shared, because its
+    continuations are better sorted by their lengths."""
     questions: list[Question] = []
     for place, (context, continuation) in enumerate(pairs):
         if not (context and continuation):
@@ -157,10 +150,10 @@ def _questions(pairs: Sequence[Pair], max_length: int, rows: int) -> list[Questi
                 f"pair {place} has {len(context)} tokens of context and {len(continuation)} to be scored, "
                 "but needs at least 1 of each"
             )
-        kept = tuple(context[cut(context, continuation, max_length) :])
+        read = tuple(context[cut(context, continuation, max_length) :])
         last = questions[-1] if questions else None
-        if last is None or len(kept) == 1 or last.context != kept or len(last.places) >= rows:
-            last = Question(kept, cut=len(context) - len(kept))
+        if last is None or len(read) == 1 or last.context != read or len(last.places) >= rows:
+            last = Question(read, cut=len(context) - len(read))
             questions.append(last)
         last.continuations.append(tuple(continuation))
         last.places.append(place)
@@ -168,19 +161,20 @@ def _questions(pairs: Sequence[Pair], max_length: int, rows: int) -> list[Questi
 
 
 def cut(context: Sequence[int], continuation: Sequence[int], max_length: int) -> int:
-    """Tokens of a context that are not read, so that all that is read is ``max_length``."""
+    """Return the number of tokens to cut from a context, so that at most ``max_length`` tokens are read. The last token
+    of a continuation is never read."""
     return max(0, len(context) - max(1, max_length + 1 - len(continuation)))
 
 
 def _fits(batch: Sequence[Question], rows: int) -> bool:
-    """Whether a batch has few enough continuations and tokens, counted as it is filled up."""
+    """Return whether a batch has few enough continuations and tokens, padding counted."""
     each, context, continuation = (max(numbers) for numbers in zip(*(question.size for question in batch), strict=True))
     read = len(batch) * max(context, each * continuation)
     return len(batch) * each <= rows and read <= AT_ONCE
 
 
 def _padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Continuations [N, M], filled up on the right with what no earlier position sees, and their lengths."""
+    """Return continuations [N, M], filled up on the right, where no earlier position looks, and their lengths."""
     lengths = [len(one) for one in ids]
     tokens_NM = torch.zeros(len(ids), max(lengths), dtype=torch.int64)
     for row, one in zip(tokens_NM, ids, strict=True):
@@ -189,5 +183,5 @@ def _padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 
 
 def _at(logprob_NTV: Tensor, target_NT: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and whether each of them is the likeliest."""
+    """Return the log-probabilities of the targets, and whether each is the likeliest."""
     return logprob_NTV.gather(-1, target_NT[..., None])[..., 0], logprob_NTV.argmax(-1) == target_NT

@@ -1,9 +1,8 @@
-"""What all measures of trained models share: a measure is asked with its fields, taken of one checkpoint after another,
-and its results are set side by side, in tables that are printed and written."""
+"""The common part of all measures of trained models: a measure has its arguments as fields, measures one checkpoint
+after another, and sets its results side by side, in tables that are printed and written."""
 
 from __future__ import annotations
 
-import json
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +11,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gsm.config.command_line import lacks, shown
+from gsm.errors import ConfigError
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
-from gsm.evaluation.results import Grid
-from gsm.experiments.table import WIDTH, grid_markdown, grid_text
-from gsm.files import replacing, write_json
+from gsm.files import damage, read_json, replacing, write_json
+from gsm.tables import WIDTH, Grid, grid_markdown, grid_text
 
 
 @dataclass(frozen=True)
 class Measure(ABC):
-    """A measure of trained models. A subclass declares and documents what else it is asked with, as the command line
-    gives it, and checks that when it is made; its ``measure`` takes any model and gives plain containers.
+    """A measure of trained models.
+
+    A subclass declares and documents its further arguments, as the command line gives them, and checks them in
+    ``__post_init__``. Its ``measure`` takes any model and returns plain containers.
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, a folder above several runs, such as logs/<name>; or nano, which
@@ -30,19 +31,19 @@ class Measure(ABC):
         output: the file to write, tables and pictures beside it; left out: in the folder of the run, or above several
     """
 
-    script: ClassVar[str] = "evaluate.py"  # what its help calls it
-    file: ClassVar[str]  # what it writes into the folder of a run
-    takes_folder: ClassVar[bool] = False  # whether its output= is the folder of that, rather than the file
+    script: ClassVar[str] = "evaluate.py"  # its name in its help
+    file: ClassVar[str]  # the name of its file in the folder of a run
+    takes_folder: ClassVar[bool] = False  # whether output= is the folder of that file, rather than the file
 
     checkpoint: str = ""
     device: str = "auto"
     output: str = ""
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """Measures all checkpoints, then prints and writes what they are together. Returns a result for each.
+        """Measure all checkpoints, print and write their comparison, and return a result for each.
 
         Raises:
-            ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+            ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
         """
         if not self.checkpoint:
             raise lacks(self.script, "checkpoint")
@@ -57,35 +58,35 @@ class Measure(ABC):
         return results
 
     def own_file(self, checkpoint: Path) -> Path:
-        """Where the result of a checkpoint lies."""
+        """Return the file of the result of a checkpoint."""
         return home(checkpoint) / self.file
 
     @abstractmethod
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """The result of one checkpoint; it may be kept in ``file``, and gone on from. Raises ConfigError."""
+        """Return the result of one checkpoint; ``file`` may keep it, and continue it. Raises ConfigError."""
 
     @abstractmethod
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """Prints and writes what all results are together. Raises ConfigError."""
+        """Print and write the comparison of all results. Raises ConfigError."""
 
     @staticmethod
     @abstractmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers, by name, of what it has written of one run."""
+        """Return the numbers of the written result of one run, by name."""
 
     def require(self) -> None:  # noqa: B027  # most measures need nothing
-        """Raises ConfigError where this machine lacks what it takes, before anything is trained for it."""
+        """Raise ConfigError where this machine lacks a library, before anything is trained for this measure."""
 
     def metrics_in(self, folder: Path) -> dict[str, float]:
-        """The same of what it has written into this folder. Raises OSError."""
+        """Return the numbers of the result in this folder. Raises OSError."""
         return self.metrics(self._written(folder))
 
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of one checkpoint that it has written into this folder, as ``conclude`` takes it.
+        """Return the result of one checkpoint from this folder, as ``conclude`` takes it.
 
         Args:
-            folder: what ``output`` said.
-            run: ``experiment``, ``arm`` and ``seed`` that it counts for: arms may have trained a run together.
+            folder: the value of ``output``.
+            run: the ``experiment``, ``arm`` and ``seed`` of the result: arms may have trained a run together.
 
         Raises OSError.
         """
@@ -93,11 +94,19 @@ class Measure(ABC):
 
     @classmethod
     def _written(cls, folder: Path) -> dict[str, Any]:
-        return json.loads((folder / cls.file).read_text(encoding="utf-8"))
+        return own_json(folder / cls.file)
+
+
+def own_json(file: Path) -> dict[str, Any]:
+    """Return the content of a measure's file. Raises ConfigError where it is gone, or is something else."""
+    written = read_json(file)
+    if written is None:
+        raise ConfigError(damage(file) or f"{file} is gone: give the command that wrote it again")
+    return written
 
 
 def write(place: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON. Raises ConfigError."""
+    """Write JSON. Raises ConfigError."""
     with writing(place):
         write_json(place, content)
 
@@ -110,13 +119,13 @@ def publish(
     drawn: Callable[[], bytes] | None = None,
     further: Mapping[str, str] | None = None,
 ) -> str:
-    """Tables and sentences as text, also written beside ``place`` as Markdown, and what was written.
+    """Write tables and sentences beside ``place`` as Markdown, and return them as text, with the names of the files.
 
     Args:
         place: a JSON file, for ``content`` where there is some.
-        grids, notes: the tables, and what has to be said about them.
-        content: what the file holds besides ``tables`` and ``notes``; None: there is one already.
-        drawn: makes a picture (.png); where matplotlib is missing, that is said instead.
+        grids, notes: the tables, and sentences about them.
+        content: the content of the file besides ``tables`` and ``notes``; None: the file exists already.
+        drawn: makes a picture (.png); where matplotlib is missing, its error becomes a note.
         further: other files beside it, by ending.
 
     Raises:
@@ -132,9 +141,9 @@ def publish(
     with writing(place):
         if content is not None:
             write_json(place, {**content, "tables": grids, "notes": notes})
-        for ending, written in files.items():
+        for ending, text in files.items():
             with replacing(place.with_suffix(ending)) as file:
-                file.write(written)
+                file.write(text)
     lines = "\n".join(textwrap.fill(note, WIDTH) for note in notes)
-    said = f"Written to {shown(place)}, {', '.join(sorted(files))} beside it"
-    return "\n\n".join([*map(grid_text, grids), *([lines] if lines else []), said])
+    written = f"Written to {shown(place)}, {', '.join(sorted(files))} beside it"
+    return "\n\n".join([*map(grid_text, grids), *([lines] if lines else []), written])

@@ -1,10 +1,9 @@
-"""Results that are kept while they are measured, so that a measure that was interrupted goes on where it was; and arms
-side by side: means over seeds, differences with their intervals."""
+"""Results that are saved while they are measured, so that an interrupted measure goes on; and results of arms in one
+table: means over seeds, differences with their intervals."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import time
@@ -13,38 +12,39 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gsm.evaluation.bootstrap import paired
 from gsm.files import read_json, replacing
+from gsm.intervals import over_questions, over_seeds
+from gsm.tables import Grid
 
 SAVE_EVERY = 20.0  # seconds
-Grid = list[list[str]]  # rows of cells, the names of the columns first
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]  # passes so many parts on, and may say how far it is
-ACCURACIES = ("acc", "acc_norm")  # of the metrics of a task, those that are shares of right answers
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]  # passes this number of parts on, and may report them
 
 
 def silent(parts: Iterable[Any], count: int, note: str = "") -> Iterable[Any]:
-    """The progress that says nothing."""
+    """Return the parts, and report nothing."""
     return parts
 
 
 class Results:
     """The cells of one measure of one model, in a JSON file.
 
-    A file of the same settings is gone on from; another one is moved to ``<name>.previous``.
+    A file of the same settings is continued. Another file is moved to ``<name>.previous`` by the first ``save``, so
+    that a refused measure leaves it in place.
 
     Args:
-        path: of the file; None: nothing is kept.
-        settings: all that the numbers depend on, as plain containers.
+        path: of the file; None: nothing is saved.
+        settings: everything that the numbers depend on, as plain containers.
 
     Attributes:
         settings: as they come back from JSON.
-        cells: what was found so far, by name (in JSON a text).
-        conclusion: what was saved with the cells, unless cells came since.
+        cells: values by name (in JSON a text).
+        conclusion: the rest of the file, unless cells came since.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = Path(path) if path else None, json.loads(json.dumps(settings))
-        self.conclusion = self._known(self.path) if self.path and self.path.exists() else {}
+        self._outdated = ""  # the reason why the existing file cannot be continued
+        self.conclusion = self._saved(self.path) if self.path and self.path.exists() else {}
         self.cells: dict[Any, Any] = self.conclusion.pop("cells", {})
 
     def fill(
@@ -54,12 +54,12 @@ class Results:
         compute: Callable[[Any], Mapping[Any, Any]],
         progress: Progress = silent,
     ) -> None:
-        """Computes what is missing, and saves it: every ``SAVE_EVERY`` seconds, in the end, and when it is interrupted.
+        """Compute the missing cells, and save them every ``SAVE_EVERY`` seconds, at the end, and at an interruption.
 
         Args:
-            parts: what is computed at a time.
-            names: of the cells of a part.
-            compute: the cells of a part, by name.
+            parts: the units of computation.
+            names: returns the names of the cells of a part.
+            compute: returns the cells of a part, by name.
             progress: passes on the parts that are left.
         """
         left = [part for part in parts if any(name not in self.cells for name in names(part))]
@@ -75,41 +75,43 @@ class Results:
                 self.save()
 
     def save(self, **conclusion: Any) -> None:
-        """Writes the file, with what follows from the cells. Raises OSError."""
+        """Write the file, with a conclusion from the cells. Raises OSError."""
         self.conclusion = conclusion
+        if self.path and self._outdated:
+            previous = self.path.with_suffix(".previous")
+            os.replace(self.path, previous)
+            print(f"{self.path.name} is begun anew: {self._outdated}; the old one is now {previous}", flush=True)
+            self._outdated = ""
         if self.path:
             write_lines(self.path, self.content())
 
     def content(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Return the content of the file."""
         return {"settings": self.settings, "cells": self.cells, **self.conclusion}
 
-    def _known(self, path: Path) -> dict[str, Any]:
-        """What a file of the same settings holds besides these; any other one is moved."""
+    def _saved(self, path: Path) -> dict[str, Any]:
+        """Return the content of a file besides its settings; nothing where the settings are others."""
         content = read_json(path) or {}
         before, now = content.pop("settings", None), self.settings
-        if isinstance(before, dict) and isinstance(content.get("cells"), dict):
-            changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-            if not changed:
-                return content
-            why = f"it was made with another {', '.join(changed)}"
-        else:  # nothing that can be gone on from
-            why = "it is damaged, or something else"
-        previous = path.with_suffix(".previous")
-        os.replace(path, previous)
-        print(f"{path.name} is begun anew: {why}; the old one is now {previous}", flush=True)
-        return {}
+        if not (isinstance(before, dict) and isinstance(content.get("cells"), dict)):
+            self._outdated = "it is damaged, or something else"
+            return {}
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        self._outdated = f"it was made with another {', '.join(changed)}" if changed else ""
+        return {} if changed else content
 
 
 def by_arm(
     results: Sequence[Mapping[str, Any]], run: Callable[[Any], Mapping[str, Any]] = lambda result: result
 ) -> dict[str, dict[Any, Any]]:
-    """Results by arm and seed, in their order; arms with their experiment in front where there are several of these. A
-    second run of the same arm and seed counts as another seed.
+    """Return results by arm and seed, in their order.
+
+    Arms of several experiments have the experiment's name in front. A second run of the same arm and seed counts as
+    another seed.
 
     Args:
         results: of single runs.
-        run: what says ``experiment``, ``arm`` and ``seed`` of one.
+        run: returns ``experiment``, ``arm`` and ``seed`` of a result.
     """
     runs = [run(result) for result in results]
     several = len({one["experiment"] for one in runs}) > 1
@@ -120,115 +122,66 @@ def by_arm(
     return arms
 
 
-def cell(values: Iterable[float | None], digits: int = 2) -> str:
-    """``98.33``, with the sample standard deviation over several ``98.33 +- 1.67``; ``-`` for none."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    spread = f" +- {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{statistics.fmean(known):.{digits}f}{spread}"
-
-
 def side_by_side(
     title: str,
     arms: Mapping[str, Mapping[Any, Any]],
     rows: Mapping[str, str],
     value: Callable[[Any, str], float | None],
     columns: Sequence[str] = (),
-    theirs: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    published: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> Grid:
-    """Rows by arms: mean and standard deviation over the results of each, and then others' numbers.
+    """Return rows by arms: mean and standard deviation over the results of each, then published numbers.
 
     Args:
         title: of the rows.
         arms: results, by arm and seed.
-        rows: their names, and what they are called.
+        rows: their names, and their titles.
         value: of a result in a row.
-        columns: of the others.
-        theirs: by row, their numbers; none: ``-``.
+        columns: of the published numbers.
+        published: by row, numbers for these columns; none: ``-``.
     """
     grid = [[title, *arms, *columns]]
     for name, label in rows.items():
-        numbers = [f"{number:.2f}" for number in theirs.get(name, ())] or ["-"] * len(columns)
-        grid.append([label, *(cell(value(one, name) for one in seeds.values()) for seeds in arms.values()), *numbers])
+        cells = [over_seeds(value(result, name) for result in seeds.values()).text(2) for seeds in arms.values()]
+        grid.append([label, *cells, *([f"{one:.2f}" for one in published.get(name, ())] or ["-"] * len(columns))])
     return grid
-
-
-def transposed(grid: Grid) -> Grid:
-    """Columns as rows."""
-    return [list(column) for column in zip(*grid, strict=True)]
 
 
 def difference(
     first: Mapping[Any, Any],
     second: Mapping[Any, Any],
     scores: Callable[[list[Any]], Mapping[str, Sequence[float]]],
-    alike: Callable[[list[Any]], bool] = lambda results: True,
+    comparable: Callable[[list[Any]], bool] = lambda results: True,
 ) -> str:
-    """Second arm minus first over the seeds that both have, with the interval of the paired bootstrap over questions;
-    ``-`` where there is no such seed.
+    """Return the second arm minus the first over their common seeds, with the interval of the paired bootstrap over
+    questions; ``-`` without a common seed.
 
     Args:
         first, second: results of an arm by seed.
-        scores: by task, the score of every question: of several results their mean.
-        alike: whether results answer the same questions; if not: ``-``.
+        scores: returns by task the score of every question, for several results their mean.
+        comparable: whether results answer the same questions; if not: ``-``.
     """
     seeds = [seed for seed in first if seed in second]
-    one, other = ([arm[seed] for seed in seeds] for arm in (first, second))
-    return str(paired(scores(one), scores(other))) if seeds and alike([*one, *other]) else "-"
+    ours, others = ([arm[seed] for seed in seeds] for arm in (first, second))
+    if not seeds or not comparable([*ours, *others]):
+        return "-"
+    return over_questions(scores(ours), scores(others)).text()
 
 
 def means(runs: Iterable[Sequence[float]]) -> list[float]:
-    """The mean of several lists, element by element."""
+    """Return the mean of several lists, element by element."""
     return [statistics.fmean(values) for values in zip(*runs, strict=True)]
 
 
-def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of a task: means over all samples, which for a task with subtasks weighs these by their samples.
-
-    Returns:
-        Each metric; ``samples``; ``cut``, how many of them were cut; and ``subtasks``, each with ``samples`` and its
-        accuracies.
-    """
-    subtasks: dict[str, list[Mapping[str, Any]]] = {}
-    for one in records:
-        subtasks.setdefault(one["subtask"], []).append(one)
-    found: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
-    found |= {"samples": len(records), "cut": sum(one["cut"] > 0 for one in records)}
-    if set(subtasks) != {""}:
-        accuracies = [metric for metric in metrics if metric in ACCURACIES]
-        found["subtasks"] = {
-            name: {"samples": len(those), **{metric: _mean(metric, those) for metric in accuracies}}
-            for name, those in sorted(subtasks.items())
-        }
-    return found
-
-
-def finish(results: Results, metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
-    """Saves the records of all samples, with the scores of the task, in place of the cells that they were made of."""
-    results.cells.clear()
-    results.save(scores=conclude(metrics, records), samples=records)
-
-
-def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """A mean over samples; of perplexity the exponential of the mean negative log-likelihood of whole continuations."""
-    if metric == "perplexity":
-        return math.exp(min(700.0, -statistics.fmean(one["loglikelihoods"][one["gold"]] for one in records)))
-    return statistics.fmean(one[metric] for one in records)
-
-
 def write_lines(file: Path, content: Mapping[str, Any]) -> None:
-    """JSON with a line for each cell and each sample, the file as a whole or not at all. Raises OSError."""
+    """Write JSON with a line for each cell and each sample, the file as a whole or not at all. Raises OSError."""
 
     def entry(value: Any) -> str:
         if isinstance(value, dict):
-            return (
-                "{\n"
-                + ",\n".join(f"    {json.dumps(name)}: {json.dumps(one)}" for name, one in value.items())
-                + "\n  }"
-            )
+            lines = [f"    {json.dumps(name)}: {json.dumps(cell)}" for name, cell in value.items()]
+            return "{\n" + ",\n".join(lines) + "\n  }"
         if isinstance(value, list):
-            return "[\n" + ",\n".join(f"    {json.dumps(one)}" for one in value) + "\n  ]"
+            return "[\n" + ",\n".join(f"    {json.dumps(sample)}" for sample in value) + "\n  ]"
         return json.dumps(value)
 
     lines = ",\n".join(f"  {json.dumps(name)}: {entry(value)}" for name, value in content.items())

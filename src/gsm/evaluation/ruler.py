@@ -1,10 +1,10 @@
-"""RULER's tasks put to a model: its answers at every length, their scores, and the paper's tables beside ours.
+"""Ask a model RULER's tasks: its answers at every length, their scores, and the paper's tables beside ours.
 
     python evaluate.py checkpoint=logs/default ruler=true
 
-An answer is right as far as it contains what was asked for. A chain of thought is judged by what follows its last
-`Final answer:` alone; one without is wrong, and how many there were is reported. All numbers are in percent.
-B prompts at a time, T tokens of each.
+The score of an answer is the share of the expected strings that it contains. Of a chain of thought only the text after
+its last `Final answer:` counts. Without these words it is wrong, and results have the share of such answers. All
+numbers are in percent. B prompts at a time, T tokens of each.
 """
 
 from __future__ import annotations
@@ -22,40 +22,43 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from gsm import plots
 from gsm.config.check import ConfigError
+from gsm.config.load import digest
 from gsm.data.adaptation import BOTH, MARK, RESPONSES, TAUGHT, trained_lengths
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import SEED, Questions, Sample, read_samples
-from gsm.data.ruler_tasks import TASKS
+from gsm.data.ruler import SEED, Questions, read_samples
+from gsm.data.ruler_tasks import TASKS, Sample
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation import paper, plots
+from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, publish
-from gsm.evaluation.results import Grid, Progress, Results, by_arm, difference, means, side_by_side, silent, transposed
-from gsm.experiments import weights
-from gsm.experiments.table import WIDTH, grid_text
+from gsm.evaluation.results import Progress, Results, by_arm, difference, means, side_by_side, silent
 from gsm.files import read_json
+from gsm.tables import WIDTH, Grid, grid_text, transposed
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 ADAPTED = "gsm.data.adaptation.RulerData"
 INGREDIENTS = ("template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
 CONTROL = re.compile(r"[\x00-\x1f]")
-# What the benchmark takes; what is otherwise is a deviation, and printed as one.
+# The choices of the benchmark. Others are printed as deviations.
 STANDARD = {"template": "ruler", "sentences": "punkt", "keys": "wonderwords", "digits": 7, "increment": None}
 ESSAYS = "PaulGrahamEssays.json"
-# In the settings of a result, what is the model's and not the question's: all else has to be the same to compare.
+# Settings of the model rather than of the questions. Results compare if all others are equal.
 OF_THE_MODEL = {"run", "step", "checkpoint", "precision", "device", "answers"}
 TITLES = {"average": "RULER Avg.", "longest": "RULER longest"}
-Result = Mapping[str, Any]  # what `measure` returns
+Result = Mapping[str, Any]  # of `measure`
 Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
 
 
 class Writer(Protocol):
-    """What is asked: any `LanguageModel` is one."""
+    """A model that answers; any `LanguageModel` is one."""
 
     def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int) -> Iterator[Tensor]:
-        """Yields the likeliest next id of every sequence, int64 [B], after prompts: int64 [B,T], or a list of
-        B lists of ids that differ in length."""
+        """Yield the likeliest next id of every sequence, int64 [B].
+
+        A prompt is int64 [B,T], or a list of B lists of ids that differ in length.
+        """
         ...
 
 
@@ -112,13 +115,13 @@ class Ruler(Measure):
         return _place(checkpoint)
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Recall of every cell; each is kept in ``file`` as it is done."""
-        asked = self.adapted(trained)
+        """Return the recall of every cell; ``file`` holds each cell as soon as it is done."""
+        ruler = self.adapted(trained)
         run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
         identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
         identity |= {"precision": trained.precision, "device": trained.device_kind}
         with trained.computing():
-            result = asked.measure(
+            result = ruler.measure(
                 trained.model,
                 trained.tokenizer,
                 path=file,
@@ -130,11 +133,11 @@ class Ruler(Measure):
         return result
 
     def adapted(self, trained: Trained) -> Ruler:
-        """The same, asked as the run was trained where it was adapted to these tasks and nothing else is said."""
+        """Return this measure with the choices of a run that was adapted to these tasks. Given choices stay."""
         data, context = trained.config["data"], trained.config["data"]["context"]
         own = data if data.get("_target_") == ADAPTED else {}
-        said = {name: own[name] for name in (*INGREDIENTS, "answers") if own.get(name) and not getattr(self, name)}
-        if (self.answers or said.get("answers")) == BOTH:
+        choices = {name: own[name] for name in (*INGREDIENTS, "answers") if own.get(name) and not getattr(self, name)}
+        if (self.answers or choices.get("answers")) == BOTH:
             raise ConfigError(
                 f"{trained.file} was trained with answers both; say ruler.answers=direct or ruler.answers=cot"
             )
@@ -148,7 +151,7 @@ class Ruler(Measure):
                 f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
                 "say ruler.lengths=, and ruler.template=short for small models"
             )
-        return replace(self, **said, lengths=lengths, tasks=self.tasks or own.get("tasks") or ())
+        return replace(self, **choices, lengths=lengths, tasks=self.tasks or own.get("tasks") or ())
 
     def measure(
         self,
@@ -161,24 +164,24 @@ class Ruler(Measure):
         progress: Progress = silent,
         say: Callable[[str], object] = lambda line: None,
     ) -> dict[str, Any]:
-        """Asks a model every task at every length, and scores what it says.
+        """Ask a model every task at every length, and score its answers.
 
-        It answers greedily, in a static memory, until its end of text, with direct answers also until the end of a
-        line, or until `new_tokens` of the ingredients.
+        It answers greedily, in a static memory, until its end of text or for `new_tokens` of the ingredients. A direct
+        answer also ends with its line.
 
         Args:
-            model: what is asked.
+            model: gives the answers.
             tokenizer: its tokenizer.
-            ingredients: what samples are made of; None: as the fields say.
-            path: a JSON file for the result, gone on from if its settings are the same (`Results`).
-            identity: what else tells this evaluation from others, such as the checkpoint; a part of the settings.
-            progress: passes on the samples of a cell, and may say how far it is.
-            say: takes a line for every cell that is done.
+            ingredients: of the samples; None: built from the fields.
+            path: a JSON file for the result. A file with the same settings is continued (`Results`).
+            identity: further settings, such as the checkpoint.
+            progress: passes on the samples of a cell, and may show the place in them.
+            say: takes a line for every finished cell.
 
         Returns:
             `settings`, `cells` by `<task>/<length>` (each with `accuracy` in percent, and of every sample `prediction`
-            and `score`), `averages` over the cells that were `asked`, and `unmarked`, the share of outputs without
-            `Final answer:` where it is wanted.
+            and `score`), `averages` over the `asked` cells, and `unmarked`, the share of outputs without
+            `Final answer:` in chains of thought.
 
         Raises:
             ValueError: a value is out of range, a length holds no sample.
@@ -188,6 +191,9 @@ class Ruler(Measure):
         _check(tasks, lengths, self.examples, answers, self.batch_size)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
         made = ingredients or Ingredients.choose(**chosen)
+        for task in tasks:  # a length that holds no sample is refused before a cell is measured
+            for length in lengths if self.files else [min(lengths)]:
+                self._samples(Questions(task, tokenizer, made), length, 1)
         settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
         settings |= {"files": self.files, "new_tokens": made.new_tokens} if self.files else made.facts()
         results = Results(path, {**settings, **(identity or {})})
@@ -198,14 +204,14 @@ class Ruler(Measure):
         def compute(name: str) -> dict[str, Any]:
             (task, length), start = asked[name], time.perf_counter()
             questions = Questions(task, tokenizer, made)
-            samples, most = self._samples(questions, length), questions.new_tokens
-            said = _answers(model, tokenizer, samples, self.batch_size, most, answers == "direct", self.chunk)
-            counted = progress(said, self.examples, f"{name}: ")
+            samples, most = self._samples(questions, length, self.examples), questions.new_tokens
+            texts = _answers(model, tokenizer, samples, self.batch_size, most, answers == "direct", self.chunk)
+            counted = progress(texts, self.examples, f"{name}: ")
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
-            found = {"task": task, "length": length, "accuracy": accuracy(scored)}
-            found |= {"seconds": round(time.perf_counter() - start, 3)}
-            say(f"{name}: {found['accuracy']:.2f} % of {self.examples}, {found['seconds']:.1f} s")
-            return {name: {**found, "samples": sorted(scored, key=lambda sample: sample["index"])}}
+            cell = {"task": task, "length": length, "accuracy": accuracy(scored)}
+            cell |= {"seconds": round(time.perf_counter() - start, 3)}
+            say(f"{name}: {cell['accuracy']:.2f} % of {self.examples}, {cell['seconds']:.1f} s")
+            return {name: {**cell, "samples": sorted(scored, key=lambda sample: sample["index"])}}
 
         results.fill(asked, lambda name: [name], compute)
         cells = {name: results.cells[name] for name in asked}  # the file keeps the others too
@@ -219,65 +225,65 @@ class Ruler(Measure):
         return {**results.content(), "cells": cells}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
-        """The arms side by side, where there are several runs."""
+        """Print the arms side by side, if there are several runs."""
         if len(results) > 1:
             print(side_by_side_of(results, place))
 
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
-        """The cells that were asked, the run among the settings."""
-        found = self._written(folder)
+        """Return the asked cells, with the run among the settings."""
+        result = self._written(folder)
         own = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
-        return {**_of_asked(found), "settings": {**found["settings"], "run": own}}
+        return {**_of_asked(result), "settings": {**result["settings"], "run": own}}
 
     @staticmethod
     def metrics(written: Result) -> dict[str, float]:
-        """Accuracies in percent: the `average`, and the means of every length and of every task."""
-        found = written["averages"]
-        return {"average": found["average"], **found["by_length"], **found["by_task"]}
+        """Return accuracies in percent: the `average`, and the means of every length and of every task."""
+        average_of = written["averages"]
+        return {"average": average_of["average"], **average_of["by_length"], **average_of["by_task"]}
 
-    def _samples(self, questions: Questions, length: int) -> list[Sample]:
-        """The samples of a cell; of a file the first ones. Raises ValueError where it holds fewer."""
+    def _samples(self, questions: Questions, length: int, count: int) -> list[Sample]:
+        """Return the first samples of a cell. Raise ValueError for a file with fewer than ``examples``."""
         if not self.files:
-            return [questions.sample(index, length, self.seed) for index in range(self.examples)]
+            return [questions.sample(index, length, self.seed) for index in range(count)]
         file = Path(self.files) / str(length) / f"{questions.name}.jsonl"
         samples = read_samples(file)
         if len(samples) < self.examples:
             raise ValueError(f"{file} holds {len(samples)} samples, and examples is {self.examples}; take fewer")
-        return samples[: self.examples]
+        return samples[:count]
 
 
 def complete(
     model: Writer, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool, chunk: int = 4096
 ) -> list[str]:
-    """What a model writes after each prompt, until its end of text or for `most` tokens.
+    """Return the text of a model after each prompt, until its end of text or for `most` tokens.
 
     Args:
         prompts: their ids.
-        a_line: stop at the end of a line that holds something.
+        a_line: stop at the end of a line that is not blank.
     """
-    made: list[list[int]] = [[] for _ in prompts]
-    going = set(range(len(made)))
+    answers: list[list[int]] = [[] for _ in prompts]
+    unfinished = set(range(len(answers)))
     lengths = {len(ids) for ids in prompts}
     prompt = torch.tensor(prompts) if len(lengths) == 1 else prompts
     for token_B in model.stream(prompt, most, chunk=chunk, capacity=max(lengths) + most - 1):
-        told = token_B.tolist()
-        for row in sorted(going):
-            made[row].append(told[row])
-            if told[row] == tokenizer.end_of_text or a_line and "\n" in tokenizer.decode(made[row]).lstrip():
-                going.remove(row)
-        if not going:
+        tokens = token_B.tolist()
+        for row in sorted(unfinished):
+            answers[row].append(tokens[row])
+            if tokens[row] == tokenizer.end_of_text or a_line and "\n" in tokenizer.decode(answers[row]).lstrip():
+                unfinished.remove(row)
+        if not unfinished:
             break
-    return [tokenizer.decode(ids) for ids in made]
+    return [tokenizer.decode(ids) for ids in answers]
 
 
 def final_answer(text: str, answers: str) -> str | None:
-    """The part of an output that is judged; None where a chain of thought (answers "cot") does not come to an end."""
+    """Return the part of an output that counts; None for a chain of thought (answers "cot") without an end."""
     _, mark, answer = text.rpartition(MARK)
     return text if answers != "cot" else answer if mark else None
 
 
 def score(text: str | None, outputs: Sequence[str]) -> float:
-    """The share of `outputs` that a text contains, in whatever case, control characters being line ends; 0 for None."""
+    """Return the share of `outputs` that a text contains, in any case; 0 for None. Control characters are line ends."""
     if text is None:
         return 0.0
     text = CONTROL.sub("\n", text.strip()).strip().lower()
@@ -285,12 +291,12 @@ def score(text: str | None, outputs: Sequence[str]) -> float:
 
 
 def accuracy(samples: Iterable[Mapping[str, Any]]) -> float:
-    """Mean score in percent."""
+    """Return the mean score in percent."""
     return 100 * statistics.fmean(sample["score"] for sample in samples)
 
 
 def averages(cells: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The paper's means: of each length over tasks, of each task over lengths, and of all lengths, unweighted.
+    """Return the paper's means: of each length over tasks, of each task over lengths, and of all lengths, unweighted.
 
     Args:
         cells: each with `task`, `length` and `accuracy`; every task at every length.
@@ -316,48 +322,44 @@ def _check(tasks: Sequence[str], lengths: Sequence[int], examples: int, answers:
 def _answers(
     model: Writer, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
 ) -> Iterator[tuple[Sample, int, str]]:
-    """Every sample with the tokens of its prompt and what the model says; similar lengths are asked together."""
-    prompts = sorted(((one, tokenizer.encode(one.prompt)) for one in samples), key=lambda pair: len(pair[1]))
+    """Yield every sample with the tokens of its prompt and the model's text. Similar lengths are asked together."""
+    prompts = sorted(((each, tokenizer.encode(each.prompt)) for each in samples), key=lambda pair: len(pair[1]))
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
-        said = complete(model, tokenizer, [ids for _, ids in batch], most, a_line, chunk)
-        yield from ((sample, len(ids), text) for (sample, ids), text in zip(batch, said, strict=True))
+        texts = complete(model, tokenizer, [ids for _, ids in batch], most, a_line, chunk)
+        yield from ((sample, len(ids), text) for (sample, ids), text in zip(batch, texts, strict=True))
 
 
-def _scored(sample: Sample, tokens: int, said: str, answers: str) -> dict[str, Any]:
-    judged = final_answer(said, answers)
-    facts = {"index": sample.index, "tokens": tokens, "outputs": list(sample.outputs), "prediction": said}
-    return {**facts, "marked": judged is not None, "score": score(judged, sample.outputs)}
+def _scored(sample: Sample, tokens: int, prediction: str, answers: str) -> dict[str, Any]:
+    answer = final_answer(prediction, answers)
+    facts = {"index": sample.index, "tokens": tokens, "outputs": list(sample.outputs), "prediction": prediction}
+    return {**facts, "marked": answer is not None, "score": score(answer, sample.outputs)}
 
 
 def known(file: Path) -> dict[str, Any] | None:
-    """What was found of a checkpoint before; None where there is nothing, or only of other weights."""
-    found = _read(_place(file))
-    if found is None or found["settings"]["checkpoint"] != weights.digest(file):
-        return None
-    return _of_asked(found)
+    """Return the result of a checkpoint; None if there is none, or only a result of other weights."""
+    result = _of_weights(_place(file), file)
+    return _of_asked(result) if result else None
 
 
-def _of_asked(found: Result) -> dict[str, Any]:
-    """A result without the cells of earlier questions, which its file keeps."""
-    return {**found, "cells": {name: found["cells"][name] for name in found["asked"]}}
+def _of_asked(result: Result) -> dict[str, Any]:
+    """Return a result without the cells of earlier questions, which its file keeps."""
+    return {**result, "cells": {name: result["cells"][name] for name in result["asked"]}}
 
 
 def _place(file: Path) -> Path:
-    """The ruler.json of a checkpoint: beside it, or of an evaluation after the same run."""
+    """Return the path of a checkpoint's ruler.json: beside it, or of an evaluation after the same run."""
     own = home(file) / "ruler.json"
-    others = [path for path in sorted(home(file).parent.glob("*/ruler.json")) if path != own]
-    if own.is_file() or not others:
-        return own
-    of_it = [p for p in others if (found := _read(p)) and found["settings"]["checkpoint"] == weights.digest(file)]
-    return of_it[0] if of_it else own
+    others = () if own.is_file() else sorted(home(file).parent.glob("*/ruler.json"))
+    return next((path for path in others if _of_weights(path, file)), own)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A finished result; None for what is missing, damaged, not finished, or something else."""
-    found = read_json(path) or {}
-    finished = {"averages", "asked", "cells", "settings"} <= set(found) and "checkpoint" in found["settings"]
-    return found if finished else None
+def _of_weights(path: Path, checkpoint: Path) -> dict[str, Any] | None:
+    """Return the result in a file if it is finished and belongs to these weights, else None."""
+    result = read_json(path) or {}
+    if not ({"averages", "asked", "cells", "settings"} <= set(result) and "checkpoint" in result["settings"]):
+        return None
+    return result if result["settings"]["checkpoint"] == digest(checkpoint) else None
 
 
 def _name(result: Result) -> str:
@@ -366,40 +368,43 @@ def _name(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Tasks by lengths of one model, with the means over both, and what is not as in the benchmark."""
-    found, lengths = result["averages"], list(result["averages"]["by_length"])
+    """Return the table of one model, tasks by lengths, with the means over both and the deviations."""
+    average_of, lengths = result["averages"], list(result["averages"]["by_length"])
     rows = [["task, %", *(shown(int(length)) for length in lengths), "Avg."]]
-    for task, mean in found["by_task"].items():
+    for task, mean in average_of["by_task"].items():
         each = [result["cells"][f"{task}/{length}"]["accuracy"] for length in lengths]
         rows.append([task, *(f"{value:.2f}" for value in (*each, mean))])
-    rows.append(["mean", *(f"{value:.2f}" for value in (*found["by_length"].values(), found["average"]))])
+    rows.append(["mean", *(f"{value:.2f}" for value in (*average_of["by_length"].values(), average_of["average"]))])
     return "\n".join([grid_text(rows), "", *(textwrap.fill(note, WIDTH) for note in notes([result], [""]))])
 
 
 def side_by_side_of(results: Sequence[Result], place: Path) -> str:
-    """Several runs in the paper's tables, by arm, written to a file (`ruler.json`) and beside it; as text. Raises
-    ConfigError where these cannot be written."""
-    said = notes(results, [_name(result) for result in results])
+    """Return several runs in the paper's tables, by arm; write them to `place` (ruler.json) and beside it.
+
+    Raise ConfigError if these files cannot be written.
+    """
+    lines = notes(results, [_name(result) for result in results])
     if not alike(results):
-        return publish(place, [], said, {"runs": results})
+        return publish(place, [], lines, {"runs": results})
     arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
-    return publish(place, tables(arms, paper.tables()["ruler"]), said, {"runs": results}, lambda: _picture(arms))
+    return publish(place, tables(arms, paper.tables()["ruler"]), lines, {"runs": results}, lambda: _picture(arms))
 
 
 def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
-    """The paper's tables of RULER: arms by lengths, tasks by arms, beside its own; then every task at every length, and
-    how the other arms differ from the first.
+    """Return the paper's tables of RULER, arms by lengths and tasks by arms, beside the paper's own.
+
+    Then follow every task at every length, and the differences of the other arms from the first.
 
     Args:
-        arms: by name and seed, results that are `alike`, in percent.
+        arms: by name and seed, comparable results (`alike`), in percent.
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
     first, columns = next(iter(next(iter(arms.values())).values())), published["columns"]
     lengths = {length: shown(int(length)) for length in first["averages"]["by_length"]}
     tasks = {task: task for task in first["averages"]["by_task"]}
-    theirs = {str(length): values for length, values in published["by_length"].items()}
-    titles = {**{length: shown(int(length)) for length in theirs}, "average": "Avg."}
-    theirs["average"] = published["average"]
+    of_paper = {str(length): values for length, values in published["by_length"].items()}
+    titles = {**{length: shown(int(length)) for length in of_paper}, "average": "Avg."}
+    of_paper["average"] = published["average"]
 
     def mean(result: Result, name: str) -> float:
         return Ruler.metrics(result)[name]
@@ -407,10 +412,14 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
     def accuracy_of(cell: tuple[Result, str], length: str) -> float:
         return cell[0]["cells"][f"{cell[1]}/{length}"]["accuracy"]
 
-    each = {f"{arm}, {task}": {n: (one, task) for n, one in of.items()} for arm, of in arms.items() for task in tasks}
+    each = {
+        f"{arm}, {task}": {seed: (result, task) for seed, result in seeds.items()}
+        for arm, seeds in arms.items()
+        for task in tasks
+    }
     grids = [
         transposed(side_by_side("RULER, %", arms, {**lengths, "average": "Avg."}, mean)),
-        transposed(side_by_side("the paper, 1.5B GSM", {}, titles, mean, columns, theirs)),
+        transposed(side_by_side("the paper, 1.5B GSM", {}, titles, mean, columns, of_paper)),
         side_by_side("task, %", arms, tasks, mean, [f"paper: {name}" for name in columns], published["by_task"]),
         transposed(side_by_side("arm, task, %", each, lengths, accuracy_of)),
     ]
@@ -429,8 +438,9 @@ def _differences(arms: Arms, tasks: Sequence[str], last: str) -> Grid:
 
 
 def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Callable[[str, str], bool]) -> str:
-    """Second arm minus first over the seeds that both have, with its interval; tasks and lengths count alike. `-` where
-    there is no such seed, or the questions are not the same.
+    """Return the second arm minus the first over the seeds that both have, with its interval.
+
+    All tasks and lengths have the same weight. The result is `-` without such a seed, or for other questions.
 
     Args:
         first, second: results by seed.
@@ -446,56 +456,55 @@ def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Cal
 
 
 def alike(results: Sequence[Result | None]) -> bool:
-    """Whether all results there are answer the same questions, in whatever form, so that they can be compared."""
-    asked = [
-        ({name: value for name, value in one["settings"].items() if name not in OF_THE_MODEL}, one["asked"])
-        for one in results
-        if one is not None
+    """Return whether all results answer the same questions, in any form of answer, so that they compare."""
+    questions = [
+        ({name: value for name, value in result["settings"].items() if name not in OF_THE_MODEL}, result["asked"])
+        for result in results
+        if result is not None
     ]
-    return all(one == asked[0] for one in asked)
+    return all(each == questions[0] for each in questions)
 
 
 def numbers(result: Result | None) -> dict[str, float]:
-    """`average` over all lengths, and that of the `longest`, in percent; empty without a result."""
+    """Return the `average` over all lengths and that of the `longest`, in percent; nothing without a result."""
     if result is None:
         return {}
-    found = result["averages"]
-    return {"average": found["average"], "longest": found["by_length"][str(longest(result))]}
+    average_of = result["averages"]
+    return {"average": average_of["average"], "longest": average_of["by_length"][str(longest(result))]}
 
 
 def longest(result: Result) -> int:
-    """The longest length that was asked, in tokens."""
+    """Return the longest asked length, in tokens."""
     return max(map(int, result["averages"]["by_length"]))
 
 
 def notes(results: Sequence[Result | None], names: Sequence[str]) -> list[str]:
-    """What has to be said: what was asked, what is not as in the benchmark, and which models have no result."""
-    found = [one for one in results if one is not None]
-    said = []
-    for one in found[:1]:
-        lengths = ", ".join(shown(int(length)) for length in one["averages"]["by_length"])
-        answers = " or ".join(dict.fromkeys(each["settings"]["answers"] for each in found))
-        said.append(
-            f"RULER: {len(one['averages']['by_task'])} tasks at {lengths} tokens (the paper: 4K to 64K), "
-            f"{one['settings']['examples']} examples of each, answers {answers}."
+    """Return the notes below a table: the questions, the deviations from the benchmark, and models without a result."""
+    present = [result for result in results if result is not None]
+    lines = []
+    for first in present[:1]:
+        lengths = ", ".join(shown(int(length)) for length in first["averages"]["by_length"])
+        answers = " or ".join(dict.fromkeys(each["settings"]["answers"] for each in present))
+        lines.append(
+            f"RULER: {len(first['averages']['by_task'])} tasks at {lengths} tokens (the paper: 4K to 64K), "
+            f"{first['settings']['examples']} examples of each, answers {answers}."
         )
-        otherwise = deviations(one["settings"])
-        said += [f"RULER, not as in the benchmark: {'; '.join(otherwise)}."] if otherwise else []
-    unmarked = [one["unmarked"] for one in found if one["settings"]["answers"] == "cot"]
-    said += [f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %."] if unmarked else []
+        if others := deviations(first["settings"]):
+            lines.append(f"RULER, not as in the benchmark: {'; '.join(others)}.")
+    if unmarked := [result["unmarked"] for result in present if result["settings"]["answers"] == "cot"]:
+        lines.append(f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %.")
     if not alike(results):
-        said.append(
+        lines.append(
             "RULER: these models were not asked the same and are not compared; ask them with ruler=true and one "
             "ruler.lengths= (and ruler.examples=, ...) for all."
         )
-    missing = [name for name, one in zip(names, results, strict=True) if one is None]
-    if missing:
-        said.append(f"RULER: nothing for {', '.join(missing)}; ruler=true asks, and goes on where it was interrupted.")
-    return said
+    if missing := [name for name, result in zip(names, results, strict=True) if result is None]:
+        lines.append(f"RULER: nothing for {', '.join(missing)}; ruler=true asks, and goes on where it was interrupted.")
+    return lines
 
 
 def deviations(settings: Mapping[str, Any]) -> list[str]:
-    """What was chosen otherwise than in the benchmark, as `name: value`."""
+    """Return the choices that are not the benchmark's, as `name: value`."""
     named = [
         f"{name}: {settings[name]}" for name, value in STANDARD.items() if name in settings and settings[name] != value
     ]
@@ -504,16 +513,16 @@ def deviations(settings: Mapping[str, Any]) -> list[str]:
 
 
 def shown(length: int) -> str:
-    """4096 as 4K."""
+    """Return 4096 as 4K."""
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def _picture(arms: Arms) -> bytes:
-    """Accuracy by length, of the tasks together and of each. Raises ImportError where matplotlib is missing."""
+    """Draw the accuracy by length, of the tasks together and of each. Raise ImportError without matplotlib."""
 
     def lengths(result: Result, task: str | None) -> dict[int, float]:
-        found = result["averages"]["by_length"]
-        cells = found if task is None else {n: result["cells"][f"{task}/{n}"]["accuracy"] for n in found}
+        by_length = result["averages"]["by_length"]
+        cells = by_length if task is None else {n: result["cells"][f"{task}/{n}"]["accuracy"] for n in by_length}
         return {int(length): value for length, value in cells.items()}
 
     first = next(iter(next(iter(arms.values())).values()))

@@ -1,7 +1,7 @@
 """State tracking put to a model: how often it knows the last state of a word, by group and length.
 
-With steps, the model writes every state itself: what it wrote, right or wrong, is all that it has to go on. B words at
-a time, N letters.
+With steps, the model writes every state itself, and reads its own state, right or wrong, before the next letter. B
+words at a time, N letters.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from gsm.data.state_tracking import StateTracking, Word
 from gsm.data.synthetic import HELD_OUT
 from gsm.models.base import LanguageModel
+from gsm.tables import grid_lines
 
 CHUNK = 1024  # letters read at a time
 
@@ -23,17 +24,14 @@ CHUNK = 1024  # letters read at a time
 def measure(
     model: LanguageModel, task: StateTracking, length: int, words: int = 128, seed: int = HELD_OUT
 ) -> dict[str, Any]:
-    """The fraction of words whose last state a model knows.
+    """Return the fraction of words with a known last state, by group, by length (a string, as in JSON).
 
     Args:
         model: trained on the task.
-        task: says groups, letters and answers, and the lengths to test with.
-        length: tokens of the sequences that the model was trained with.
-        words: how many of each length and group, the same for every model.
+        task: has groups, letters and answers, and the lengths to test with.
+        length: tokens of the sequences in training.
+        words: number for each length and group, the same for every model.
         seed: of the words; one of ``gsm.data.synthetic.UNSEEN``.
-
-    Returns:
-        By group, by length (as a string, since it goes into JSON).
     """
     found: dict[str, dict[str, float]] = {}
     for number, name in enumerate(task.groups):
@@ -46,10 +44,10 @@ def measure(
 
 @torch.no_grad()
 def last_states(model: LanguageModel, words: list[Word], steps: bool) -> Tensor:
-    """Whether the model knows the last state of each word, bool [B], on the CPU.
+    """Return whether the model knows the last state of each word, bool [B], on the CPU.
 
     Args:
-        model: is left in the mode that it was in.
+        model: stays in its mode.
         words: all of one length.
         steps: it writes the state behind each letter before it reads the next; else it reads letters alone.
     """
@@ -70,9 +68,7 @@ def last_states(model: LanguageModel, words: list[Word], steps: bool) -> Tensor:
 
 
 def table(facts: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Groups by lengths, in percent, as lines: how often the last state of a word is known."""
+    """Return groups by lengths, in percent, as lines: how often the last state of a word is known."""
     lengths = sorted({length for found in facts.values() for length in found}, key=int)
-    lines = [f"  {'last state known, %':<20}" + "".join(f"{length + ' letters':>14}" for length in lengths)]
-    for name, found in facts.items():
-        lines.append(f"  {name:<20}" + "".join(f"{100 * found[length]:>14.1f}" for length in lengths))
-    return lines
+    rows = [[name, *(f"{100 * found[length]:.1f}" for length in lengths)] for name, found in facts.items()]
+    return grid_lines([["last state known, %", *(f"{length} letters" for length in lengths)], *rows])

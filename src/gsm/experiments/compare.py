@@ -1,4 +1,4 @@
-"""Finished runs side by side: their table, paired differences and pictures, from what lies in their folders."""
+"""Finished runs side by side: their table, paired differences and pictures, from the files in their folders."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsm.config.check import ConfigError, few, unknown
+from gsm import plots
+from gsm.config.check import ConfigError, few, unknown, unlike
+from gsm.config.command_line import command
 from gsm.config.command_line import shown as shown_path
-from gsm.evaluation import plots
-from gsm.experiments.folder import unlike
+from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
-from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
-from gsm.files import read_json, replacing
+from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise, with_tasks
+from gsm.files import damage, read_json, replacing
 from gsm.training.callbacks.metrics_file import read_metrics
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
-CONTENTS = "experiment.json"  # which arms an experiment has, in their order, and what its table shows
+CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
 ByArm = Mapping[str, Sequence[RunSummary]]
-Curves = dict[str, list[dict[float, float]]]  # arm -> of each of its runs, values by step or by tokens
-PANELS = 4  # columns of the table that a picture of final values shows at most
+Curves = dict[str, list[dict[float, float]]]  # arm -> for each of its runs, values by step or by tokens
+PANELS = 4  # largest number of columns in a picture of final values
 
 
 def compare(
@@ -40,11 +41,13 @@ def compare(
     x: str = "",
     y: str = "",
     output: str = "",
+    publish: str = "",
 ) -> Table:
-    """Prints finished runs side by side, and writes that with pictures to comparison.html, .md, .csv, .json and .png.
+    """Print finished runs side by side, and write that with pictures to comparison.html, .md, .csv, .json and .png.
 
     Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
-    curves, and which runs are not finished. Every finished run counts, also one that was trained with other settings
+    curves, and which runs are not finished. Where arms were trained on several tasks (data=), each task has columns of
+    its own, and differences are within a task. Every finished run counts, also one that was trained with other settings
     than the experiment's last command (results.md leaves those out).
 
     Args:
@@ -57,6 +60,7 @@ def compare(
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
         y: what that picture shows against x
         output: the folder to write to; left out: the experiment's, and for several the folder above all of them
+        publish: a folder of rows, such as results: append a row for each run and tuning attempt to its <name>.csv
 
     Raises:
         ConfigError: no run is finished, or a name that the runs do not know.
@@ -73,46 +77,97 @@ def compare(
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
     chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
+    tasks = _tasks(finished)
     known = {name for run in finished for name in _keys(run.summary) if run.value(name) is not None}
+    known |= {f"{run.task}.{name}" for run in finished if tasks for name in known if run.value(name) is not None}
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
+    chosen = _by_task(chosen, finished, tasks)
     table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
     table = replace(table, tuned=_tuned(table.runs))
-    notes = [*unfinished(places), *apart(table.runs)]
-    print("\n".join([table.text(), "", FOOTNOTE, *notes, ""]))
+    notes = [sentence for place in places if (sentence := damage(place / CONTENTS))]
+    notes += [*unfinished(places), *apart(table.runs)]
+    print("\n".join([table.text(), "", *table.verdicts(), FOOTNOTE, *table.meanings(), *notes, ""]))
     place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
     print("\n".join(write(table, place, places, notes=notes, metric=metric, axis=axis, x=x, y=y)))
+    for folder in places if publish else []:
+        print(rows.publish(folder, Path(publish), table.columns))
     return table
 
 
-def _collect(folders: Sequence[Path]) -> list[RunSummary]:
-    """All runs of these experiments, finished or not, arms in the experiments' order, each name once.
+def side_by_side(folders: Sequence[Path]) -> str:
+    """Return the jobs of a sweep in one table, and a sentence for each that is not finished."""
+    above = list(dict.fromkeys(folder.parent.parent for folder in folders))
+    trained = [run for run in _named([one for one in above if read_runs(one)]) if run.folder in folders]
+    finished = [run for run in trained if run.finished]
+    table = summarise(finished, _columns(above, finished)) if finished else None
+    lines = ["", table.text(), "", FOOTNOTE, *apart(table.runs)] if table else [""]
+    lines += [f"not finished: {shown_path(one)}, {state}" for one in folders if (state := _state(one))]
+    lines += ["", "Next:", f"  {command('compare', *map(shown_path, above))}"] if table else []
+    return "\n".join(lines)
 
-    Raises ConfigError where none is finished, FileNotFoundError where there is none.
+
+def _collect(folders: Sequence[Path]) -> list[RunSummary]:
+    """Return all runs of these experiments, at least one of them finished.
+
+    Raises ConfigError if none is finished, FileNotFoundError if there is none.
     """
     if not folders:
         raise ConfigError("compare needs the folder of an experiment, such as logs/ablate_residual")
-    found = {folder: _in_order(folder) for folder in folders}
-    times = Counter(arm for runs in found.values() for arm in {run.arm for run in runs})
-    names = Counter(folder.name for folder in found)
-    all_runs = []
-    for folder, runs in found.items():
-        before = folder.name if names[folder.name] == 1 else shown_path(folder)
-        all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
+    all_runs = _named(folders)
     if not any(run.finished for run in all_runs):
-        where = " or ".join(map(shown_path, found))
+        where = " or ".join(map(shown_path, folders))
         raise ConfigError(f"no run in {where} is finished: {'; '.join(unfinished(folders))}")
     return all_runs
 
 
+def _named(folders: Sequence[Path]) -> list[RunSummary]:
+    """Return all runs of these experiments, finished or not, in their order; arms of one name in several folders get
+    the folder's name in front."""
+    read = with_tasks(run for folder in folders for run in _in_order(folder))
+    read = [*map(_one_name, read)] if len({run.task for run in read}) > 1 else read
+    found = {folder: [run for run in read if run.folder.parent.parent == folder] for folder in folders}
+    times = Counter(pair for runs in found.values() for pair in {(run.arm, run.task) for run in runs})
+    names, short = Counter(folder.name for folder in found), plots.short(folder.name for folder in found)
+    all_runs = []
+    for folder, runs in found.items():
+        before = short[folder.name] if names[folder.name] == 1 else shown_path(folder)
+        several = {run.arm for run in runs if times[run.arm, run.task] > 1}
+        all_runs += [replace(run, arm=f"{before}/{run.arm}") if run.arm in several else run for run in runs]
+    return all_runs
+
+
+def _one_name(run: RunSummary) -> RunSummary:
+    """Return the run with an arm that is not named after its data, so that it is one arm on every task."""
+    choices = run.summary.get("choices")
+    data = choices.get("data") if isinstance(choices, Mapping) else None
+    shorter = run.arm.replace(f"-data_{data}", "")
+    taken = (run.folder.parent.parent / shorter).exists()
+    return run if taken else replace(run, arm=shorter)
+
+
+def _tasks(runs: Sequence[RunSummary]) -> list[str]:
+    """Return the tasks of these runs, if an arm has several: only then a table has columns for each."""
+    pairs = dict.fromkeys((run.arm, run.task) for run in runs)
+    several = max(Counter(arm for arm, _ in pairs).values(), default=0) > 1
+    return list(dict.fromkeys(task for _, task in pairs)) if several else []
+
+
+def _by_task(columns: Sequence[str], runs: Sequence[RunSummary], tasks: Sequence[str]) -> list[str]:
+    """Return the columns of every task that has a value for them; unchanged without ``tasks``."""
+    of = {task: [run for run in runs if run.task == task] for task in tasks}
+    own = [column for column in columns if column.partition(".")[0] in of]
+    return [f"{task}.{c}" for c in columns for task in of if c not in own and _numbers(of[task], c)] + own or [*columns]
+
+
 def unfinished(folders: Sequence[Path]) -> list[str]:
-    """A sentence for each run that is not finished: how far it came, and what ended it."""
+    """Return a sentence for each run that is not finished: its last step, and the reason of its end."""
     return [f"not finished: {shown_path(run)}, {state}" for run, state in _states(folders).items() if state]
 
 
 def _states(folders: Sequence[Path]) -> dict[Path, str]:
-    """What is known of every run's folder; empty for one that is finished."""
+    """Return the state of every run's folder; empty for a finished run."""
     return {
         run: _state(run)
         for folder in folders
@@ -122,20 +177,23 @@ def _states(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def apart(runs: Sequence[RunSummary]) -> list[str]:
-    """A sentence for each arm with runs that saw other data than the first run, or more or less of it."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return a sentence for each arm with runs that saw other data than the first run of their task, or more or less
+    data."""
+    first = {run.task: run for run in reversed(runs)}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:
-        changes = _changes(runs[0], run)
-        if changes:
-            found.setdefault((run.arm, few(changes)), []).append(f"seed{run.seed}")
+        base = first[run.task]
+        if changes := _changes(base, run):
+            key = (run.arm, f"{base.arm} (seed{base.seed})", few(changes))
+            found.setdefault(key, []).append(f"seed{run.seed}")
     return [
-        f"compare with care: {arm} ({', '.join(seeds)}) differs from {runs[0].arm} (seed{runs[0].seed}) in {changes}"
-        for (arm, changes), seeds in found.items()
+        f"compare with care: {arm} ({', '.join(seeds)}) differs from {base} in {changes}"
+        for (arm, base, changes), seeds in found.items()
     ]
 
 
 def _changes(one: RunSummary, two: RunSummary) -> list[str]:
-    """What two runs differ in: the content of their data, the number of steps, of tokens."""
+    """Return the differences between two runs: the content of their data, the number of steps, of tokens."""
     prints = [run.summary.get("fingerprint") or {} for run in (one, two)]
     changes = unlike(*prints) if all(prints) else []
     for key, what in AMOUNTS.items():
@@ -157,14 +215,14 @@ def write(
     x: str = "",
     y: str = "",
 ) -> list[str]:
-    """Writes a table with its pictures, each file whole or not at all; returns sentences about what was written.
+    """Write a table with its pictures, each file whole or not at all; return sentences about the files.
 
     Args:
         table: of finished runs.
-        folder: where to.
-        folders: of the experiments that the runs are of.
-        stem: what the names of the files begin with.
-        notes: sentences that belong to the table.
+        folder: of the files.
+        folders: of the experiments of the runs.
+        stem: beginning of the names of the files.
+        notes: sentences below the table.
         metric, axis, x, y: as in ``compare``.
 
     Raises:
@@ -172,7 +230,7 @@ def write(
         OSError: a file cannot be written; the error names it.
     """
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
-    learned = _curves(by_arm, metric, axis)
+    learned = _curves(by_arm, metric, axis, _tasks(table.runs))
     metric, curves = next(iter(learned.items()))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
     drawn: dict[str, Picture] = {}
@@ -203,15 +261,15 @@ def write(
     for name, content in contents.items():
         _put(folder / name, content)
     _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not depend on what lies beside the runs
-    said = [missing] if missing else []
+    sentences = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
-        said.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
+        sentences.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
     bare = [arm for arm, (across, _) in points.items() if not across]
     if bare:
-        said.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
-    said.append(f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
-    return [*said, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
+        sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
+    sentences.append(f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
+    return [*sentences, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
 
 
 def _put(place: Path, content: bytes) -> None:
@@ -224,7 +282,7 @@ def _picture(figure: Figure, name: str) -> Picture:
 
 
 def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
-    """The pictures with a panel for each column of the table, and for each task that was tested at several lengths."""
+    """Yield the pictures with a panel for each column of the table, and for each task with several test lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
         lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
@@ -249,8 +307,8 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
 
 
 def _budgets(columns: Sequence[str], by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
-    """A picture for each metric that the table shows of several runs after one another: by the tokens that they have
-    trained on, and the differences from the first arm, seed by seed."""
+    """Yield a picture for each metric of several runs after one another that the table has: by the tokens trained on,
+    and the differences from the first arm, seed by seed."""
     metrics: dict[str, list[str]] = {}
     for column in columns:
         before, _, metric = column.rpartition(".")
@@ -273,8 +331,8 @@ def _budgets(columns: Sequence[str], by_arm: ByArm) -> Iterator[tuple[str, Pictu
 
 
 def _by_tokens(run: RunSummary, branches: Sequence[str], metric: str) -> dict[float, float]:
-    """A metric of each branch that has it, by the tokens that the branch was trained on in all; nothing where these do
-    not rise from column to column, as then they are runs of other kinds."""
+    """Return a metric of each branch by all tokens that the branch was trained on; nothing where these do not rise from
+    column to column: then they are runs of other kinds."""
     pairs = [(run.value(f"{branch}.tokens"), run.value(f"{branch}.{metric}")) for branch in branches]
     found = {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
     return found if list(found) == sorted(found) and len(found) == len(pairs) else {}
@@ -285,21 +343,22 @@ def _apart(points: Mapping[float, float], base: Mapping[float, float]) -> dict[f
 
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
-    """By task and arm, of every run, what a summary has under ``key``: fractions by length or load."""
+    """Return the fractions by length or load of a summary's ``key``, by task and arm, for every run."""
     found: dict[str, dict[str, list[dict[int, float]]]] = {}
     for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
         for task, values in (run.summary.get(key) or {}).items():
-            seed = {int(length): value for length, value in values.items()}
+            seed = {int(key): value for key, value in values.items() if key.isdecimal() and value is not None}
             found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
     return found
 
 
-def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
-    """The learning curves of every run, by arm, of this metric; of none, of what is held out and of training.
+def _curves(by_arm: ByArm, metric: str, axis: str, tasks: Sequence[str]) -> dict[str, Curves]:
+    """Return the learning curves of every run, by arm, of this metric; without one, of validation and of training; for
+    each of the ``tasks``, with its name before the metric.
 
     Raises ConfigError.
     """
-    metrics = {  # of runs after one another, those of the first
+    metrics = {  # for runs after one another, those of the first
         run.folder: read_metrics(run.folder / run.summary.get("curves", "") / "metrics.csv")
         for runs in by_arm.values()
         for run in runs
@@ -307,17 +366,19 @@ def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
-    held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
-    chosen = [metric] if metric else [held_out, *({"train/loss"} & known)]
-    every = {
-        name: {arm: [_curve(metrics[run.folder], name, axis) for run in runs] for arm, runs in by_arm.items()}
-        for name in chosen
-    }
+    every = {}
+    for task in tasks or [""]:
+        own = {arm: [run for run in runs if not task or run.task == task] for arm, runs in by_arm.items()}
+        known = {name for runs in own.values() for run in runs for name in metrics[run.folder]}
+        held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
+        for name in [metric] if metric else [held_out, *({"train/loss"} & known)]:
+            curves = {arm: [_curve(metrics[run.folder], name, axis) for run in runs] for arm, runs in own.items()}
+            every[f"{task}.{name}" if task else name] = curves
     return {name: {arm: [*filter(None, found)] for arm, found in arms.items()} for name, arms in every.items()}
 
 
 def _curve(metrics: Mapping[str, Mapping[int, float]], name: str, axis: str) -> dict[float, float]:
-    """A metric of a run by step, or by the tokens until then."""
+    """Return a metric of a run by step, or by the tokens until then."""
     found = metrics.get(name, {})
     across = metrics.get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
     return {across[step]: value for step, value in found.items() if step in across}
@@ -328,14 +389,14 @@ def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
 
 
 def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], list[float]]:
-    """Both numbers of each run that has both; what is not above 0 has no place on a logarithmic axis."""
+    """Return both numbers of each run that has both, the first one above 0 for a logarithmic axis."""
     pairs = [(run.value(x), run.value(y)) for run in runs]
     both = [(across, up) for across, up in pairs if across is not None and across > 0 and up is not None]
     return [across for across, _ in both], [up for _, up in both]
 
 
 def _in_order(folder: Path) -> list[RunSummary]:
-    """The runs of one experiment, arms in its own order. Raises FileNotFoundError where there is none."""
+    """Return the runs of one experiment, arms in its own order. Raises FileNotFoundError if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {shown_path(folder)}: give that of an experiment, logs/<name>")
     runs = read_runs(folder)
@@ -348,41 +409,43 @@ def _in_order(folder: Path) -> list[RunSummary]:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
+    """Return ``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
 
-    Not from ``.hydra``, where ``${variants:...}`` stands unresolved.
+    They are not read from ``.hydra``, because ``${variants:...}`` is unresolved there.
     """
     return read_json(folder / CONTENTS) or {}
 
 
 def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
-    """What the experiments of these runs have tuned their arms to, as their last commands say."""
+    """Return the values that the experiments of these runs have tuned their arms to, by their last commands."""
     found = {}
     for run in runs:
         tuned = _contents(run.folder.parent.parent).get("tuned")
         values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
-            shown = {str(key): said.get("shown") if isinstance(said, Mapping) else None for key, said in values.items()}
-            found[run.arm] = {key: str(value) for key, value in shown.items() if value is not None}
+            texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
+            found[run.arm] = {key: str(text) for key, text in texts.items() if text is not None}
     return found
 
 
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
-    """The columns that the experiments themselves show, and otherwise the usual ones; only what a run has."""
+    """Return the columns of the experiments' own tables, else the usual ones; only those that a run has."""
     own = dict.fromkeys(column for folder in folders for column in _contents(folder).get("table", ()))
     known = [column for column in own or USUAL if _numbers(runs, column)]
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 
 
 def _keys(summary: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Every key that may hold a number, with the path to it."""
+    """Yield every key that may hold a number, with the path to it."""
     for key, value in summary.items():
         yield from _keys(value, f"{above}{key}.") if isinstance(value, Mapping) else [f"{above}{key}"]
 
 
 def _state(run: Path) -> str:
-    """What is known of a run that is not finished; empty if it is."""
+    """Return the state of a run that is not finished; empty for a finished run."""
     summary = read_json(run / "summary.json")
+    if sentence := damage(run / "summary.json"):
+        return sentence
     if summary is None:
         return "without a summary.json that can be read: it has ended before training began, or waits"
     status, steps, reason = (summary.get(key) for key in ("status", "steps", "reason"))
@@ -396,8 +459,6 @@ def _state(run: Path) -> str:
 
 
 def _last_step(run: Path) -> int | None:
-    """Of the run's curves, since a summary is written when a run begins and when it ends."""
+    """Return the last step of a run's curves: a summary is written only when a run begins and when it ends."""
     file = run / "metrics.csv"
-    last = file.read_text(errors="replace").rsplit("\n", 2)[-2:] if file.is_file() else []
-    steps = [first for line in last if (first := line.partition(",")[0]).isdigit()]
-    return int(steps[-1]) if steps else None
+    return max((step for steps in read_metrics(file).values() for step in steps), default=None)

@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, what lies there already, and where training goes on from."""
+"""The folder of a run: one process at a time, its files, and the checkpoint that training goes on from."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import ConfigError, contrast, few, flat, parameters
-from gsm.config.decisive import ENDING, WATCHING, decides
-from gsm.config.load import LAST, CheckpointError, checkpoint_file, instantiate, read_checkpoint
+from gsm.config.check import ConfigError, contrast, few, flat, parameters, shortened, unlike
+from gsm.config.decisive import decides
+from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
 from gsm.experiments import weights
-from gsm.files import read_json, sweep
+from gsm.files import damage, read_json, refuse_pipes, sweep
 from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
 MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
-LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # what one cut off earlier may leave
-MEASURED = "limit_val_batches"  # trains nothing, but a finished run's numbers are of it
-# Of the data, which is made only where there is something to compare.
+LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # files of a run without a checkpoint
+MEASURED = "limit_val_batches"  # changes no weights, but the numbers of a finished run
+# Makes the fingerprint of the data, only where there is one to compare with.
 Fingerprint = Callable[[], Mapping[str, str | int]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: from a checkpoint, or from nothing; and a sentence about it (empty: nothing to tell).
+    """The start of a run: a checkpoint, or nothing; and a sentence about it (empty: nothing to report).
 
-    What was logged after ``step`` does not count any more.
+    Logged values after ``step`` do not count any more.
 
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
         finished: this very run lies there, trained to its end, and nothing is left to do.
+        moved: the place of an earlier run of the folder from now on, None if there was none.
     """
 
     checkpoint: Path | None = None
@@ -46,12 +48,13 @@ class Start:
     step: int = 0
     origin: str | None = None
     finished: bool = False
+    moved: Path | None = None
 
 
 def prepare(
     config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None, world: int = 1
 ) -> Start:
-    """Decides, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
+    """Decide, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
       and their batches may be others if as many sequences make up a step. A finished one is left as it is;
@@ -59,13 +62,13 @@ def prepare(
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
       a run that has begun there already goes on where it is, or is left as it is.
 
-    A run that starts over in a used folder moves what lies there to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of
-    several processes that train together, the one that ``leads`` does.
+    A run that starts over in a used folder moves its files to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of several
+    processes that train together, the one that ``leads`` does.
 
     Args:
         config: a composed configuration.
         leads: whether this process may move and remove files.
-        fingerprint: makes what the data that is here is known by; None: do not compare.
+        fingerprint: makes the fingerprint of the data; None: do not compare.
         world: ranks that are to train.
 
     Raises:
@@ -76,6 +79,8 @@ def prepare(
     folder, resume = Path(config["folder"]), str(config["resume"])
     _make(folder)
     if leads:
+        if sentence := damage(folder / "summary.json"):
+            print(sentence, file=sys.stderr, flush=True)
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
     last = folder / LAST
@@ -92,7 +97,8 @@ def prepare(
     step = checkpoint["global_step"]
     if _status(folder) == "finished":
         if changes:
-            return _over(config, leads, fingerprint, world, _why_over(changes, step))
+            reason = f": it is finished and its configuration differs in {few(changes)}"
+            return _over(config, leads, fingerprint, world, reason)
         return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
@@ -104,7 +110,7 @@ def prepare(
 
 
 def finished(config: Mapping[str, Any]) -> bool:
-    """Whether the run of this configuration lies in ``config["folder"]``, trained to its end.
+    """Return whether the run of this configuration lies in ``config["folder"]``, trained to its end.
 
     Raises CheckpointError where a run was finished, but its checkpoint is broken.
     """
@@ -115,7 +121,7 @@ def finished(config: Mapping[str, Any]) -> bool:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """SHA-256 of all that decides what a configuration trains: the same for runs between which nothing differs."""
+    """Return SHA-256 of all values that change training: the same for two runs exactly if they train the same."""
     decisive = {key: value for key, value in sorted(flat(config).items()) if decides(key)}
     started = weights.begins(config)
     return hashlib.sha256(json.dumps([decisive, started], default=str).encode()).hexdigest()
@@ -124,13 +130,14 @@ def identity(config: Mapping[str, Any]) -> str:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False, divided: bool = False
 ) -> list[str]:
-    """What two configurations train differently: ``data.batch_size (4 there, 8 here)``; empty if they train the same.
+    """Return the differences in training: ``data.batch_size (4 there, 8 here)``; empty if two configurations train the
+    same.
 
-    A key that the old one does not have yet is what its part takes by default.
+    A key that the old one does not have yet has the default of its part.
 
     Args:
         old, new: composed configurations.
-        by_path: compare only what a checkpoint cannot do without.
+        by_path: compare only values that a checkpoint needs.
         divided: leave out how a step is divided among processes.
     """
     first, second = flat(_completed(old, new)), flat(new)
@@ -139,7 +146,7 @@ def differences(
 
 
 def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """An older configuration with what its parts took by default for keys that were added since."""
+    """Return an older configuration with the defaults of its parts for keys that were added since."""
     made = dict(old)
     if "_target_" in new and old.get("_target_") == new["_target_"]:
         taken = parameters(new["_target_"]) or {}  # of this configuration: the other one is not trusted to name it
@@ -151,7 +158,7 @@ def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process. Raises ConfigError where another one is training there."""
+    """Hold the folder for this process, if the disk has locks. Raises ConfigError where another one trains there."""
     _make(folder)
     with (folder / ".lock").open("w") as file:
         try:
@@ -160,28 +167,32 @@ def locked(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process is training in {folder}: choose another seed=, arm= or name="
             ) from error
+        except OSError as error:  # some network file systems have no locks
+            warning = f"{folder} cannot be locked ({error.strerror}): a second process in it is not noticed"
+            print(warning, file=sys.stderr, flush=True)
         yield
 
 
 def _make(folder: Path) -> None:
-    """Makes the folder of a run, and those above it. Raises ConfigError where no disk has such a place, OSError."""
+    """Make the folder of a run, and those above it. Raises ConfigError where no disk has such a place, OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as error:
         raise ConfigError(f"folder {folder} cannot be made: choose another folder= or logs=") from error
+    refuse_pipes(folder, folder / "checkpoints")
 
 
 def _status(folder: Path) -> str | None:
-    """How the last run in this folder ended; None if it did not say."""
+    """Return how the last run in this folder ended; None: unknown."""
     return (read_json(folder / "summary.json") or {}).get("status")
 
 
 def _changes(
     checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None, world: int = 1
 ) -> list[str]:
-    """What the run of the folder differs in from one of this configuration, on this data and from these weights.
+    """Return the differences between the run of the folder and this configuration, data and start.
 
-    Before it is finished, its steps may be divided otherwise; once it is, it counts how its numbers were measured.
+    The steps of an unfinished run may be divided otherwise; for a finished one it counts how it was measured.
     """
     before = _config(checkpoint)
     if _status(Path(config["folder"])) == "finished":
@@ -196,7 +207,7 @@ def _changes(
 def _trained_otherwise(
     checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
 ) -> list[str]:
-    """What would be trained otherwise than before on so many ranks; how a step is divided among them is free."""
+    """Return the differences from an earlier training, on ``world`` ranks; a step may be divided otherwise."""
     theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
     there, here = sequences_a_step(theirs, before), sequences_a_step(config, world)
     ranks = "" if before == world else f", shared out among {before} and {world}"
@@ -207,11 +218,10 @@ def _trained_otherwise(
 def _began_with(
     path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int
 ) -> dict[str, Any] | None:
-    """The checkpoint of the folder's own run, if that once began with the one at ``path``: given again, a command does
-    not undo it."""
+    """Return the checkpoint of the folder's own run if that once began with ``path``: a command given again goes on."""
     last = Path(config["folder"]) / LAST
     if last.is_file() and path != last.resolve():
-        with contextlib.suppress(CheckpointError):  # the one that was asked for may be sound
+        with contextlib.suppress(CheckpointError):  # the other one may be sound
             checkpoint = _read(last)
             if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
                 return checkpoint
@@ -221,75 +231,57 @@ def _began_with(
 def _from_path(
     path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
 ) -> Start:
-    """Goes on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
+    """Go on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
     start = _going_on(path, config, fingerprint, world, "resume=never to start over")
     sentence = start.sentence
     if leads and Path(config["folder"]).resolve() not in path.parents:
         moved = _move_aside(Path(config["folder"]), config)
         sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
+        start = replace(start, moved=moved)
     return replace(start, sentence=sentence, origin=str(path))
 
 
 def _over(
     config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int, reason: str = ""
 ) -> Start:
-    """From nothing, or a branch from what it leaves; what lies in the folder moves away."""
+    """Start from nothing, or as a branch from its checkpoint; files in the folder move away."""
     start = Start()
     if weights.is_branch(config):
         path = checkpoint_file(config["start_from"])
         start = _going_on(path, config, fingerprint, world, "start_fresh=true to take the weights alone")
     moved = _move_aside(Path(config["folder"]), config) if leads else None
-    told = f"An earlier run in this folder was moved to {moved}{reason}." if moved else ""
-    return replace(start, sentence=" ".join(filter(None, [told, start.sentence])))
+    sentence = f"An earlier run in this folder was moved to {moved}{reason}." if moved else ""
+    return replace(start, sentence=" ".join(filter(None, [sentence, start.sentence])), moved=moved)
 
 
 def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int, remedy: str) -> Start:
-    """With all that a checkpoint holds. Raises CheckpointError where it is of another training."""
+    """Start with everything in a checkpoint. Raises CheckpointError where it is of another training."""
     checkpoint = _read(path)
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or {remedy}"
         )
-    step = checkpoint["global_step"]
-    return Start(path, f"Going on from {path}, step {step}.{_jumps(checkpoint, config)}", step)
+    step, steps = checkpoint["global_step"], config["trainer"]["max_steps"]
+    if step > steps:
+        raise CheckpointError(
+            f"trainer.max_steps={steps} is not allowed because {path} is of step {step} already. Use {step} or "
+            f"more, or {remedy}."
+        )
+    planned = _config(checkpoint)["trainer"]["max_steps"]
+    jumps = planned != steps and not weights.is_branch(config)  # a branch ends otherwise, and falls from here on
+    longer = f" It was to have {planned} steps: schedules jump to the curve of {steps} steps." if jumps else ""
+    return Start(path, f"Going on from {path}, step {step}.{longer}", step)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
-    """How many one step has, on so many ranks; None where the data do not say."""
+    """Return the sequences of one step on ``world`` ranks; None where the data have no batches."""
     batch = config["data"].get("batch_size")
     return config["global_batch"] or (batch and batch * world)
 
 
-def _jumps(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What does not go on smoothly in a run of another length than it was begun with, as a sentence."""
-    planned, steps = _config(checkpoint)["trainer"]["max_steps"], config["trainer"]["max_steps"]
-    if planned == steps:
-        return ""
-    done = max(0, checkpoint["global_step"] - 1)  # the last step, up to which both may be alike
-    rates = _schedule(_config(checkpoint), config)(done, planned), _schedule(config, config)(done, steps)
-    follow = ["the learning rate"] if rates[0] != rates[1] else []
-    follow += ["the length of sequences"] if config["data"].get("shortest") else []
-    own = [name for name, node in (config.get("callbacks") or {}).items() if node and name not in WATCHING]
-    follow += [f"callbacks.{name}" for name in own]
-    if not follow:
-        return ""
-    return (
-        f" It was to have {planned} steps and is to have {steps}: from here on, what is a function of the part of the "
-        f"run that is done jumps to the curve of the new length: {', '.join(follow)}."
-    )
-
-
-def _schedule(ends: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[[int, int], float]:
-    """The factor of the learning rate by step and number of steps, of a run that ends as one of these configurations
-    says and is as the other one else."""
-    ending = {key.removeprefix("optimizer.") for key in ENDING} & ends["optimizer"].keys()
-    chosen = {**config["optimizer"], **{key: ends["optimizer"][key] for key in ending}}
-    return instantiate(chosen, "optimizer").factor
-
-
 def _read(path: Path, verify: bool = True) -> dict[str, Any]:
-    """A checkpoint to go on from. Raises CheckpointError for one that does not say how it was trained."""
+    """Return a checkpoint to go on from. Raises CheckpointError for one without its configuration or its ranks."""
     checkpoint = read_checkpoint(path, mmap=True, verify=verify)
     for part, held, key in (("trainer", _config(checkpoint), "max_steps"), (STATE, checkpoint, "world")):
         if key not in held.get(part, {}):
@@ -298,7 +290,7 @@ def _read(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _read_last(last: Path) -> dict[str, Any]:
-    """``last.ckpt``; where it is broken, the error says what can be done instead of starting over without a word."""
+    """Return ``last.ckpt``; where it is broken, the error names the remedies."""
     try:
         return _read(last)
     except CheckpointError as error:
@@ -311,54 +303,53 @@ def _read_last(last: Path) -> dict[str, Any]:
 
 
 def _config(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of its run."""
+    """Return the configuration of its run."""
     return checkpoint["hyper_parameters"]["config"]
 
 
 def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) -> list[str]:
-    """What the data that is here differs in from the checkpoint's; an older checkpoint does not say and goes on."""
+    """Return the differences between the checkpoint's data and these; an older checkpoint has no fingerprint."""
     before = checkpoint.get("fingerprint")
     return unlike(before, fingerprint()) if before and fingerprint else []
 
 
 def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What a run started from, and would start from now, where these are not the same weights, wherever they lie."""
+    """Return the weights that a run started from, and would start from now, where their contents differ."""
     before, here = checkpoint.get("started_from"), weights.begins(config)
-    names = [_short(digest) if digest else "fresh ones" for digest in (before, here)]
+    names = [shortened(digest) if digest else "fresh ones" for digest in (before, here)]
     return [] if before == here else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
 
 
-def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[str]:
-    """What two fingerprints of data differ in: ``the data's tokenizer (1f0c... there, 77ab... here)``."""
-    return [
-        f"the data's {key} ({_short(one.get(key, 'nothing'))} there, {_short(two.get(key, 'nothing'))} here)"
-        for key in sorted(one.keys() | two.keys())
-        if one.get(key) != two.get(key)
-    ]
+def contents(folder: Path) -> list[Path]:
+    """Return the files of a run's folder, without the notes and the output of the command that starts there."""
+    return [path for path in folder.iterdir() if path.name not in OWN and path.suffix != ".log"]
 
 
-def _short(value: str | int) -> str:
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else str(value)
-
-
-def _why_over(changes: list[str], step: int) -> str:
-    """Why a finished run does not go on, to be put after where it was moved to."""
-    if len(changes) == 1 and changes[0].startswith("trainer.max_steps "):
-        return (
-            f": it is finished, after {step} steps, and one of another length is another run, as the learning rate "
-            "depends on it (to prolong it all the same: resume=<its last.ckpt>)"
-        )
-    return f": it is finished and its configuration differs in {few(changes)}"
+@contextlib.contextmanager
+def moving_back(start: Start, folder: Path) -> Iterator[None]:
+    """Move an earlier run back into its folder where a start is refused, or fails before it leaves anything there."""
+    try:
+        yield
+    except BaseException as error:
+        left = contents(folder)
+        unused = isinstance(error, ConfigError) and not {path.name for path in left} & {"checkpoints", "metrics.csv"}
+        if start.moved and (unused or not left):
+            for path in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in start.moved.iterdir():
+                shutil.move(path, folder / path.name)
+            start.moved.rmdir()
+        raise
 
 
 def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Moves an earlier run's files out of the way; returns where to, None if there was nothing.
+    """Move an earlier run's files out of the way; return their new folder, None if there was nothing.
 
-    Checkpoints go first and the summary last: what is cut off on the way is no finished run, and known for one of ours.
+    Checkpoints go first and the summary last: a move that is cut off leaves no finished run, but one of ours.
 
     Raises ConfigError for files that are not a run's.
     """
-    found = [path for path in folder.iterdir() if path.name not in OWN and path.suffix != ".log"]
+    found = contents(folder)
     if not found:
         return None
     foreign = sorted(path.name for path in found if not LEFT.fullmatch(path.name))

@@ -1,7 +1,7 @@
-"""Jobs: what an experiment starts as processes of their own, and the runner that works them off, here or on a cluster.
+"""The processes of an experiment: they start one behind another, hear of signals, and end with their parent.
 
-A process writes to a file, not to a pipe: a parent that is killed leaves none behind that waits for a
-reader. What is to be seen at once is read from the file as it grows.
+A process writes to a file and to no pipe, so a parent that is killed leaves none behind that waits for a reader. Output
+to be shown at once is read from the file as it grows.
 """
 
 from __future__ import annotations
@@ -15,65 +15,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from gsm.signals import SIGNALS
+from gsm.signals import answered
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from gsm.experiments.runs import Run
 
 PARENT = "GSM_PARENT"
-THROUGH = (sys.executable, "-m", "gsm.experiments.jobs")  # what becomes a program that knows nothing of its parent
+THROUGH = (sys.executable, "-m", "gsm.experiments.jobs")  # becomes a program that knows nothing of its parent
 PDEATHSIG = 1  # of Linux' prctl
 PAUSE = 0.1  # seconds between two looks
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One process: what starts it, where its output goes, and which job has to be finished before.
-
-    Attributes:
-        name: no other has it.
-        command: as words.
-        log: the file that its output is added to; made with its folder.
-        after: the job whose weights it takes; None: it waits for nothing.
-        starter: whether the command starts others that do the work, as torchrun does, which may itself be a Python.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    log: Path
-    after: Job | None = None
-    starter: bool = field(default=False, kw_only=True)
-
-    def finished(self) -> bool:
-        """Whether its results are there already."""
-        return False
-
-    def conclude(self) -> None:
-        """Called by whoever has run it, after exit code 0. Raises OSError."""
-
-
 class Child:
-    """The process of a job, started by making this.
+    """The process of a run, started by making this.
 
     Args:
-        job: what to start.
-        environment: what differs from this process.
+        run: with its command, and the file for its output.
+        environment: variables that differ from this process.
         follow: show the output here too, as it comes.
     """
 
-    def __init__(self, job: Job, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.follow, self.since = job.log, follow, time.monotonic()
-        self._starts_others = job.starter
+    def __init__(self, run: Run, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log, self.follow, self.since = run.log, follow, time.monotonic()
+        self._starts_others = run.starter
         self._signals = 0
-        self._ending = False
-        with job.log.open("ab") as file:
+        with run.log.open("ab") as file:
             self._begin = self._shown = file.tell()
-            file.write(f"$ {shlex.join(job.command)}\n".encode())
+            file.write(f"$ {shlex.join(run.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
-                (*THROUGH, *job.command) if self._starts_others else job.command,
+                (*THROUGH, *run.command) if self._starts_others else run.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -82,7 +58,7 @@ class Child:
             )
 
     def poll(self) -> int | None:
-        """Shows what is new; the exit code once it has ended, negative for the signal that ended it."""
+        """Show new output; return the exit code once it has ended, negative for the signal that ended it."""
         code = self._process.poll()
         if self.follow:
             with self.log.open("rb") as file:
@@ -94,38 +70,32 @@ class Child:
         return code
 
     def forward(self, signals: Sequence[int]) -> None:
-        """Sends those of the parent's signals that it has not got yet."""
+        """Send the signals of the parent that it has not got yet."""
         for number in signals[self._signals :]:
             if self._starts_others and number == signal.SIGINT:
                 number = signal.SIGTERM  # srun answers the first Ctrl-C by telling how its tasks are
             self._process.send_signal(number)
         self._signals = len(signals)
 
-    def end(self) -> None:
-        """Asks it to end, once."""
-        if not self._ending:
-            self._process.terminate()
-        self._ending = True
-
     def seconds(self) -> float:
-        """Since it was started."""
+        """Return the time since its start."""
         return time.monotonic() - self.since
 
     def tail(self) -> list[str]:
-        """The last lines that it has written."""
+        """Return the last lines that it has written."""
         return tail(self.log, self._begin)
 
     def _known(self) -> dict[str, str]:
-        """What it is told by its environment: its parent, so that it leaves with it; torchrun, which signals it passes
-        on to those that it starts (the default of its --signals-to-handle)."""
+        """Return variables of its environment: its parent, so that it leaves with it; and for torchrun the signals that
+        it passes on to the processes that it starts (the default of its --signals-to-handle)."""
         known = {PARENT: str(os.getpid())}
         if self._starts_others:
-            known["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+            known["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in answered())
         return known
 
 
 def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
-    """The last lines of a file, of those from the byte ``begin`` on; none where there is no file."""
+    """Return the last lines of a file behind the byte ``begin``; none where there is no file."""
     if not log.is_file():
         return []
     with log.open("rb") as file:
@@ -134,74 +104,74 @@ def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
 
 
 def work_off(
-    jobs: Sequence[Job],
+    runs: Sequence[Run],
     at_once: int,
-    start: Callable[[Job], Child],
-    ended: Callable[[Job, int | None, Child | None], None],
-    stops: Callable[[Job], bool] = lambda job: False,
+    start: Callable[[Run], Child],
+    ended: Callable[[Run, int | None, Child | None], None],
+    watch: Callable[[Run], None] = lambda run: None,
 ) -> int | None:
-    """Runs jobs, the first ones first, each after the one that it waits for, ``at_once`` at a time.
+    """Start runs, the first ones first, each after the run that it waits for, ``at_once`` at a time.
 
-    What turns out to be finished when its turn comes is not started, and what waits for a job that failed never is.
+    A run that is finished when its turn comes is not started. Neither is a run that waits for a failed one.
 
     Args:
-        jobs: a job that one of them waits for is finished, or one of them.
+        runs: a run that one of them waits for is finished, or one of them.
         at_once: 1 or more.
         start: starts one.
-        ended: is called with a job, its exit code and its process. Without a process: code 0 stands for one that was
-            finished, None for one that could not be started.
-        stops: is asked, while a job runs, whether it is to end now.
+        ended: is called with a run, its exit code and its process. Without a process, code 0 stands for a run that was
+            finished, None for a run that could not be started.
+        watch: is called with every running one, again and again.
 
     Returns:
-        None when all have ended by themselves. After a signal, its number: it went to the processes, the last of which
-        has ended too, and no other was started.
+        None when all have ended by themselves. After a signal, its number: all processes got it and have ended, and no
+        other was started.
     """
-    waiting, running, failed = list(jobs), dict[Job, Child](), set[Job]()
+    waiting, failed = list(runs), set()
+    running: dict[Run, Child] = {}
     with _signals() as signals:
         while running or (waiting and not signals):
-            for job in list(waiting):
-                if job.after in failed:
-                    waiting.remove(job)
-                    failed.add(job)
-                    ended(job, None, None)
-                elif len(running) < at_once and not signals and job.after not in {*waiting, *running}:
-                    waiting.remove(job)
-                    if job.finished():
-                        ended(job, 0, None)
+            for run in list(waiting):
+                if run.after in failed:
+                    waiting.remove(run)
+                    failed.add(run)
+                    ended(run, None, None)
+                elif len(running) < at_once and not signals and run.after not in {*waiting, *running}:
+                    waiting.remove(run)
+                    if run.finished():
+                        ended(run, 0, None)
                     else:
-                        running[job] = start(job)
-            for job, child in list(running.items()):
+                        running[run] = start(run)
+            for run, child in list(running.items()):
                 child.forward(signals)
                 code = child.poll()
                 if code is None:
-                    if stops(job):
-                        child.end()
+                    watch(run)
                     continue
-                del running[job]
+                del running[run]
                 if code:
-                    failed.add(job)
+                    failed.add(run)
                 else:
-                    job.conclude()
-                ended(job, code, child)
+                    run.conclude()
+                ended(run, code, child)
             time.sleep(PAUSE if running else 0)
         return signals[0] if signals else None
 
 
 def leave_with_parent() -> None:
-    """In a child, on Linux: asks for SIGTERM when the parent is no more, however it went. Elsewhere it trains on."""
+    """In a child on Linux, ask for SIGTERM at the end of the parent, whatever ends it. Elsewhere it trains on."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it was gone before one could ask
+    if os.getppid() != int(parent):  # the parent was gone before this call
         raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def leaving_with_this() -> Iterator[None]:
-    """Whoever is started meanwhile, not by ``Child``, but by Lightning as another rank, leaves with this process too.
+    """Let processes that Lightning starts meanwhile, as other ranks, leave with this process too.
 
-    One that was still on its way, when the leading rank was killed, would look for it for half an hour.
+    A rank that is on its way when the leading rank is killed would look for it for half an hour.
     """
     before = os.environ.get(PARENT)
     os.environ[PARENT] = str(os.getpid())
@@ -216,13 +186,13 @@ def leaving_with_this() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that arrive meanwhile, in a list that grows."""
+    """Yield the signals that arrive meanwhile, in a list that grows."""
     arrived: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    before = {number: signal.signal(number, remember) for number in answered()}
     try:
         yield arrived
     finally:

@@ -1,9 +1,9 @@
-"""The jobs of an experiment, handed to one of Hydra's launchers: a cluster, as an array of jobs.
+"""The runs of an experiment, handed to one of Hydra's launchers: a cluster, as an array of jobs.
 
     python train.py experiment=ablate_residual hydra/launcher=submitit_slurm hydra.launcher.timeout_min=240
 
-What the cluster starts works its part off as this machine would (``gsm.experiments.jobs``): each job a process with the
-same command line, its output in ``train.log``. So one that fails, or that the cluster's warning interrupts, does not
+A job of the cluster works its part off as this machine would (``gsm.experiments.jobs``): each run is a process with the
+same command line, its output in ``train.log``. So a run that fails, or that the cluster's warning interrupts, does not
 take the launcher down with it.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -23,7 +23,10 @@ from omegaconf import DictConfig
 
 from gsm import paths
 from gsm.errors import ConfigError
-from gsm.experiments.jobs import Child, Job, work_off
+from gsm.experiments.jobs import Child, work_off
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from gsm.experiments.runs import Run
 
 GROUP = "hydra/launcher"
 HERE = "basic"  # Hydra's default, in whose place jobs are processes of this machine
@@ -31,17 +34,17 @@ PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
 class GaveUp(Exception):
-    """A launcher has ended with an error, so that nobody knows how its jobs have; the message is its reason."""
+    """A launcher has ended with an error, so that the ends of its jobs are unknown; the message is its reason."""
 
 
 def chosen() -> str | None:
-    """The launcher that the command line asks for; None where jobs are to be processes of this machine."""
+    """Return the launcher of the command line; None for processes of this machine."""
     name = HydraConfig.get().runtime.choices.get(GROUP)
     return None if name in (None, HERE) else str(name)
 
 
 def check_available(overrides: Sequence[str]) -> None:
-    """Raises ConfigError where submitit's launcher is asked for, but not installed, or for several processes a job."""
+    """Raise ConfigError where submitit's launcher is chosen, but not installed, and for several processes a job."""
     asked = [line for line in overrides if line.startswith(f"{GROUP}=submitit_")]
     if asked and not _installed():
         raise ConfigError(f"{asked[-1]} needs the extra cluster: {paths.install('cluster')}")
@@ -54,18 +57,18 @@ def check_available(overrides: Sequence[str]) -> None:
             )
 
 
-def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | None]:
-    """Hands jobs over at once, and waits until they have ended.
+def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> dict[str, int | None]:
+    """Hand all parts over at once, and wait until they have ended.
 
     Args:
-        parts: what one job of the cluster works off, one after another, by the overrides that Hydra is to compose its
-            configuration and its folder from.
+        parts: the runs of one job of the cluster, one after another, by the overrides from which Hydra composes the
+            job's configuration and folder.
 
     Returns:
-        The exit code of each by its name; None: it was not started.
+        The exit code of each run by its name; None: it was not started.
 
     Raises:
-        GaveUp: as a launcher does at the first job that the cluster has killed, whatever the others have done.
+        GaveUp: a launcher gives up at the first job that the cluster has killed, whatever the others have done.
     """
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     try:
@@ -74,26 +77,28 @@ def launch(parts: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int | No
         returned = launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
         return {name: code for result in returned for name, code in result.return_value.items()}
     except KeyboardInterrupt:
-        print(f"\nwhat {chosen()} has accepted goes on there; when it has ended, the same command makes the table")
+        print(
+            f"\njobs that {chosen()} has accepted go on there; when they have ended, the same command makes the table"
+        )
         raise
     except Exception as error:  # a plugin, and the cluster behind it, may raise anything
         raise GaveUp(f"{chosen()} ended with {type(error).__name__}: {error}".strip()) from error
 
 
 class Task:
-    """What the cluster starts: works off one of these parts, without what another submission has finished meanwhile."""
+    """Works off one of these parts on the cluster, without the runs that another submission has finished meanwhile."""
 
-    def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Job]]) -> None:
+    def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
         self.parts = dict(parts)
 
     def __call__(self, config: DictConfig) -> dict[str, int | None]:
-        """The exit codes of the jobs by name."""
+        """Return the exit codes of the runs by name."""
         codes: dict[str, int | None] = {}
         stopped = work_off(
             self.parts[tuple(HydraConfig.get().overrides.task)],
             at_once=1,
             start=Child,
-            ended=lambda job, code, child: codes.update({job.name: code}),
+            ended=lambda run, code, child: codes.update({run.name: code}),
         )
         if stopped is not None and callable(signal.getsignal(stopped)):
             signal.raise_signal(stopped)  # the run has saved what it has; now the launcher may queue the job once more

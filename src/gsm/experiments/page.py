@@ -1,5 +1,5 @@
-"""The results of experiments, written twice from the same facts: Markdown beside its pictures, and one HTML page that
-needs no other file (``page.html.jinja``)."""
+"""The results of experiments in two forms: Markdown beside its pictures, and one HTML page that needs no other file
+(``page.html.jinja``)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from gsm import paths
-from gsm.config.check import flat
-from gsm.config.options import opening
-from gsm.experiments.report import kernels
-from gsm.experiments.table import FOOTNOTE, Grid, RunSummary, Table
-from gsm.files import read_json
+from gsm.config.check import ConfigError, flat
+from gsm.config.options import TIME, opening, saved
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table
+from gsm.files import open_regular, read_json
+from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
+from gsm.training.report import kernels
 
 TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
@@ -32,7 +32,7 @@ PICTURES = (
 )
 PARENTS = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "starter", "force", "resume", "table"}
 OWN = {*PARENTS, "folder", "logs", "name"}
-LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: what is larger is not of this project
+LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: a larger file is not of this project
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of some experiments when they are compared.
+    """The facts of a comparison of experiments.
 
     Attributes:
-        place: the folder that the files go to; paths are relative to it.
+        place: the folder of the files; paths are relative to it.
         folders: of the experiments, ``logs/<name>``.
         table: of their finished runs.
-        notes: sentences that belong to the table.
+        notes: sentences below the table.
         pictures: by the names of their files.
-        missing: what has to be said in place of pictures; empty where they are there.
+        missing: a sentence in place of pictures; empty where there are pictures.
         runs: every run that has a summary, finished or not.
-        states: what is known of each run's folder; empty for one that is finished.
+        states: the state of each run's folder; empty for a finished run.
     """
 
     place: Path
@@ -69,18 +69,20 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The experiment's name; of several, that of the folder above them."""
+        """The experiment's name; for several, the name of the folder above them."""
         return self.place.resolve().name
 
     def markdown(self) -> str:
-        """Tables, notes and pictures."""
-        parts = [f"# {self.title}", self.table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
-        parts += ["\n".join(f"* {note}" for note in self.notes)] if self.notes else []
+        """Return tables, notes and pictures."""
+        parts = [f"# {self.title}", *(f"{verdict}." for verdict in self.table.verdicts())]
+        parts += [self.table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
+        notes = [*self.table.meanings(), *self.notes]
+        parts += ["\n".join(f"* {note}" for note in notes)] if notes else []
         parts += [PICTURES] if self.pictures else []
         return "\n\n".join([*parts, *(f"![{_words(name)}]({name})" for name in self.pictures)]) + "\n"
 
     def html(self) -> str:
-        """The same with what else the runs' folders hold; nothing in it is loaded from anywhere."""
+        """Return the same with further facts from the runs' folders. The page loads nothing from anywhere."""
         environment = Environment(
             autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
         )
@@ -92,13 +94,17 @@ class Report:
             question=" ".join(dict.fromkeys(filter(None, map(_question, self._chosen("experiment"))))),
             finished=sum(not state for state in self.states.values()),
             grids=self.table.grids(),
+            verdicts=self.table.verdicts(),
+            meanings=self.table.meanings(),
             footnote=f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}.",
             pictures=[(_words(name), Markup(picture.svg)) for name, picture in self.pictures.items()],
             about=PICTURES,
             evaluations=[found for folder in self.folders for found in _evaluations(folder, self.place)],
             differences=self._differences(),
             arms=self._arms(),
-            configuration=[(run.arm, name, text) for run in first for name, text in _yamls(run, "config").items()],
+            configuration=[
+                (run.arm, name, _read(file)) for run in first for name, file in _yamls(run, "config").items()
+            ],
             environment=self._environment(),
             data=[
                 [key, _text(value)] for run in first for key, value in flat(_mapping(run.summary.get("data"))).items()
@@ -110,32 +116,32 @@ class Report:
 
     @cached_property
     def _first(self) -> list[RunSummary]:
-        """Of every arm in the table, the first finished run."""
+        """The first finished run of every arm in the table."""
         return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
 
     def _chosen(self, group: str) -> list[str]:
-        found = (_mapping(run.summary.get("choices")).get(group) for run in self._first)
+        found = (_mapping(run.summary.get("choices")).get(group) for run in self.table.runs)
         return [str(choice) for choice in found if choice]
 
     def _arms(self) -> list[tuple[str, str]]:
-        """The overrides of each arm, as the experiment's last command had them."""
-        said = [(folder, (read_json(folder / "experiment.json") or {}).get("arms")) for folder in self.folders]
+        """Return the overrides of each arm in the experiment's last command."""
+        contents = [(folder, (read_json(folder / "experiment.json") or {}).get("arms")) for folder in self.folders]
         return [
-            (str(arm) if len(said) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
-            for folder, arms in said
+            (str(arm) if len(contents) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
+            for folder, arms in contents
             for arm, overrides in _mapping(arms).items()
             if isinstance(overrides, list)
         ]
 
     def _differences(self) -> Grid:
-        """What the configurations of the arms' first finished runs differ in, by key; only the heading if nothing."""
+        """Return the differences of configuration between the arms' first finished runs, by key, below a heading."""
         known = [_known(run) for run in self._first]
         keys = dict.fromkeys(key for one in known for key in one)
         rows = [[key, *(one.get(key, "-") for one in known)] for key in keys]
         return [["key", *(run.arm for run in self._first)], *(row for row in rows if len({*row[1:]}) > 1)]
 
     def _environment(self) -> Grid:
-        """Versions, devices and commits, each with the runs that have it."""
+        """Return versions, devices and commits, each with its runs."""
         found: dict[tuple[str, str], list[str]] = {}
         for run in self.table.runs:
             versions = {f"version of {name}": x for name, x in flat(_mapping(run.summary.get("versions"))).items()}
@@ -151,7 +157,7 @@ class Report:
         ]
 
     def _listed(self) -> list[dict[str, str]]:
-        """Every run, in the table's order: how far it is, how long it took, where it lies, what trains it alone."""
+        """Return every run, in the table's order: its state, steps, duration, folder, and its training command."""
         known = {run.folder: run for run in self.runs}
         order = {run.folder: number for number, run in enumerate(self.table.runs)}
         listed = []
@@ -160,7 +166,7 @@ class Report:
             steps, tokens = (run.value(key) if run else None for key in ("steps", "tokens"))
             listed.append(
                 {
-                    "name": _name(run) if run else f"{folder.parent.name}/{folder.name}",
+                    "name": f"{folder.parent.name}/{folder.name}" if len(self.folders) == 1 else self._relative(folder),
                     "state": state or "finished",
                     "steps": "-" if steps is None else f"{steps:,.0f}",
                     "tokens": "-" if tokens is None else f"{tokens:,.0f}",
@@ -176,7 +182,7 @@ class Report:
 
 
 def _words(name: str) -> str:
-    """The name of a picture's file in words."""
+    """Return the name of a picture's file in words."""
     return Path(name).stem.replace("_", " ")
 
 
@@ -185,23 +191,23 @@ def _name(run: RunSummary) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value of a configuration or a summary."""
+    """Return a value of a configuration or a summary as text."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
 
 
 def _question(experiment: str) -> str:
-    """The first paragraph of what its yaml opens with; empty where there is no such yaml."""
+    """Return the first paragraph of an experiment's yaml, up to its duration; empty without such a yaml."""
     if not experiment.replace("_", "").isalnum():  # it becomes a part of a path
         return ""
     files = (folder / "experiment" / f"{experiment}.yaml" for folder in paths.config_folders())
-    return opening(next((_read(file) for file in files if file.is_file()), ""))
+    return TIME.split(opening(next((_read(file) for file in files if file.is_file()), "")))[0].strip()
 
 
 def _commands(folder: Path) -> list[str]:
-    """What was typed to train what lies here; none where it was not started by train.py."""
-    given = _yaml(_read(folder / ".hydra/overrides.yaml"))
+    """Return the command that trained the runs of a folder; none where train.py has not started them."""
+    given = _saved(folder / ".hydra/overrides.yaml")
     if not isinstance(given, list):
         return []
     own = list(map(str, paths.config_folders()[1:]))
@@ -210,38 +216,38 @@ def _commands(folder: Path) -> list[str]:
     return [before + shlex.join(["python", "train.py", *flag, *map(str, given)])]
 
 
-def _yamls(run: RunSummary, name: str) -> dict[str, str]:
-    """A file of Hydra's of a run; of one that consists of several, that of each which trained."""
+def _yamls(run: RunSummary, name: str) -> dict[str, Path]:
+    """Return Hydra's file of a run; for a run of several parts, the files of the parts that trained."""
     names = [part for part in _mapping(run.summary.get("runs")) if Path(part).name == part]
-    found = {part: _read(run.folder / part / ".hydra" / f"{name}.yaml") for part in names or [""]}
-    return {part: text for part, text in found.items() if text}
+    files = {part: run.folder / part / ".hydra" / f"{name}.yaml" for part in names or [""]}
+    return {part: file for part, file in files.items() if file.is_file()}
 
 
 def _known(run: RunSummary) -> dict[str, str]:
-    """The choices and values of a run's configuration by key, those of a run of several with its name in front."""
+    """Return the choices and values of a run's configuration by key; keys of several parts begin with its name."""
     found = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
-    for part, text in _yamls(run, "config").items():
-        values = flat(_mapping(_yaml(text)))
+    for part, file in _yamls(run, "config").items():
+        values = flat(_mapping(_saved(file)))
         own = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
         found |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in own.items()}
     return found
 
 
 def _seconds(run: RunSummary) -> float:
-    """How long a run has trained; of several after one another, all of them."""
+    """Return the seconds that a run has trained; for several parts, their sum."""
     names = [f"runs.{part}.train_seconds" for part in _mapping(run.summary.get("runs"))] or ["train_seconds"]
     return math.fsum(run.value(name) or 0.0 for name in names)
 
 
 def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
-    """What evaluations have said of several runs together, in files beside them: their tables, notes and picture."""
+    """Yield the tables, notes and pictures of evaluations of several runs together, from the files beside them."""
     for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
-        said = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
-        found = (said or {}).get("tables")
+        content = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
+        found = (content or {}).get("tables")
         tables = [grid for grid in found if _is_grid(grid)] if isinstance(found, list) else []
-        if said is None or not tables:
+        if content is None or not tables:
             continue
-        picture, notes = file.with_suffix(".png"), said.get("notes")
+        picture, notes = file.with_suffix(".png"), content.get("notes")
         there = picture.is_file() and picture.stat().st_size <= LARGEST
         yield {
             "name": file.stem,
@@ -259,23 +265,23 @@ def _is_grid(found: Any) -> bool:
 
 
 def _mapping(found: Any) -> Mapping[str, Any]:
-    """What should be one, in a file that anyone may have written; nothing where it is something else."""
+    """Return a mapping from a file that anyone may have written; an empty one where it is something else."""
     return found if isinstance(found, Mapping) else {}
 
 
 def _read(file: Path) -> str:
-    """A small text file; empty where it cannot be read."""
+    """Return a small text file; empty where it cannot be read."""
     try:
-        return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size <= LARGEST else ""
+        with open_regular(file) as opened:
+            raw = opened.read(LARGEST + 1)
+        return raw.decode("utf-8", errors="replace") if len(raw) <= LARGEST else ""
     except OSError:
         return ""
 
 
-def _yaml(text: str) -> Any:
-    """What a yaml file holds; None for one that is damaged, or refers to its own parts, which Hydra's files do not and
-    which could make a line stand for billions."""
+def _saved(file: Path) -> Any:
+    """Return the content of a yaml of Hydra's; None for a damaged one."""
     try:
-        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
-        return None if aliased else yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError):
+        return saved(file)
+    except ConfigError:
         return None

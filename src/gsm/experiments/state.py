@@ -1,8 +1,8 @@
 """Whether what a checkpoint holds of the weights and of the optimiser can be taken up by this model, entry by entry.
 
 PyTorch takes an optimiser's state as it finds it: a moment of another shape crashes the fused step, one in half
-precision or a missing one trains on without a word. So names, shapes and dtypes are compared before anything is loaded,
-with those of the same model after a step on the meta device.
+precision or a missing one trains on without a word. So names, shapes and dtypes are compared with those of the model
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsm.config.check import few
 from gsm.config.load import CheckpointError, not_finite, read_checkpoint
@@ -22,6 +22,7 @@ from gsm.training.distributed import shards
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import ENTRIES, STATE, random_states, restore_random_states
 
+COUNT = ((), torch.float32)  # shape and dtype of an optimiser's count of steps
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
 
 
@@ -43,12 +44,18 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
     ordered = checkpoint.get(shards.FOLDER, {}).get("names", own)  # parts go by the names that they were given
     try:
         tensors = {} if shards.FOLDER in checkpoint else shards.take_apart(checkpoint, ordered)[0]
-        found = shards.kinds(checkpoint) if shards.FOLDER in checkpoint else _described(tensors)
-        wanted = _described(shards.take_apart(after_a_step(task, HALVES.get(precision or "")), ordered)[0])
+        found = shards.kinds(checkpoint, path) if shards.FOLDER in checkpoint else _described(tensors)
+        if len(ordered) != len(own):
+            raise LookupError(f"it is of {len(ordered)} parameters, and this model trains {len(own)}")
     except (shards.Broken, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
+    half, state = HALVES.get(precision or ""), model.state_dict().items()
+    wanted = {
+        f"{shards.WEIGHTS}model.{name}": (tuple(x.shape), half if half and x.is_floating_point() else x.dtype)
+        for name, x in state
+    }
     try:
-        wrong = [*_wrong_tensors(found, wanted, _untouched(checkpoint, found, ordered))]
+        wrong = [*_wrong_tensors(found, wanted | _moments(checkpoint, wanted, ordered))]
         wrong += [*_wrong_settings(checkpoint, optimizer), *_wrong_places(checkpoint, trainer)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
@@ -61,32 +68,6 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         )
 
 
-def after_a_step(task: LanguageModeling, half: torch.dtype | None) -> dict[str, Any]:
-    """What a checkpoint would hold of weights and optimiser after a step, without their values.
-
-    Args:
-        task: with the model.
-        half: what its parameters would be converted to; None: nothing.
-    """
-
-    def like(value: Tensor) -> Tensor:
-        return torch.empty_like(value, device="meta", dtype=half if half and value.is_floating_point() else None)
-
-    def trained(parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
-        made.grad = torch.empty_like(made)
-        return made
-
-    groups = task.model.parameter_groups().items()
-    optimizer = task.optimizer.build({name: [trained(one) for one in group] for name, group in groups})
-    optimizer.step()
-    for entries in optimizer.state.values():
-        if "step" in entries:  # a fused optimiser, which this device has not, counts so, whatever the default dtype
-            entries["step"] = entries["step"].float()
-    weights = {f"model.{name}": like(value) for name, value in task.model.state_dict().items()}
-    return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
-
-
 def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
     """Shape and dtype of every tensor. Raises TypeError for one that is sparse."""
     other = [name for name, value in tensors.items() if value.layout is not torch.strided]
@@ -95,29 +76,32 @@ def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
-def _untouched(checkpoint: Mapping[str, Any], found: shards.Described, ordered: list[str]) -> set[str]:
-    """Parameters that an optimiser has nothing of: those that never had a gradient. Which they are the checkpoint says
-    (an older one does not)."""
-    told = checkpoint.get(ENTRIES)
-    if told is not None and len(told) != 1:
-        raise ValueError(f"{ENTRIES} is of {len(told)} optimisers")
-    without = [name for number, name in enumerate(ordered) if told and not told[0].get(number)]
-    kept = {_parameter(key) for key in found if key.startswith(shards.OPTIMIZER)}
-    return {*(ordered if checkpoint["global_step"] == 0 else without)} - kept
+def _moments(checkpoint: Mapping[str, Any], weights: shards.Described, ordered: list[str]) -> shards.Described:
+    """Return shape and dtype of the optimiser's state: of the entries that the checkpoint lists for each parameter.
+
+    A count of steps is one number in float32; any other entry is like its parameter.
+    """
+    (entries,) = checkpoint[ENTRIES]
+    return {
+        f"{shards.OPTIMIZER}{ordered[number]}/{entry}": (
+            COUNT if entry == "step" else weights[f"{shards.WEIGHTS}{ordered[number]}"]
+        )
+        for number, names in entries.items()
+        for entry in names
+    }
 
 
-def _wrong_tensors(found: shards.Described, wanted: shards.Described, untouched: set[str]) -> Iterator[str]:
-    """What is missing, too much, or of another shape or dtype."""
+def _wrong_tensors(found: shards.Described, wanted: shards.Described) -> Iterator[str]:
+    """Name the tensors that are missing, unknown, or of another shape or dtype."""
     for key in sorted(found.keys() | wanted.keys()):
         weighs = key.startswith(shards.WEIGHTS)
-        name = key.removeprefix(shards.WEIGHTS) if weighs else f"the optimiser's {key.rpartition('/')[2]} of "
-        name += "" if weighs else _parameter(key)
+        name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
+        name = key.removeprefix(shards.WEIGHTS) if weighs else f"the optimiser's {entry} of {name}"
         if key not in wanted:
             if not weighs or name.startswith("model."):
                 yield f"{name} is {'no parameter of this model' if weighs else 'not what it keeps'}"
         elif key not in found:
-            if weighs or _parameter(key) not in untouched:
-                yield f"{name} is missing"
+            yield f"{name} is missing"
         elif found[key] != wanted[key]:
             yield f"{name} is {_shown(*found[key])}, but has to be {_shown(*wanted[key])}"
 
@@ -175,11 +159,6 @@ def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
                 yield f"{place}.{key} is missing"
     elif isinstance(own, bool | int | float) and not isinstance(saved, bool | int | float):
         yield f"{place} is {saved!r:.40}, but has to be a number"
-
-
-def _parameter(key: str) -> str:
-    """The parameter that an entry of the optimiser is for."""
-    return key.removeprefix(shards.OPTIMIZER).rpartition("/")[0]
 
 
 def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Tables of runs: their summaries read, put together over seeds, and shown, for experiments and for notebooks alike.
+"""Tables of runs, for experiments and notebooks: their summaries are read and put together over seeds.
 
 from gsm.experiments.table import read_runs, summarise
 
@@ -7,36 +7,45 @@ print(summarise(read_runs("logs/ablate_residual"), ["bits_per_byte", "data.train
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import re
-import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gsm.files import read_json
+from gsm.intervals import Cell, over_pairs, over_seeds
+from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, shown
 
 COLUMNS = ("bits_per_byte", "val_loss")
-WIDTH = 100
 FOOTNOTE = (
-    "mean +- sample standard deviation over the seeds; of differences, mean +- standard error over the seeds that both "
-    "arms have, where they are three or more"
+    "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
+    "over the seeds that both arms have, from three on"
 )
-Grid = list[list[str]]  # rows of cells, the names of the columns first
+# The meanings of columns, and the better direction where it is the same for every experiment.
+MEANINGS = {
+    "accuracy": "fraction of the held-out questions answered; higher is better",
+    "bits_per_byte": "of held-out text; lower is better",
+    "cache_bytes": "everything that the model remembers of a sequence; lower is better",
+    "overlap.mean": "fraction of a stage's selected bank entries that its encoder layer selects too, mean over stages",
+    "state_bytes": "the shared state; lower is better",
+    "tokens_per_second": "of training; higher is better",
+    "val_loss": "held-out loss in nats per token; lower is better",
+    "val_perplexity": "of held-out text; lower is better",
+}
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run: which it is, where it lies, and what its ``summary.json`` holds."""
+    """A run: its arm and seed, its folder, and the content of its ``summary.json``."""
 
     arm: str
     seed: int
     folder: Path
     summary: dict[str, Any]
+    task: str = ""  # the name that `with_tasks` gives its data; its columns may begin with it: needle.accuracy
 
     @property
     def finished(self) -> bool:
@@ -44,43 +53,23 @@ class RunSummary:
         return self.summary.get("status") == "finished"
 
     def value(self, column: str) -> float | None:
-        """A finite number of the summary; dots go down, as in ``data.train_tokens``. None where there is none."""
+        """Return a finite number of the summary; dots go down, as in ``data.train_tokens``. None without one."""
         found = self.number(column)
         return found if found is not None and math.isfinite(found) else None
 
     def number(self, column: str) -> float | None:
-        """The same, finite or not."""
+        """Return the same, finite or not."""
         found: Any = self.summary
+        if self.task:
+            column = column.removeprefix(f"{self.task}.")
         for part in column.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One column of one arm: the mean over the ``count`` seeds that have a value, and their sample standard deviation.
-
-    Of a difference, ``spread`` is the standard error of the mean, and ``scale`` the size of the values, which
-    decides how many digits are shown.
-    """
-
-    count: int = 0
-    mean: float | None = None
-    spread: float | None = None
-    scale: float | None = field(default=None, repr=False)
-
-    def __str__(self) -> str:
-        if self.mean is None:
-            return "-"
-        like = self.mean if self.scale is None else self.scale
-        sign = "" if self.scale is None else "-" if self.mean < 0 else "+"
-        number = f"{sign}{shown(abs(self.mean) if sign else self.mean, like)}"
-        return number if self.spread is None else f"{number} +- {shown(self.spread, like)}"
-
-
-@dataclass(frozen=True)
 class Row:
-    """One arm: its number of runs, and a cell for each column."""
+    """An arm: its number of runs, and a cell for each column."""
 
     arm: str
     runs: int
@@ -92,7 +81,7 @@ class Table:
     """Arms and columns, and the runs that they were made from.
 
     Attributes:
-        tuned: by arm, what its runs were tuned to, by key, as it is shown.
+        tuned: by arm, the values that its runs were tuned to, by key, as texts.
     """
 
     columns: tuple[str, ...]
@@ -101,59 +90,97 @@ class Table:
     tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def text(self, width: int = WIDTH) -> str:
-        """Plain ASCII; what is wider than ``width`` characters goes on below, under its arms again."""
+        """Return plain ASCII; columns beyond ``width`` characters go below, beside their arms again."""
         return "\n\n".join(grid_text(grid, width) for grid in self.grids())
 
     def markdown(self) -> str:
-        """The same as tables in Markdown."""
+        """Return the same as tables in Markdown."""
         return "\n\n".join(map(grid_markdown, self.grids())) + "\n"
 
     def grids(self) -> list[Grid]:
-        """Means over seeds; where there are several seeds, also the first column seed by seed, and the differences,
-        where two arms share two seeds or more."""
+        """Return means over seeds; with several seeds, also the first column seed by seed, and the differences, where
+        two arms share two seeds or more."""
         grids = [[["arm", "runs", *self._keys, *self.columns]]]
         grids[0] += [
             [row.arm, str(row.runs), *self._values(row.arm), *map(str, row.cells.values())] for row in self.rows
         ]
         seeds = sorted({run.seed for run in self.runs})
-        if len(seeds) > 1:
-            first = {(run.arm, run.seed): run.value(self.columns[0]) for run in self.runs}
-            grids.append([[self.columns[0], *(f"seed {seed}" for seed in seeds)]])
-            grids[1] += [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
+        for column in self.leading() if len(seeds) > 1 else []:
+            first = {(run.arm, run.seed): run.value(column) for run in self.runs if run.value(column) is not None}
+            rows = [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
+            grids.append([[column, *(f"seed {seed}" for seed in seeds)], *rows])
         counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
         if max(counts.values(), default=0) > 1:
-            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns]])
-            grids[2] += [
-                [arm, str(counts[arm]), *map(str, cells.values())] for arm, cells in self.differences().items()
+            rows = [
+                [arm, str(counts[arm]), *map(str, cells.values())]
+                for arm, cells in self.differences().items()
+                if counts[arm]
             ]
+            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns], *rows])
         return grids
 
+    def leading(self) -> list[str]:
+        """Return the first column; with several tasks the first of each."""
+        tasks = {run.task for run in self.runs}
+        first: dict[str, str] = {}
+        for column in self.columns:
+            head = column.partition(".")[0]
+            first.setdefault(head if head in tasks else "", column)
+        return list(first.values())
+
+    def verdicts(self) -> list[str]:
+        """Return a sentence for each leading column: arms that differ from the first, by a paired t-test at 95 %."""
+        differences, sentences = self.differences(), []
+        for column in self.leading():
+            direction = _meaning(column)[1].rpartition("; ")[2]
+            words = {"lower is better": ("better", "worse"), "higher is better": ("worse", "better")}.get(direction)
+            groups: dict[str, list[str]] = {}
+            for arm, cells in differences.items():
+                cell = cells[column]
+                if cell.count:
+                    verdict = (
+                        (words or ("lower", "higher"))[(cell.mean or 0) > 0] if cell.differs else "cannot be told apart"
+                    )
+                    seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
+                    groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
+            if groups:
+                verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
+                title = f"{column} ({direction})" if words else column
+                sentences.append(f"{title}, beside {self.rows[0].arm}: {verdicts}")
+        return sentences
+
+    def meanings(self) -> list[str]:
+        """Return a line for each column that needs one."""
+        return [f"{column}: {meaning}" for column, meaning in dict(map(_meaning, self.columns)).items() if meaning]
+
     def csv(self) -> str:
-        """One line for each run, with numbers in full."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["arm", "seed", *self._keys, *self.columns])
-        writer.writerows(
+        """Return one line for each run, with numbers in full."""
+        rows = [
             [
                 run.arm,
                 run.seed,
-                *(one.partition(" ")[0] for one in self._values(run.arm)),
+                *(text.partition(" ")[0] for text in self._values(run.arm)),
                 *map(run.value, self.columns),
             ]
             for run in self.runs
-        )
-        return text.getvalue()
+        ]
+        return grid_csv([["arm", "seed", *self._keys, *self.columns], *rows])
 
     def plain(self) -> dict[str, Any]:
-        """The same as containers, for JSON: ``arms``, by name, with ``columns`` and ``seeds``, and ``differences``."""
+        """Return the same as containers, for JSON: ``arms`` by name, with ``columns`` and ``seeds``, and
+        ``differences``."""
         arms: dict[str, Any] = {}
         for row in self.rows:
             cells = {name: _named(cell, "spread") for name, cell in row.cells.items()}
-            seeds = {str(run.seed): {c: run.value(c) for c in self.columns} for run in self.runs if run.arm == row.arm}
+            seeds: dict[str, dict[str, float | None]] = {}
+            for run in self.runs:
+                if run.arm == row.arm:
+                    values = seeds.setdefault(str(run.seed), dict.fromkeys(self.columns))
+                    values |= {c: value for c in self.columns if (value := run.value(c)) is not None}
             tuned = {"tuned": dict(self.tuned[row.arm])} if row.arm in self.tuned else {}
             arms[row.arm] = {"runs": row.runs, **tuned, "columns": cells, "seeds": seeds}
         differences = {
-            arm: {name: _named(cell, "standard_error") for name, cell in columns.items()}
+            arm: {name: _named(cell, "half_of_95_percent_interval") for name, cell in columns.items()}
             for arm, columns in self.differences().items()
         }
         return {
@@ -164,40 +191,41 @@ class Table:
         }
 
     def differences(self) -> dict[str, dict[str, Cell]]:
-        """Every other arm minus the first, column by column, over the seeds that both have.
+        """Return every other arm minus the first, column by column, over their common seeds, on the same task.
 
-        Runs of one seed see the same data in the same order: what a seed does to both is gone from their difference.
+        Runs of one seed see the same data in the same order: the effect of a seed on both is not in their difference.
         """
-        found = {(run.arm, run.seed): run for run in self.runs}
-        seeds = sorted({run.seed for run in self.runs})
-        return {
-            row.arm: {
-                column: _difference(
-                    (found[row.arm, seed].value(column), found[self.rows[0].arm, seed].value(column))
-                    for seed in seeds
-                    if {(row.arm, seed), (self.rows[0].arm, seed)} <= found.keys()
-                )
-                for column in self.columns
-            }
+        found = {(run.arm, run.seed, run.task): run for run in self.runs}
+        pairs = {
+            row.arm: [
+                (run, found[self.rows[0].arm, seed, task])
+                for (arm, seed, task), run in found.items()
+                if arm == row.arm and (self.rows[0].arm, seed, task) in found
+            ]
             for row in self.rows[1:]
+        }
+        return {
+            arm: {c: over_pairs((run.value(c), base.value(c)) for run, base in both) for c in self.columns}
+            for arm, both in pairs.items()
         }
 
     @property
     def _keys(self) -> list[str]:
-        """What arms were tuned over."""
+        """The keys that arms were tuned over."""
         return list(dict.fromkeys(key for values in self.tuned.values() for key in values))
 
     def _values(self, arm: str) -> list[str]:
-        """What an arm was tuned to, under `_keys`."""
+        """Return the values that an arm was tuned to, in the order of `_keys`."""
         return [self.tuned.get(arm, {}).get(key, "-") for key in self._keys]
 
     def empty_columns(self) -> list[str]:
-        """Columns that no run has a value for, though there are runs."""
+        """Return the columns without a value in any run, if there are runs."""
         return [c for c in self.columns if self.runs and all(row.cells[c].count == 0 for row in self.rows)]
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
-    """The runs below ``logs/<name>``, finished or not, by arm and seed; a summary that cannot be read is left out."""
+    """Return the runs below ``logs/<name>``, finished or not, by arm and seed; runs without a readable summary are left
+    out."""
     found = []
     for file in sorted(Path(folder).glob("*/seed*/summary.json")):
         number = re.fullmatch(r"seed(-?\d+)", file.parent.name)
@@ -207,71 +235,47 @@ def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
     return sorted(found, key=lambda run: (run.arm, run.seed))
 
 
+def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:
+    """Return the same runs with the names of their tasks: of the data's yaml, else of its class.
+
+    One text has one name with any tokenizer.
+    """
+    names: dict[str, str] = {}
+    named = []
+    for run in runs:
+        choices, prints = (run.summary.get(key) for key in ("choices", "fingerprint"))
+        prints = prints if isinstance(prints, Mapping) else {}
+        name = str((choices.get("data") if isinstance(choices, Mapping) else None) or prints.get("task") or "")
+        named.append(replace(run, task=run.task or names.setdefault(str(prints.get("corpus") or name), name)))
+    return named
+
+
 def summarise(
     runs: Iterable[RunSummary], columns: Sequence[str] = COLUMNS, arms: Collection[str] | None = None
 ) -> Table:
-    """Puts finished runs together, arm by arm; the others are left out.
+    """Return the table of finished runs, arm by arm; the others are left out.
 
     Args:
         runs: of ``read_runs``.
         columns: keys of ``summary.json``, at least one; dots go down.
-        arms: which, in this order, also those without a finished run; None: all that there are.
+        arms: names, in this order, also without a finished run; None: the arms of the runs.
     """
     if not columns:
         raise ValueError("columns is empty, but a table needs at least one key of summary.json, such as bits_per_byte")
-    runs = [run for run in runs if run.finished and (arms is None or run.arm in arms)]
+    runs = with_tasks(run for run in runs if run.finished and (arms is None or run.arm in arms))
     names = list(dict.fromkeys(run.arm for run in runs)) if arms is None else list(arms)
     runs.sort(key=lambda run: (names.index(run.arm), run.seed))
     rows = []
     for name in names:
         own = [run for run in runs if run.arm == name]
-        rows.append(Row(name, len(own), {column: _cell(run.value(column) for run in own) for column in columns}))
+        rows.append(Row(name, len(own), {column: over_seeds(run.value(column) for run in own) for column in columns}))
     return Table(tuple(columns), tuple(rows), tuple(runs))
 
 
-def shown(value: float | None, like: float | None = None) -> str:
-    """A number with as many digits as make sense for ``like`` (the number itself): 1.6981, 74.382, 2,274,304."""
-    if value is None:
-        return "-"
-    size = abs(value if like is None else like)
-    if size and size < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:,.{0 if size >= 1000 else 2 if size >= 100 else 3 if size >= 10 else 4}f}"
-
-
-def grid_text(grid: Grid, width: int = WIDTH) -> str:
-    """Rows of cells as plain text, names to the left, numbers to the right; what is wider goes on below, each part with
-    the first column again."""
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    parts: list[list[int]] = [[0]]
-    for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[c] + 2 for c in [*parts[-1], column]) - 2 > width:
-            parts.append([0])
-        parts[-1].append(column)
-    return "\n\n".join(
-        "\n".join("  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in part[1:])]) for row in grid)
-        for part in parts
-    )
-
-
-def grid_markdown(grid: Grid) -> str:
-    """The same in Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [grid[0], ["---", *["--:"] * (len(grid[0]) - 1)], *grid[1:]])
-
-
-def _cell(found: Iterable[float | None]) -> Cell:
-    values = [value for value in found if value is not None]
-    if not values:
-        return Cell()
-    return Cell(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
-
-
-def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:
-    both = [(value, first) for value, first in pairs if value is not None and first is not None]
-    found = _cell(value - first for value, first in both)
-    # An error from two seeds says little: it is off by a factor of two or more every other time.
-    error = None if found.spread is None or found.count < 3 else found.spread / math.sqrt(found.count)
-    return Cell(found.count, found.mean, error, max((abs(first) for _, first in both), default=None))
+def _meaning(column: str) -> tuple[str, str]:
+    """Return a column without its task, and its meaning; empty without one."""
+    key = column if column in MEANINGS else column.partition(".")[2]
+    return (key, MEANINGS[key]) if key in MEANINGS else (column, "")
 
 
 def _named(cell: Cell, spread: str) -> dict[str, Any]:

@@ -9,15 +9,11 @@ on (`gsm.experiments.folder`), and only what decides how the run ends may differ
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from gsm.config import exported
 from gsm.config.check import contrast, few, flat
-from gsm.config.load import CheckpointError, checkpoint_file, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.config.load import CheckpointError, digest, load_weights, misfits, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 
@@ -53,30 +49,6 @@ def tokenizer(path: str) -> Tokenizer | None:
 def told(path: str) -> str:
     """A sentence on where a run starts. Raises as `take` does."""
     return f"Starting from the weights of {path}, step {read_checkpoint(path, mmap=True)['global_step']}."
-
-
-def digest(path: str | Path | None) -> str | None:
-    """What the content of a checkpoint is known by, wherever it lies; None for None.
-
-    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one. Of a folder
-    that was exported, of its weights.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as `take` does.
-    """
-    if path is None:
-        return None
-    file = checkpoint_file(path)
-    if file.name == exported.WEIGHTS:
-        read_checkpoint(file)
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    if not zipfile.is_zipfile(file):
-        read_checkpoint(file)  # which says what is wrong with it
-        raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
-    with zipfile.ZipFile(file) as opened:
-        parts = sorted((part.filename, part.file_size, part.CRC) for part in opened.infolist())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def begins(config: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""``python explore.py``: a page of a checkpoint and a text."""
+"""``python explore.py``: the explorer's page for a checkpoint and a text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor
 
 from gsm.config.check import ConfigError
 from gsm.config.load import instantiate, refusals, usable, vetted_node
+from gsm.data.reading import utf8
 from gsm.data.recall import Task
 from gsm.data.synthetic import HELD_OUT, Generated
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, writing
 from gsm.explorer.facts import LONGEST, check
 from gsm.explorer.page import explore
+from gsm.files import read_text
 
 NAME = "explorer.html"
-USUAL = 2048  # tokens of a text
+DEFAULT = 2048  # default number of tokens of a text
 
 
 def write(
@@ -30,28 +32,28 @@ def write(
     output: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Writes an HTML file that shows what a trained GSM does at every token of a text: which bank slots each stage
-    selects, what an entry of the state is made of and who reads it, and the loss without the state or a stage.
+    """Write an HTML file that shows the computation of a trained GSM at every token of a text: the bank slots that each
+    stage selects, the sources and readers of each entry of the state, and the loss without the state or a stage.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a model that comes along: nano has read text, and of
-            needles needle_handed_on needs its state most; also needle_gsm, needle_separate_indexer
+        checkpoint: a .ckpt file, the folder of a run, or a packaged model: nano (text), needle_handed_on (the needle
+            model that depends most on its state), needle_gsm, needle_separate_indexer
         text: the text. A model of a synthetic task, such as needles, reads a held-out sequence of its task instead
         text_file: a text file, instead of text
-        tokens: at most so many of the text, up to 4096 (0: 2048); of a task, the length (0: that of its training)
-        sequence: which of the task's held-out sequences
-        output: the file to write; left out: explorer.html in the folder of the run, which replaces an older one
+        tokens: largest number of tokens of a text, up to 4096 (0: 2048); for a task, the length (0: as in training)
+        sequence: number of the task's held-out sequence
+        output: the file to write; default: explorer.html in the folder of the run, which replaces an older one
         device: cpu, cuda, ...; auto: a GPU if there is one
 
     Raises:
         ConfigError, FileNotFoundError: a value out of range, a model without a shared state, or a file that cannot be
-            used; the message says which.
+            used; the message names it.
     """
     start = time.perf_counter()
     if not 0 <= tokens <= LONGEST:
-        raise ConfigError(f"tokens is {tokens}, but has to lie between 1 and {LONGEST}, or be 0 for the usual number")
+        raise ConfigError(f"tokens={tokens} is not allowed. Use 1 to {LONGEST}, or 0 for the default")
     if sequence < 0:
-        raise ConfigError(f"sequence is {sequence}, but they are counted from 0")
+        raise ConfigError(f"sequence={sequence} is not allowed because sequences are numbered from 0")
     source = _text(text, text_file)
     run = Trained(_one(checkpoint), usable(device))
     with refusals(str(run.file)):
@@ -59,15 +61,18 @@ def write(
     task, target_T = _task(run), None
     if task is None:
         if not source:
-            raise ConfigError(f"explore.py needs text= or text_file= for {run.file}, which was trained on text")
+            raise ConfigError(f"explore.py needs text= or text_file= because {run.file} was trained on text")
         named: Tokenizer | Task = run.tokenizer
         ids = run.tokenizer.encode(source)
-        token_T = torch.tensor(ids[: tokens or USUAL], dtype=torch.long)
+        token_T = torch.tensor(ids[: tokens or DEFAULT], dtype=torch.long)
         read = f"{len(token_T):,} of {len(ids):,} tokens" if len(ids) > len(token_T) else f"{len(ids):,} tokens"
     else:
         if source:
-            raise ConfigError(f"{run.file} was trained on {type(task).__name__}, which has no text: leave text out")
-        named, (token_T, target_T) = task, _drawn(run, task, tokens, sequence)
+            raise ConfigError(
+                f"text is not allowed because {run.file} was trained on {type(task).__name__}, which has no text. "
+                "Leave text out"
+            )
+        named, (token_T, target_T) = task, _held_out(run, task, tokens, sequence)
         read = f"{len(token_T):,} tokens"
     with refusals(str(run.file)):
         page = explore(run.model, token_T, named, targets=target_T, about=_about(run))
@@ -77,41 +82,44 @@ def write(
         page.save(place)
     size, seconds = place.stat().st_size / 1e6, time.perf_counter() - start
     print(f"{place}: {read}, {size:.1f} MB, made in {seconds:.0f} s")
-    print(f"open it in a browser, it needs no network: {place.resolve().as_uri()}")
+    print(f"open it in a browser; it needs no network: {place.resolve().as_uri()}")
 
 
 def _one(path: str) -> Path:
-    """The checkpoint at a path, or of the only run below it."""
-    found = checkpoints(path)
-    if len(found) > 1:
-        raise ConfigError(f"{path} holds {len(found)} runs: give one of them, such as checkpoint={home(found[0])}")
-    return found[0]
+    """Return the checkpoint at a path, or of the only run below it."""
+    files = checkpoints(path)
+    if len(files) > 1:
+        raise ConfigError(
+            f"checkpoint={path} is not allowed because it holds {len(files)} runs. Use a single run, such as "
+            f"checkpoint={home(files[0])}"
+        )
+    return files[0]
 
 
 def _task(run: Trained) -> Task | None:
-    """The task of a model that was trained on what is made on the fly, else None. Raises ConfigError."""
+    """Return the task of a model trained on a synthetic task, else None. Raises ConfigError."""
     node = vetted_node(run.saved, "data", run.file)
     return instantiate(node, "data").task if "task" in node else None
 
 
-def _drawn(run: Trained, task: Task, tokens: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """A held-out sequence of a task and its targets, int64 [T] each."""
+def _held_out(run: Trained, task: Task, tokens: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Return a held-out sequence of a task and its targets, int64 [T] each."""
     length = tokens or int(run.config["data"]["context"])
     with refusals("tokens"):
-        drawn = Generated(task, HELD_OUT, lambda _: length)[sequence]
-    return drawn["tokens"], drawn["targets"]
+        sample = Generated(task, HELD_OUT, lambda _: length)[sequence]
+    return sample["tokens"], sample["targets"]
 
 
 def _text(text: str, file: str | None) -> str:
     if text and file:
-        raise ConfigError("explore.py takes text= or text_file=, not both")
+        raise ConfigError(f"text_file={file} is not allowed with text. Use only one of them")
     try:
-        return Path(file).read_text(encoding="utf-8") if file else text
+        return read_text(file) if file else utf8(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text_file {file} cannot be read: {error}") from error
+        raise ConfigError(f"text_file={file} cannot be read: {error}") from error
 
 
 def _about(run: Trained) -> dict[str, str]:
-    """What the top of the page says of a checkpoint."""
+    """Return the facts about a checkpoint for the top of the page."""
     size = run.config.get("choices", {}).get("size")
     return {"checkpoint": str(home(run.file)), "steps": f"{run.step:,}", **({"size": size} if size else {})}

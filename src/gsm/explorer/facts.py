@@ -1,6 +1,8 @@
-"""What the explorer shows of a text: the numbers of one recorded forward, and the losses of a few more without parts.
+"""The explorer's numbers for a text: one recorded forward, and the losses of further forwards without parts of the
+model.
 
-A row is a token that the model has just read: what it selects and writes stands there, and what it predicts is next.
+A row is a token that the model has just read. It has the row's selections, its entry, and the prediction of the next
+token.
 
 T tokens, H heads, E window or state entries, K selected slots, F slots of a bank, S ways, P sources, G guesses.
 """
@@ -28,25 +30,25 @@ from gsm.shapes import promoted
 from gsm.slots.state_reader.base import StateAttention
 
 LONGEST = 4096  # tokens: rollout multiplies matrices of T x T
-SOURCES = 32  # the strongest of each entry
-GUESSES = 3
-AT_ONCE = 256  # rows whose logits are held at a time
+SOURCES = 32  # strongest sources per entry
+GUESSES = 3  # likeliest next tokens per row
+AT_ONCE = 256  # rows of logits in memory at a time
 WHOLE = "whole model"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One attention, at every row of the text; the weights of a row, with its sink, sum to 1.
+    """One attention, at every row of the text. The weights of a row, with its sink, sum to 1.
 
     Attributes:
         name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
-        layer: the encoder layer that a stage stands on, the layer itself of others.
-        back_E: int64, how many positions before its row each near entry was written.
+        layer: number of the layer; for a stage, of its encoder layer.
+        back_E: int64, distance in positions from the row back to each near entry.
         near_THE: float, weights of the window's entries, or of the state's.
-        own: how many of the near entries, the last ones, are a decoder layer's own rather than the state's.
-        chosen_TK: int64, the slots that are read, -1 for none; K is 0 where no bank is.
-        far_THK: float, their weights.
-        sink_TH: float.
+        own: number of near entries, the last ones, that belong to a decoder layer's own window and not to the state.
+        chosen_TK: int64, the slots that are read, -1 for none; K is 0 without a bank.
+        far_THK: float, weights of these slots.
+        sink_TH: float, weights of the sink.
     """
 
     name: str
@@ -61,24 +63,24 @@ class Reading:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is shown of one text.
+    """All numbers for one text.
 
     Attributes:
         token_T: int64.
         document_T: int64, equal for tokens of one document.
-        target_T: int64, what a row has to predict, -1 where nothing is asked of it.
-        ratio: tokens of a slot.
-        start_F: int64, the first token of each slot of a bank; negative for one that is not used.
+        target_T: int64, target of a row, -1 for none.
+        ratio: tokens per slot.
+        start_F: int64, the first token of each slot of a bank; negative for unused slots.
         readings: every attention, encoder first, then stages, then decoder.
-        ways: by which the state is filled: ``encoder``, ``stage/1``, ...
-        way_ST: float, how much of a row's entry came by each way; columns sum to 1.
-        source_TP: int64, the tokens that an entry has most of, the strongest first; -1 for none.
-        share_STP: float, how much it has of them by each way.
-        read_T: float, the weight of a token's entry for later rows, summed over them; a mean over decoder layers and
-            heads.
-        retrieved_T: float, the weight that stages give a token's slot, summed over rows and stages, divided among the
-            tokens of the slot; a mean over heads.
-        loss_T: in nats, by what is missing: nothing (``WHOLE``), the state, a stage, all; NaN where nothing is asked.
+        ways: routes into the state: ``encoder``, ``stage/1``, ...
+        way_ST: float, share of a row's entry that came by each way; columns sum to 1.
+        source_TP: int64, the tokens with the largest shares of an entry, the strongest first; -1 for none.
+        share_STP: float, their shares by each way.
+        read_T: float, weight of a token's entry in the attention of later rows, summed over these rows; a mean over
+            decoder layers and heads.
+        retrieved_T: float, weight of a token's slot in the stages, summed over rows and stages, divided by the tokens
+            of the slot; a mean over heads.
+        loss_T: losses in nats, by the missing part: none (``WHOLE``), the state, a stage, all; NaN without a target.
         guess_TG: int64, the likeliest next tokens.
         chance_TG: float, their probabilities.
     """
@@ -104,22 +106,22 @@ class Facts:
 def gather(
     model: LanguageModel, token_T: Tensor, document_T: Tensor | None = None, target_T: Tensor | None = None
 ) -> Facts:
-    """Reads a text with a model, whole and without its parts.
+    """Compute the facts: read a text with the whole model, and without its parts.
 
     Args:
         model: a GSM, on any device.
         token_T: int64.
         document_T: int64, contiguous runs of equal ids; None: one document.
-        target_T: int64, -100 where nothing is asked; None: the next token, where it is of the same document.
+        target_T: int64, -100 for none; None: the next token, if it is in the same document.
 
     Raises:
-        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets are of
+        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets have
             another length.
     """
     check(model, len(token_T))
     for name, x in (("documents", document_T), ("targets", target_T)):
         if x is not None and x.shape != token_T.shape:
-            raise ValueError(f"{name} has the shape {list(x.shape)}, but the text has {len(token_T):,} tokens")
+            raise ValueError(f"{name} must have the shape of tokens, [{len(token_T):,}], got {list(x.shape)}")
     model = cast(GSM, model)
     token_T = token_T.to(model.embedding.weight.device)
     document_T = torch.zeros_like(token_T) if document_T is None else document_T.to(token_T)
@@ -158,32 +160,32 @@ def gather(
 
 
 def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> None:
-    """Raises ValueError for what the explorer cannot show, with the remedy; ``name``: what the model was chosen by."""
+    """Raise ValueError for a model or text that the explorer cannot show; ``name`` is the model's name in the error."""
     if not isinstance(model, GSM):
         raise ValueError(
-            f"the explorer shows a shared state, and {name or type(model).__name__} has none: give it a GSM "
+            f"model {name or type(model).__name__} is not allowed because it has no shared state. Use a GSM "
             "(evaluate.py measures any model)"
         )
     least = model.geometry.encoder_ratio + 1
     if tokens is not None and not least <= tokens <= LONGEST:
-        raise ValueError(f"the text has {tokens:,} tokens, but the explorer reads {least} to {LONGEST:,}")
+        raise ValueError(f"a text of {tokens:,} tokens is not allowed. Use {least} to {LONGEST:,} tokens")
 
 
 def _next(token_T: Tensor, document_T: Tensor) -> Tensor:
     target_T = torch.full_like(token_T, IGNORED)
-    goes_on_T = document_T[1:] == document_T[:-1]
-    target_T[:-1] = token_T[1:].where(goes_on_T, IGNORED)
+    same_T = document_T[1:] == document_T[:-1]
+    target_T[:-1] = token_T[1:].where(same_T, IGNORED)
     return target_T
 
 
 def _named(model: GSM) -> Iterator[tuple[str, AbstractContextManager[None]]]:
-    """What can be taken away, as the page calls it."""
-    for what, without in ablations(model).items():
-        yield f"without {'the state' if what == 'state' else what}", without()
+    """Yield all ablations with their labels on the page."""
+    for part, without in ablations(model).items():
+        yield f"without {'the state' if part == 'state' else part}", without()
 
 
 def _losses(out: Output, target_T: Tensor) -> Tensor:
-    """In nats, float32 [T]."""
+    """Return the losses in nats, float32 [T]."""
     parts = zip(out.hidden_BRD[0].split(AT_ONCE), target_T.split(AT_ONCE), strict=True)
     loss_T = [
         cross_entropy(promoted(out.head(hidden_RD)), target_R, ignore_index=IGNORED, reduction="none")
@@ -193,9 +195,9 @@ def _losses(out: Output, target_T: Tensor) -> Tensor:
 
 
 def _guesses(out: Output) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens behind each row, int64 [T, G], and their probabilities."""
-    found = [promoted(out.head(part_RD)).softmax(dim=-1).topk(GUESSES) for part_RD in out.hidden_BRD[0].split(AT_ONCE)]
-    return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
+    """Return the likeliest next tokens of each row, int64 [T, G], and their probabilities."""
+    best = [promoted(out.head(part_RD)).softmax(dim=-1).topk(GUESSES) for part_RD in out.hidden_BRD[0].split(AT_ONCE)]
+    return torch.cat([part.indices for part in best]), torch.cat([part.values for part in best])
 
 
 def _reading(model: GSM, seen: Seen, name: str) -> Reading:

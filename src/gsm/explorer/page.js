@@ -1,10 +1,9 @@
 "use strict";
-// What the reader chooses, and by which means: pointer, keys and controls all change `state`, and the page is drawn from
-// it once a frame.
+// The reader's choices: pointer, keys and controls change `state`, and the page is drawn from it once per frame.
 
 const state = {
-  focus: 0, // the token that is looked at
-  held: false, // whether it stays when the pointer moves on
+  focus: 0, // the token in focus
+  held: false, // whether it stays in focus when the pointer moves
   head: ALL,
   lens: lenses[0].name,
   tint: tints[0].name,
@@ -15,8 +14,8 @@ const state = {
 };
 const controls = Object.fromEntries(["tint", "lens", "head"].map((name) => [name, document.getElementById(name)]));
 let waiting = false;
-let tinted; // the tint that is on the text, and what it found there
-let found;
+let tinted; // the current tint of the text
+let tinting; // the result of showTint for it
 
 function drawSoon() {
   if (!waiting) requestAnimationFrame(draw);
@@ -27,7 +26,7 @@ function draw() {
   waiting = false;
   const tint = tints.find(({ name }) => name === state.tint);
   const lens = lenses.find(({ name }) => name === state.lens);
-  if (tinted !== tint) found = showTint(tint);
+  if (tinted !== tint) tinting = showTint(tint);
   tinted = tint;
   const { most, best } = showLinks(lens.links(state.focus, state.head));
   document.querySelector(".token.focus")?.classList.remove("focus");
@@ -37,48 +36,48 @@ function draw() {
   pane.setAttribute("aria-activedescendant", `token-${state.focus}`);
   pane.classList.toggle("held", state.held);
   showNeedle();
-  // Where a button of the panel had the focus, the one in its place has it again.
+  // If a button of the panel had the keyboard focus, the new button in its place gets it.
   const buttons = () => [...panel.querySelectorAll("button")];
   const place = buttons().indexOf(document.activeElement);
   showPanel(state, go);
   if (place >= 0) buttons()[Math.min(place, buttons().length - 1)]?.focus();
-  showMap(tint.signed, found, best, state.focus);
-  showLegend(tint, found.full, most);
+  showMap(tint.signed, tinting, best, state.focus);
+  showLegend(tint, tinting.full, most);
   for (const [name, control] of Object.entries(controls)) control.value = state[name];
-  document.getElementById("said").textContent = inWords();
+  document.getElementById("status").textContent = inWords();
 }
 
-/** Rings the needle that the token in focus asks for. */
+/** Mark the needle of the question at the token in focus with a ring. */
 function showNeedle() {
-  for (const element of pane.querySelectorAll(".told")) element.classList.remove("told");
-  const [, told] = questionAt(state.focus) ?? [];
-  if (told !== undefined) for (const token of [told, told + 1]) elements[token].classList.add("told");
+  for (const element of pane.querySelectorAll(".sought")) element.classList.remove("sought");
+  const [, needle] = questionAt(state.focus) ?? [];
+  if (needle !== undefined) for (const token of [needle, needle + 1]) elements[token].classList.add("sought");
 }
 
 function showLegend(tint, full, most) {
   const scale = make("span", { class: tint.signed ? "scale signed" : "scale" });
-  const whole = tint.name === "nothing" ? [] : [fixed(tint.signed ? -full : 0), scale, fixed(full)];
-  const links = make("span", { textContent: `full colour: ${percent(most)}` });
+  const whole = tint.name === "nothing" ? [] : ["tint: ", fixed(tint.signed ? -full : 0), scale, fixed(full)];
+  const links = make("span", { textContent: `strongest colour: a weight of ${percent(most)}` });
   document.getElementById("legend").replaceChildren(make("span", {}, ...whole), links);
 }
 
-/** The focus in a sentence, for those who hear the page. */
+/** Describe the focus in a sentence, for screen readers. */
 function inWords() {
   const row = rowFor(state.focus);
   const loss = lossAt(row);
-  const without = said.losses.indexOf("without the state");
+  const without = data.losses.indexOf("without the state");
   const losses = loss === undefined ? "" : `; loss ${fixed(loss)}, without the state ${fixed(lossAt(row, without))}`;
   return `Token ${state.focus}: ${wordAt(state.focus)}${losses}`;
 }
 
-/** Moves the focus to a token, into sight, and holds it. */
+/** Move the focus to a token, scroll to it, and hold it. */
 function go(token) {
   const focus = Math.max(0, Math.min(TOKENS - 1, token));
   state.choose({ focus, held: true });
   elements[focus].scrollIntoView({ block: "nearest" });
 }
 
-/** The next of a control's choices, or with -1 the one before. */
+/** Select the next choice of a control, or with -1 the previous one. */
 function turn(name, direction) {
   const choices = [...controls[name].options].map(({ value }) => value);
   const next = (choices.indexOf(String(state[name])) + direction + choices.length) % choices.length;
@@ -116,13 +115,13 @@ function onKey(event) {
 }
 
 function nextQuestion() {
-  const places = said.questions.map(([key]) => key).sort((one, other) => one - other);
+  const places = data.questions.map(([key]) => key).sort((first, second) => first - second);
   if (places.length) go(places.find((key) => key > state.focus) ?? places[0]);
 }
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
-/** The reader's system decides between dark and light until the reader does. */
+/** Apply the theme: the system's choice of dark or light, until the reader chooses. */
 function showTheme() {
   const theme = document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
   document.getElementById("theme").textContent = theme === "dark" ? "Light" : "Dark";
@@ -149,27 +148,30 @@ function fillControls() {
   controls.head.disabled = HEADS === 1;
 }
 
-/** The line at the top, the names of the colours, and the title. */
+/** Fill the line at the top, the names of the colours, and the title. */
 function fillAbout() {
-  const facts = { ...said.about, tokens: TOKENS.toLocaleString("en") };
+  const facts = { ...data.about, tokens: TOKENS.toLocaleString("en") };
   for (const [name, value] of Object.entries(facts)) {
     const pair = make("div", {}, make("dt", { textContent: name }), make("dd", {}, make("bdi", { textContent: value })));
     document.getElementById("facts").append(pair);
   }
-  document.getElementById("ratio").textContent = said.ratio;
-  const ways = [...said.ways.map((name) => [hueOf(name), titleOf(name)]), ["decoder", "the decoder"]];
+  document.getElementById("ratio").textContent = data.ratio;
+  const ways = [...data.ways.map((name) => [hueOf(name), titleOf(name)]), ["decoder", "the decoder"]];
   document.getElementById("key").append(
     ...ways.map(([hue, name]) => make("span", { class: `named hue-${hue}`, textContent: name })),
   );
-  document.title = `GSM explorer: ${said.about.checkpoint ?? `${TOKENS} tokens`}`;
+  document.title = `GSM explorer: ${data.about.checkpoint ?? `${TOKENS} tokens`}`;
 }
 
-/** Where to begin: at the first question, else where the state saves most. */
+/** Return the initial focus among the visible tokens: the first question, else the row with most gain from the state. */
 function firstFocus() {
-  if (said.questions.length) return said.questions[0][0];
-  const state = said.losses.indexOf("without the state");
+  const bottom = pane.getBoundingClientRect().bottom;
+  const last = elements.findLastIndex((element) => element.getBoundingClientRect().bottom <= bottom);
+  const question = data.questions.find(([key]) => key <= last);
+  if (question) return question[0];
+  const state = data.losses.indexOf("without the state");
   let best = 0;
-  for (let row = 0; row < TOKENS; row++) {
+  for (let row = 0; row <= last; row++) {
     if ((savedAt(row, state) ?? -Infinity) > (savedAt(best, state) ?? -Infinity)) best = row;
   }
   return best;
@@ -197,12 +199,11 @@ function begin() {
   map.onclick = (event) => go(Math.floor((event.offsetY / map.clientHeight) * TOKENS));
   dark.onchange = showTheme;
   new ResizeObserver(drawSoon).observe(map);
-  if (said.questions.length) Object.assign(state, { tint: "retrieved" });
+  if (data.questions.length) Object.assign(state, { tint: "retrieved" });
   state.focus = firstFocus();
   showTheme();
-  elements[state.focus].scrollIntoView({ block: "center" });
   draw();
-  document.documentElement.dataset.ready = String(Math.round(performance.now())); // ms from opening to here, for tests
+  document.documentElement.dataset.ready = String(Math.round(performance.now())); // ms since the page was opened, for tests
 }
 
 begin();

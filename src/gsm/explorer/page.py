@@ -1,8 +1,9 @@
-"""The page: facts packed into one HTML file that needs no network, forbids it, and runs nothing but its own scripts.
+"""The page: one HTML file with the facts, which needs no network, forbids it, and runs only its own scripts.
 
-What a text, a tokenizer or a checkpoint says is in the file as JSON in ASCII without ``<``, ``>`` and ``&``, and
-reaches the page as text, never as HTML. A content security policy allows the page's own scripts and styles, by their
-hashes, and nothing else. Arrays are base64, each in an element of its own, so that the page decodes what it draws.
+Content of a text, a tokenizer or a checkpoint is in the file as JSON in ASCII without ``<``, ``>`` and ``&``, and is
+inserted into the page as text, never as HTML. A content security policy allows the page's own scripts and styles, by
+their hashes, and nothing else. Arrays are base64, each in its own element, so that the page decodes only the ones it
+draws.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 
 HERE = Path(__file__).parent
-STYLE, SCRIPTS = "page.css", ("data.js", "text.js", "panel.js", "page.js")  # in the order in which they run
-LARGEST = 48 * 2**20  # bytes of weights; what is above keeps the mean over heads alone
+STYLE, SCRIPTS = "page.css", ("data.js", "text.js", "panel.js", "page.js")  # scripts in execution order
+LARGEST = 48 * 2**20  # bytes of weights; larger pages store only the mean over heads
 KINDS = {torch.uint8: "u1", torch.uint16: "u2", torch.int32: "i4", torch.float32: "f4"}
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page that was made: shown in a notebook where it is the value of a cell.
+    """A finished page, which a notebook displays as the value of a cell.
 
     Attributes:
-        html: the file.
+        html: content of the file.
         facts: the numbers in it.
-        height: pixels in a notebook.
+        height: height in a notebook, in pixels.
     """
 
     html: str
@@ -51,13 +52,13 @@ class Page:
     height: int = 760
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the file, whole or not at all, and returns its path."""
+        """Write the file atomically, and return its path."""
         with replacing(path) as file:
             file.write(self.html.encode())
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """In a frame that may run scripts and reach nothing of the notebook."""
+        """Return a frame that may run scripts, but has no access to the notebook."""
         frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
         return f'<iframe title="GSM explorer" {frame} srcdoc="{html.escape(self.html)}"></iframe>'
 
@@ -71,34 +72,36 @@ def explore(
     targets: Tensor | None = None,
     about: Mapping[str, object] | None = None,
 ) -> Page:
-    """What a GSM does at every token of a text, as a page: shown in a notebook, or saved with ``page.save(path)``.
+    """Return a page that shows the computation of a GSM at every token of a text.
+
+    A notebook displays it; ``page.save(path)`` writes it to a file.
 
     Args:
         model: a GSM.
         tokens: int64 [T].
-        named: what the ids are: the tokenizer of a text, or the task that a sequence was made of; None: plain numbers.
+        named: the tokenizer of a text, or the task of a sequence, to name the tokens; None: plain numbers.
         documents: int64 [T], contiguous runs of equal ids; None: one document.
-        targets: int64 [T], what each row has to predict, -100 for nothing; None: the next token, or the answers to the
-            questions of a needle or recall task.
-        about: lines for the top of the page, by their names.
+        targets: int64 [T], target of each row, -100 for none; None: the next token, or the answers to the questions of
+            a needle or recall task.
+        about: facts for the top of the page, by name.
 
     Raises:
-        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets are of
+        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets have
             another length.
     """
     token_T = torch.as_tensor(tokens).long().cpu()
     if token_T.dim() != 1:
-        raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}: give tokens[0]")
+        raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}; use tokens[0]")
     questions = [] if named is None or isinstance(named, Tokenizer) else questions_of(named, token_T)
     if questions and targets is None:
         targets = targets_of(questions, token_T)
     facts = gather(model, token_T, documents, targets)
-    assert isinstance(model, GSM)  # as gather has seen to
+    assert isinstance(model, GSM)  # checked by gather
     return Page(render(facts, named, questions, {**(about or {}), **describe(model)}), facts)
 
 
 def describe(model: GSM) -> dict[str, str]:
-    """What the top of a page says of a model."""
+    """Return the facts about a model for the top of a page."""
     geometry, stages = model.geometry, model.aggregation.layers
     return {
         "model": f"GSM, {sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} M parameters",
@@ -113,7 +116,7 @@ def describe(model: GSM) -> dict[str, str]:
 def render(
     facts: Facts, named: Tokenizer | Task | None, questions: Sequence[Question], about: Mapping[str, object]
 ) -> str:
-    """The text of the file."""
+    """Return the content of the file."""
     style = (HERE / STYLE).read_text(encoding="utf-8")
     scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     arrays = dict(_arrays(facts))
@@ -123,32 +126,32 @@ def render(
         scripts=scripts,
         style_hash=_hash(style),
         script_hashes=[_hash(script) for script in scripts],
-        about=_json(_said(facts, named, questions, about, arrays)),
+        about=_json(_plain_facts(facts, named, questions, about, arrays)),
         arrays={name: _base64(array) for name, array in arrays.items()},
     )
 
 
-def _said(
+def _plain_facts(
     facts: Facts,
     named: Tokenizer | Task | None,
     questions: Sequence[Question],
     about: Mapping[str, object],
     arrays: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """What is no array."""
+    """Return all facts that are not arrays."""
     words = words_of(named, facts.token_T.tolist())
-    others = {*facts.guess_TG.flatten().tolist(), *facts.target_T.tolist()} - {-1}
+    predicted = {*facts.guess_TG.flatten().tolist(), *facts.target_T.tolist()} - {-1}
     return {
-        "about": {name: str(value) for name, value in about.items()},  # NaN would be no JSON
+        "about": {name: str(value) for name, value in about.items()},  # as text, because NaN is not valid JSON
         "tokens": len(words),
         "words": [word.text for word in words],
         "kinds": "".join(word.kind for word in words),
-        "names": {token: list(of_id(named, token)) for token in others},
-        "questions": [[one.key, one.told, one.row] for one in questions],
+        "names": {token: list(of_id(named, token)) for token in predicted},
+        "questions": [[question.key, question.needle, question.row] for question in questions],
         "ratio": facts.ratio,
         "readings": [
-            {"name": one.name, "layer": one.layer, "back": one.back_E.tolist(), "own": one.own}
-            for one in facts.readings
+            {"name": reading.name, "layer": reading.layer, "back": reading.back_E.tolist(), "own": reading.own}
+            for reading in facts.readings
         ],
         "ways": list(facts.ways),
         "losses": list(facts.loss_T),
@@ -158,7 +161,7 @@ def _said(
 
 
 def _arrays(facts: Facts) -> Iterator[tuple[str, Tensor]]:
-    """The arrays by their names in the page."""
+    """Yield the arrays by their names in the page."""
     yield "token", facts.token_T.int()
     yield "document", facts.document_T.unique_consecutive(return_inverse=True)[1].to(torch.uint16)
     yield "target", facts.target_T.int()
@@ -172,16 +175,19 @@ def _arrays(facts: Facts) -> Iterator[tuple[str, Tensor]]:
     yield "chance", _quantised(facts.chance_TG)
     for number, loss_T in enumerate(facts.loss_T.values()):
         yield f"loss/{number}", loss_T.float()
-    size = sum(one.near_THE.numel() + one.far_THK.numel() + one.sink_TH.numel() for one in facts.readings)
-    for one in facts.readings:
-        for part, weight in (("near", one.near_THE), ("far", one.far_THK), ("sink", one.sink_TH[..., None])):
-            yield f"{one.name}/{part}", _quantised(weight.mean(dim=1, keepdim=True) if size > LARGEST else weight)
-        yield f"{one.name}/chosen", (one.chosen_TK + 1).to(torch.uint16)
+    size = sum(x.near_THE.numel() + x.far_THK.numel() + x.sink_TH.numel() for x in facts.readings)
+    for reading in facts.readings:
+        weights = {"near": reading.near_THE, "far": reading.far_THK, "sink": reading.sink_TH[..., None]}
+        for part, weight in weights.items():
+            yield f"{reading.name}/{part}", _quantised(weight.mean(dim=1, keepdim=True) if size > LARGEST else weight)
+        yield f"{reading.name}/chosen", (reading.chosen_TK + 1).to(torch.uint16)
 
 
 def _quantised(share: Tensor) -> Tensor:
-    """Shares from 0 to 1 as uint8 of their roots: the error of a small one is small, and what is not 0 does not become
-    0 unless it is below 4e-6."""
+    """Quantise shares from 0 to 1 to uint8 of their square roots.
+
+    Small shares have small errors, and only shares below 4e-6 become 0.
+    """
     return (share.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)
 
 
@@ -191,11 +197,11 @@ def _base64(array: Tensor) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that no HTML parser takes for anything else."""
+    """Return JSON without characters that have a meaning in HTML."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names a script or a style."""
+    """Return the hash of a script or style for a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"

@@ -1,14 +1,14 @@
 "use strict";
-// The panel beside the text: what is asked about the token in focus, each answer with a strip on which the whole text
-// lies from left to right, and the strongest few in words.
+// The panel beside the text: sections about the token in focus. Each has a strip of the whole text from left to right, and a
+// list of the strongest links.
 
 const panel = document.getElementById("panel");
-const SHOWN = 5; // of the strongest
+const SHOWN = 5; // links in a list
 const AROUND = 4; // tokens of context on either side
 
 /**
- * What is linked, at its place between two tokens, by default in the whole text; a line at the token in focus, a triangle
- * at the needle that it asks for.
+ * Draw links as bars between two tokens, by default over the whole text, with a line at the token in focus and a triangle
+ * at the needle of its question.
  */
 function strip(links, focus, label, [from, to] = [0, TOKENS]) {
   const x = (token) => ((token - from) / (to - from)) * 1000;
@@ -18,36 +18,36 @@ function strip(links, focus, label, [from, to] = [0, TOKENS]) {
     const size = { x: x(at), y: 36 - height, width: Math.max(4, x(at + count) - x(at) - 1), height };
     return make("rect", { ...size, class: `hue-${hue}` });
   });
-  const [, told] = questionAt(focus) ?? [];
-  const inside = told !== undefined && told >= from;
-  const needle = inside ? [make("path", { d: `M${x(told + 1)} 38 l9 11 l-18 0 z`, class: "mark" })] : [];
-  const own = make("line", { x1: x(focus + 0.5), x2: x(focus + 0.5), y1: 0, y2: 37, class: "focus" });
+  const [, needle] = questionAt(focus) ?? [];
+  const inside = needle !== undefined && needle >= from;
+  const marks = inside ? [make("path", { d: `M${x(needle + 1)} 38 l9 11 l-18 0 z`, class: "mark" })] : [];
+  const line = make("line", { x1: x(focus + 0.5), x2: x(focus + 0.5), y1: 0, y2: 37, class: "focus" });
   const base = make("line", { x1: 0, x2: 1000, y1: 36.5, y2: 36.5, class: "base" });
   const attributes = { viewBox: "0 0 1000 50", preserveAspectRatio: "none", role: "img", "aria-label": label };
   const ends = make("span", { class: "ends" }, make("span", { textContent: from }), make("span", { textContent: to - 1 }));
-  return make("div", { class: "axis" }, make("svg", { ...attributes, class: "strip" }, base, ...bars, own, ...needle), ends);
+  return make("div", { class: "axis" }, make("svg", { ...attributes, class: "strip" }, base, ...bars, line, ...marks), ends);
 }
 
-/** The positions around a row whose entries it sees, or that see its own. */
+/** Return the range of positions around a row with entries that it sees, or that see its entry. */
 function reachOf(row) {
   const reach = Math.max(...DECODER.flatMap((name) => readings.get(name).back)) + 1;
   return [Math.max(0, row - reach), Math.min(TOKENS, row + reach + 1)];
 }
 
-/** A piece of the text: these tokens, and pale what is around them. */
+/** Return a piece of the text: these tokens, with a pale context. */
 function excerpt(at, count) {
-  const joint = said.kinds[at] === "t" || said.kinds[at] === "p" ? "" : " ";
+  const joint = data.kinds[at] === "t" || data.kinds[at] === "p" ? "" : " ";
   const text = (from, to) => {
     let words = "";
     for (let token = Math.max(0, from); token < Math.min(TOKENS, to); token++) words += wordAt(token) + joint;
     return words;
   };
   const around = (from, to) => make("span", { class: "around", textContent: text(from, to) });
-  const own = make("b", { textContent: text(at, at + count).trimEnd() || "␣" });
-  return make("bdi", {}, around(at - AROUND, at), own, joint, around(at + count, at + count + AROUND));
+  const tokens = make("b", { textContent: text(at, at + count).trimEnd() || "␣" });
+  return make("bdi", {}, around(at - AROUND, at), tokens, joint, around(at + count, at + count + AROUND));
 }
 
-/** The strongest links in words, each a button that goes there. */
+/** List the strongest links; each is a button that moves the focus there. */
 function listed(links, focus, go) {
   const most = Math.max(1e-9, ...links.map(({ weight }) => weight));
   const items = strongest([...links]).slice(0, SHOWN).map(({ at, count, weight, hue }) => {
@@ -72,14 +72,14 @@ function listed(links, focus, go) {
   return make("ol", {}, ...items);
 }
 
-/** A section whose heading also chooses what is coloured in the text. */
+/** Return a section with a heading that also selects the colours in the text. */
 function section(title, note, lens, state, ...children) {
   const choose = { type: "button", "aria-pressed": String(state.lens === lens), onclick: () => state.choose({ lens }) };
   const heading = make("h3", {}, make("button", { ...choose, title: "colour this in the text" }, title));
   return make("section", {}, heading, make("p", { class: "note", textContent: note }), ...children);
 }
 
-/** A token in a box, in which a run of blanks is counted. */
+/** Return a token in a box, with a count for a run of blanks. */
 function chip(text, kind) {
   const counted = text.replace(/^ $/, "␣").replace(/ {3,}/g, (run) => `␣×${run.length}`);
   return make("bdi", { class: `chip ${CLASSES[kind]}`, textContent: counted });
@@ -87,7 +87,7 @@ function chip(text, kind) {
 
 function headline(row) {
   const target = array("target")[row];
-  const next = target < 0 ? [] : [make("span", { class: "to", textContent: "has to predict" }), chipOf(target)];
+  const next = target < 0 ? [] : [make("span", { class: "to", textContent: "should predict" }), chipOf(target)];
   const guesses = width("guess");
   const likeliest = [...Array(guesses).keys()].map((place) => {
     const id = array("guess")[row * guesses + place];
@@ -101,23 +101,23 @@ function headline(row) {
   const question = questionAt(row);
   const notes = [];
   if (question) {
-    const [key, told, due] = question;
+    const [key, needle, due] = question;
     const asks = key === due ? "asks, and answers at once" : row === due ? "answer due here" : "asks";
     const role = row === key || row === due ? asks : "the needle";
-    notes.push(make("p", { class: "note", textContent: `${role}: told at ${told}, asked at ${key}, due at ${due}` }));
+    notes.push(make("p", { class: "note", textContent: `${role}: needle at ${needle}, asked at ${key}, due at ${due}` }));
   }
   return make(
     "section",
     { class: "headline" },
-    make("h2", {}, make("small", { textContent: `row ${row}` }), " ", chip(wordAt(row), said.kinds[row]), ...next),
+    make("h2", {}, make("small", { textContent: `row ${row}` }), " ", chip(wordAt(row), data.kinds[row]), ...next),
     ...notes,
     make("p", { class: "guesses" }, make("span", { class: "note", textContent: "predicts" }), ...likeliest),
   );
 }
 
-const chipOf = (id) => chip(wordOf(id), (said.names[id] ?? ["", "n"])[1]);
+const chipOf = (id) => chip(wordOf(id), (data.names[id] ?? ["", "n"])[1]);
 
-/** The rows whose losses are told: those that predict the token and the next one, or where its question is due. */
+/** Return the rows of the loss table: the rows that predict the token and the next one, or where its question is due. */
 function rowsOfLoss(row) {
   const near = AHEAD ? [[row - 1, "this token"], [row, "the next"]] : [[row, "asked here"]];
   const asked = near.filter(([at]) => lossAt(at) !== undefined);
@@ -125,16 +125,16 @@ function rowsOfLoss(row) {
   return asked.length || due === undefined ? asked : [[due, `the answer, due at ${due}`]];
 }
 
-/** The losses of the model, whole and without its parts. */
+/** Return the table of losses, of the whole model and without its parts. */
 function losses(row) {
   const columns = rowsOfLoss(row);
   if (!columns.length) {
-    const nothing = make("p", { class: "note", textContent: "Nothing is asked here." });
+    const nothing = make("p", { class: "note", textContent: "No target here." });
     return make("section", {}, make("h3", { textContent: "Loss" }), nothing);
   }
-  const most = Math.max(0.1, ...columns.flatMap(([at]) => said.losses.map((_, kind) => lossAt(at, kind))));
+  const most = Math.max(0.1, ...columns.flatMap(([at]) => data.losses.map((_, kind) => lossAt(at, kind))));
   const head = make("tr", {}, make("td"), ...columns.map(([, label]) => make("th", { scope: "col", textContent: label })));
-  const lines = said.losses.map((name, kind) => {
+  const lines = data.losses.map((name, kind) => {
     const cells = columns.map(([at]) => {
       const bar = make("span", { class: `bar ${kind ? "hue-gain" : "hue-heat"}` });
       bar.style.setProperty("--size", `${(100 * lossAt(at, kind)) / most}%`);
@@ -149,11 +149,11 @@ function losses(row) {
     "section",
     {},
     make("h3", { textContent: "Loss" }),
-    make("table", {}, make("caption", { class: "note", textContent: "in nats, and without a part" }), head, ...lines),
+    make("table", {}, make("caption", { class: "note", textContent: "in nats, whole and without a part" }), head, ...lines),
   );
 }
 
-/** What every stage selects. */
+/** Return the sections of the stages' selections. */
 function stages(row, state, go) {
   return STAGES.map((name) => {
     const { near, far, sink } = readAt(name, row, state.head);
@@ -168,26 +168,26 @@ function stages(row, state, go) {
   });
 }
 
-/** What the row's entry of the state is made of. */
+/** Return the section about the sources of the row's entry. */
 function made(row, state, go) {
   const { sources, ways } = madeOf(row);
   const links = sources.map((source) => {
     const way = source.ways.indexOf(Math.max(...source.ways));
-    return { ...source, hue: hueOf(said.ways[way]) };
+    return { ...source, hue: hueOf(data.ways[way]) };
   });
   const parts = ways.map((share, way) => {
-    const part = make("span", { class: `hue-${hueOf(said.ways[way])}`, textContent: share > 0.08 ? percent(share) : "" });
+    const part = make("span", { class: `hue-${hueOf(data.ways[way])}`, textContent: share > 0.08 ? percent(share) : "" });
     part.style.setProperty("--size", share);
     return part;
   });
-  const label = ways.map((share, way) => `${titleOf(said.ways[way])} ${percent(share)}`).join(", ");
-  const kept = sources.reduce((sum, { weight }) => sum + weight, 0);
-  const note = `${capital(label)}. Sources by rollout; the ${sources.length} strongest are ${percent(Math.min(1, kept))}.`;
+  const label = ways.map((share, way) => `${titleOf(data.ways[way])} ${percent(share)}`).join(", ");
+  const total = sources.reduce((sum, { weight }) => sum + weight, 0);
+  const note = `${capital(label)}. Sources by rollout; the ${sources.length} strongest are ${percent(Math.min(1, total))}.`;
   const stack = make("div", { class: "stack", role: "img", "aria-label": label }, ...parts);
   return section("Its entry is made of", note, "made", state, stack, strip(links, row, note), listed(links, row, go));
 }
 
-/** Which later rows read the row's entry. */
+/** Return the section about the later rows that read the row's entry. */
 function readers(row, state, go) {
   const links = inHue(readersOf(row, state.head), "decoder");
   const total = links.reduce((sum, { weight }) => sum + weight, 0);
@@ -198,14 +198,14 @@ function readers(row, state, go) {
   return section("Its entry is read by", note, "readers", state, ...body);
 }
 
-/** What the decoder reads at the row. */
+/** Return the section about the entries that the decoder reads at the row. */
 function reads(row, state, go) {
-  const one = DECODER.includes(state.lens) ? state.lens : "decoder";
-  const { near, sink } = one === "decoder" ? decoderReads(row, state.head) : readAt(one, row, state.head);
-  const layers = one === "decoder" ? `mean over ${DECODER.length} layers` : titleOf(one);
+  const name = DECODER.includes(state.lens) ? state.lens : "decoder";
+  const { near, sink } = name === "decoder" ? decoderReads(row, state.head) : readAt(name, row, state.head);
+  const layers = name === "decoder" ? `mean over ${DECODER.length} layers` : titleOf(name);
   const note = `${layers}: ${near.length} entries of the state, ${percent(sink)} to the sink`;
   const links = inHue(near, "decoder");
-  return section("The decoder reads here", note, one, state, strip(links, row, note, reachOf(row)), listed(links, row, go));
+  return section("The decoder reads here", note, name, state, strip(links, row, note, reachOf(row)), listed(links, row, go));
 }
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);

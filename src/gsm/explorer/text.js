@@ -1,12 +1,12 @@
 "use strict";
-// The text: an element for each token, tinted by a quantity of all of them, with what the token in focus is linked to in
-// the colour of the way; beside it a map of the whole text on which the same is drawn.
+// The text: an element for each token, tinted by a quantity of the whole text. Tokens linked to the token in focus have the
+// colour of the way. Beside the text is a map of all of it with the same colours.
 
-/** An element with attributes, properties (`on...`, `textContent`) and children; text stays text. */
-function make(tag, given = {}, ...children) {
+/** Make an element with attributes, properties (`on...`, `textContent`) and children; strings are inserted as text. */
+function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "path"].includes(tag);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(given)) {
+  for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on") || name === "textContent") element[name] = value;
     else if (value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
@@ -17,10 +17,10 @@ function make(tag, given = {}, ...children) {
 const CLASSES = { t: "text", p: "piece", e: "end", k: "key", v: "value", f: "filler", n: "number" };
 const pane = document.getElementById("text");
 const map = document.getElementById("map");
-const elements = said.words.map((word, token) => tokenElement(word, token));
+const elements = data.words.map((word, token) => tokenElement(word, token));
 
 function tokenElement(word, token) {
-  const kind = CLASSES[said.kinds[token]];
+  const kind = CLASSES[data.kinds[token]];
   const element = make("span", { id: `token-${token}`, class: `token ${kind}`, role: "option", "aria-selected": "false" });
   element.dataset.token = token;
   if (kind === "piece") element.append("◌");
@@ -28,9 +28,9 @@ function tokenElement(word, token) {
     if (number) element.append(make("i", { "aria-hidden": "true" }), "\n");
     element.append(line);
   });
-  const question = said.questions.findIndex(([, told]) => token === told || token === told + 1);
+  const question = data.questions.findIndex(([, needle]) => token === needle || token === needle + 1);
   if (question >= 0) element.classList.add("needle");
-  if (said.questions.some(([key]) => token === key)) element.classList.add("asks");
+  if (data.questions.some(([key]) => token === key)) element.classList.add("asks");
   return element;
 }
 
@@ -43,10 +43,10 @@ function showText() {
   pane.append(text);
 }
 
-/** What a text can be tinted by: `of(token)`, undefined where there is nothing to say. Both signs occur where `signed`. */
+/** Quantities that tint the text: `of(token)`, undefined for no value. `signed` quantities have both signs. */
 const tints = [
   { name: "loss", label: AHEAD ? "loss of the token (nats)" : "loss at the row (nats)", of: (token) => lossAt(rowFor(token)) },
-  ...said.losses.slice(1).map((loss, number) => ({
+  ...data.losses.slice(1).map((loss, number) => ({
     name: loss,
     label: `loss ${loss} − whole (nats)`,
     signed: true,
@@ -58,12 +58,12 @@ const tints = [
 ].filter(({ name }) => name !== "retrieved" || STAGES.length);
 
 /**
- * Tints the text. Returns the value of every token, 0 where there is none, and the one at which the tint is full: all but
- * one in fifty are below, so that one outlier does not pale the rest.
+ * Tint the text. Return the value of every token, 0 for none, and the value of the full tint. 98 % of the values are below
+ * it, so that an outlier does not make the other tints pale.
  */
 function showTint(tint) {
   const values = elements.map((_, token) => tint.of(token) ?? 0);
-  const sizes = values.map(Math.abs).filter((size) => size > 0).sort((one, other) => one - other);
+  const sizes = values.map(Math.abs).filter((size) => size > 0).sort((first, second) => first - second);
   const full = sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.98)] : 1;
   elements.forEach((element, token) => {
     element.style.setProperty("--tint", Math.round(100 * Math.min(1, Math.abs(values[token]) / full)));
@@ -74,7 +74,7 @@ function showTint(tint) {
 
 const inHue = (links, name) => links.map((link) => ({ ...link, hue: hueOf(name) }));
 
-/** Ways to colour what the token in focus is linked to: `links(row, head)`, each `{at, count, weight, hue}`. */
+/** Choices of links to colour for the token in focus: `links(row, head)`, each `{at, count, weight, hue}`. */
 const lenses = [
   {
     name: "stages",
@@ -86,16 +86,16 @@ const lenses = [
   {
     name: "made",
     group: "Its entry of the state",
-    label: "what it is made of",
+    label: "its sources",
     links: (row) =>
       madeOf(row).sources.flatMap(({ at, count, ways }) =>
-        ways.map((weight, way) => ({ at, count, weight, hue: hueOf(said.ways[way]) })),
+        ways.map((weight, way) => ({ at, count, weight, hue: hueOf(data.ways[way]) })),
       ),
   },
-  ...said.ways.map((name, way) => ({
+  ...data.ways.map((name, way) => ({
     name: `made by ${name}`,
     group: "Its entry of the state",
-    label: `what it has by ${titleOf(name)}`,
+    label: `its sources by ${titleOf(name)}`,
     links: (row) =>
       inHue(madeOf(row).sources.map(({ at, count, ways }) => ({ at, count, weight: ways[way] })), name),
   })),
@@ -115,7 +115,7 @@ const lenses = [
   ...namesOf("encoder").map((name) => ({ ...attentionLens(name), group: "Encoder" })),
 ].filter(({ name }) => name !== "stages" || STAGES.length);
 
-/** `stage/1` in words. */
+/** Return a title for a name such as `stage/1`. */
 function titleOf(name) {
   const [kind, number] = name.split("/");
   return number === undefined ? "the encoder" : kind === "stage" ? `stage ${number}` : `${kind} layer ${number}`;
@@ -134,7 +134,7 @@ function attentionLens(name) {
   };
 }
 
-/** The mean over decoder layers of what they read. */
+/** Return the entries that decoder layers read, as a mean over the layers. */
 function decoderReads(row, head) {
   const layers = DECODER.map((name) => readAt(name, row, head));
   const near = new Map();
@@ -147,9 +147,9 @@ function decoderReads(row, head) {
   };
 }
 
-let lit = []; // the tokens that are coloured
+let lit = []; // coloured tokens
 
-/** Colours what is linked; of several links to a token, the strongest, `best`. `most` is the weight of the full colour. */
+/** Colour the linked tokens by their strongest links, `best`. `most` is the weight of the full colour. */
 function showLinks(links) {
   for (const token of lit) elements[token].classList.remove("lit", elements[token].dataset.hue);
   const best = new Map();
@@ -169,7 +169,7 @@ function showLinks(links) {
   return { most, best };
 }
 
-/** The whole text from top to bottom: its tint at the left, what is lit across, the focus as a line. */
+/** Draw the map of the whole text from top to bottom: the tint on the left, linked tokens across, the focus as a line. */
 function showMap(signed, { values, full }, best, focus) {
   const scale = window.devicePixelRatio || 1;
   const { clientWidth, clientHeight } = map;
@@ -193,15 +193,15 @@ function showMap(signed, { values, full }, best, focus) {
   for (const [token, { weight, hue }] of best) {
     mark(token, `--${hue}`, 0.15 + 0.85 * Math.sqrt(weight / most), 9, clientWidth, Math.max(2, height));
   }
-  said.questions.forEach(([, told]) => mark(told, "--ink", 0.8, 0, 3, Math.max(2, 2 * height)));
+  data.questions.forEach(([, needle]) => mark(needle, "--ink", 0.8, 0, 3, Math.max(2, 2 * height)));
   mark(focus, "--ink", 1, 0, clientWidth, 1.5);
 }
 
-/** The token that is beside this one on the line above (-1) or below (1); the same one where there is no such line. */
+/** Return the nearest token on the line above (-1) or below (1); the same token if there is no such line. */
 function beside(token, direction) {
   const { left, right, top, bottom } = elements[token].getBoundingClientRect();
   const middle = (left + right) / 2;
-  let found = token;
+  let nearest = token;
   let line;
   for (let next = token + direction; next >= 0 && next < TOKENS; next += direction) {
     const box = elements[next].getClientRects()[0] ?? elements[next].getBoundingClientRect();
@@ -209,8 +209,8 @@ function beside(token, direction) {
     line ??= box.top;
     if (Math.abs(box.top - line) > 6) break;
     const distance = Math.abs((box.left + box.right) / 2 - middle);
-    const before = elements[found].getClientRects()[0];
-    if (found === token || distance < Math.abs((before.left + before.right) / 2 - middle)) found = next;
+    const before = elements[nearest].getClientRects()[0];
+    if (nearest === token || distance < Math.abs((before.left + before.right) / 2 - middle)) nearest = next;
   }
-  return found;
+  return nearest;
 }

@@ -1,4 +1,4 @@
-"""What tokens are called on the page: pieces of text, keys and values of a task, or plain numbers. T tokens."""
+"""The texts of tokens on the page: pieces of text, keys and values of a task, or plain numbers. T tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT, PIECE, END, KEY, VALUE, FILLER, NUMBER = "tpekvfn"
 
 
 class Word(NamedTuple):
-    """A token as it is shown: its text, and which way."""
+    """A token on the page: its text, and its kind of display."""
 
     text: str
     kind: str
@@ -27,15 +27,21 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """Where a key is asked for, where it was told, and where the answer is due; positions."""
+    """Positions of a question.
+
+    Attributes:
+        key: where the key is asked.
+        needle: where the key and its value were given.
+        row: where the answer is due.
+    """
 
     key: int
-    told: int
+    needle: int
     row: int
 
 
 def of_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Word]:
-    """The text of each token. A character of several tokens stands at the last of them, the others are empty pieces."""
+    """Return the text of each token. A character of several tokens is at the last of them; the others are empty."""
     decoder, words = tokenizer.stream(), []
     for token in ids:
         text = decoder.push(token)
@@ -49,7 +55,7 @@ def of_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Word]:
 
 
 def of_id(named: Tokenizer | Task | None, token: int) -> Word:
-    """A token alone, out of any text."""
+    """Return the text of a single token without context."""
     if isinstance(named, Tokenizer):
         if token == named.end_of_text:
             return Word("end of text", END)
@@ -64,13 +70,15 @@ def of_id(named: Tokenizer | Task | None, token: int) -> Word:
 
 
 def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:
-    """Every token of a text, or of a sequence of a task; without either, their numbers."""
+    """Return every token of a text, or of a sequence of a task; with neither, as numbers."""
     return of_text(named, ids) if isinstance(named, Tokenizer) else [of_id(named, token) for token in ids]
 
 
 def visible(text: str) -> str:
-    """The text with characters that would hide, move or reorder others written out: controls as their pictures, marks
-    of direction and breaks of lines other than a newline by their numbers."""
+    """Return the text with visible replacements of characters that hide, move or reorder others.
+
+    Controls become their pictures; direction marks and line breaks other than a newline become their code points.
+    """
     return "".join(map(_shown, text))
 
 
@@ -85,21 +93,21 @@ def _shown(character: str) -> str:
 
 
 def questions_of(task: Task, token_T: Tensor) -> list[Question]:
-    """The questions of a sequence of ``gsm.data.recall``: keys that come a second time. Empty for other tasks."""
+    """Return the questions of a sequence of ``gsm.data.recall``: keys that occur again. Empty for other tasks."""
     if not isinstance(task, Alphabet):
         return []
-    told, found, wait = {}, [], getattr(task, "wait", 0)
+    needles, questions, wait = {}, [], getattr(task, "wait", 0)
     for place, token in enumerate(token_T.tolist()):
-        if token < task.keys and token in told and place + wait < len(token_T):
-            found.append(Question(place, told[token], place + wait))
+        if token < task.keys and token in needles and place + wait < len(token_T):
+            questions.append(Question(place, needles[token], place + wait))
         elif token < task.keys:
-            told[token] = place
-    return found
+            needles[token] = place
+    return questions
 
 
 def targets_of(questions: Sequence[Question], token_T: Tensor) -> Tensor:
-    """What questions ask for, int64 [T], -100 elsewhere: the value behind each key, where its answer is due."""
+    """Return the answers to questions, int64 [T], -100 elsewhere: the value after each key, where its answer is due."""
     target_T = torch.full_like(token_T, IGNORED)
-    for one in questions:
-        target_T[one.row] = token_T[one.told + 1]
+    for question in questions:
+        target_T[question.row] = token_T[question.needle + 1]
     return target_T

@@ -1,13 +1,14 @@
-"""Models of this project as Hugging Face's transformers know models (extra ``hf``): importing this registers them.
+"""Models of this project as Hugging Face transformers models (extra ``hf``). Importing this package registers them.
 
     import gsm.hf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained("exported")     # a folder that export.py has written
+    model = AutoModelForCausalLM.from_pretrained("exported")     # a folder written by export.py
     tokenizer = AutoTokenizer.from_pretrained("exported")
     model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)
 
-Such a folder names this package as its code: where it is installed, ``trust_remote_code=True`` does without the import.
+Such a folder names this package as its code. With the package installed, ``trust_remote_code=True`` replaces the
+import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``config.json`` of any model of this project: the node of its configuration from which it is built."""
+"""``config.json`` of any model of this project: the node of the configuration that it is built from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gsm.config.compose import compose
 
 
 class GSMConfig(PreTrainedConfig):
-    """What a model is built from.
+    """The configuration of a model.
 
     Attributes:
         model: the node ``model`` of a configuration, resolved: plain containers with the name of a part under every
-            ``_target_``; a model is built of it only if all of these are parts that a yaml names.
-        vocab_size, hidden_size, num_hidden_layers: for whoever asks; what counts is ``model``.
-        max_position_embeddings: tokens of the sequences that it was trained with; it reads longer ones, too.
+            ``_target_``. A model is built from it only if a yaml of the project names all of these parts.
+        vocab_size, hidden_size, num_hidden_layers: for information only; ``model`` defines the model.
+        max_position_embeddings: tokens of the training sequences; the model reads longer ones, too.
     """
 
     model_type = "gsm"
@@ -36,7 +36,7 @@ class GSMConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, node: Mapping[str, Any], context: int | None = None, **more: Any) -> GSMConfig:
-        """The configuration of a model that is built from ``node``, trained at ``context`` tokens."""
+        """Return the configuration of a model built from ``node`` and trained at ``context`` tokens."""
         geometry = node["geometry"]
         sizes = {
             "vocab_size": geometry["vocabulary"],
@@ -48,6 +48,6 @@ class GSMConfig(PreTrainedConfig):
 
     @classmethod
     def of_variant(cls, name: str = "gsm", size: str = "nano", overrides: Iterable[str] = ()) -> GSMConfig:
-        """That of a fresh model, as ``gsm.build_model`` would make it. Raises ConfigError."""
+        """Return the configuration of a fresh model, as for ``gsm.build_model``. Raises ConfigError."""
         config = compose([f"model={name}", f"size={size}", "arm=model", *overrides])
         return cls.of(config["model"], config["size"]["context"])

@@ -1,4 +1,4 @@
-"""A trained model as a folder for transformers: configuration, weights, tokenizer, a card with its run's numbers."""
+"""Export of a trained model to a folder for transformers: configuration, weights, tokenizer, and a model card."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ from transformers.utils import logging
 from gsm import __version__
 from gsm.config.check import ConfigError
 from gsm.config.command_line import shown
-from gsm.config.exported import TOKENIZER, weights_in
+from gsm.config.exported import CONFIG, TOKENIZER, weights_in
 from gsm.config.load import checkpoint_file, load_sound_weights, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home
 from gsm.experiments.consolidate import WEIGHTS, weights_alone
-from gsm.experiments.table import grid_markdown
 from gsm.files import read_json
 from gsm.hf.config import GSMConfig
 from gsm.hf.model import GSMForCausalLM
+from gsm.tables import grid_markdown
 
-NUMBERS = {  # of a summary, what a card says, and how it calls it
+NUMBERS = {  # keys of a run's summary that a model card shows, and their labels
     "parameters": "parameters",
     "tokens": "tokens trained on",
     "steps": "optimiser steps",
-    "val_loss": "held-out loss, nats a token",
+    "val_loss": "held-out loss, nats per token",
     "val_perplexity": "held-out perplexity",
-    "bits_per_byte": "held-out bits a byte",
+    "bits_per_byte": "held-out bits per byte",
     "accuracy": "held-out questions answered",
     "cache_bytes": "cache after one context, bytes",
-    "state_bytes": "of these the decoder's state",
+    "state_bytes": "the decoder's state, bytes",
     "train_seconds": "seconds of training",
     "device": "device",
 }
 
 
 def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
-    """Writes config.json, model.safetensors, the tokenizer's files and a model card into a folder.
+    """Write config.json, model.safetensors, the tokenizer's files and a model card into a folder.
 
-    AutoModelForCausalLM.from_pretrained reads it after import gsm.hf, or with trust_remote_code=True; so do load_model,
-    generate.py, evaluate.py and start_from=.
+    AutoModelForCausalLM.from_pretrained reads it after import gsm.hf, or with trust_remote_code=True. load_model,
+    generate.py, evaluate.py and start_from= read it too.
 
     Args:
-        checkpoint: a .ckpt file, or the folder of a run; or nano, which comes along
-        to: the folder to write: a new or empty one, or that of an earlier export, which is replaced
-        weights: the type they are written in: float32, bfloat16 or float16
+        checkpoint: a .ckpt file, or the folder of a run; or nano, a trained model in the package
+        to: the folder to write: a new or empty folder, or an earlier export, which is replaced
+        weights: data type of the written weights: float32, bfloat16 or float16
 
     Raises:
-        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message says which.
+        ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
         OSError: the folder cannot be written.
     """
     if weights not in WEIGHTS[1:]:
-        raise ConfigError(f"weights is '{weights}', but has to be {', '.join(WEIGHTS[1:])}")
+        raise ConfigError(f"weights={weights} is not allowed. Use {', '.join(WEIGHTS[1:])}")
     file, folder = checkpoint_file(checkpoint), Path(to)
     if folder.is_file():
-        raise ConfigError(f"to is {to}, which is a file: choose a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not weights_in(folder):
-        raise ConfigError(f"to is {to}, which holds something else than an export: choose a new or an empty folder")
+        raise ConfigError(f"to={to} is not allowed because it is a file. Use a folder")
+    earlier = weights_in(folder) and (read_json(folder / CONFIG) or {}).get("model_type") == GSMConfig.model_type
+    if folder.is_dir() and any(folder.iterdir()) and not earlier:
+        raise ConfigError(
+            f"to={to} is not allowed because the folder is not empty and no export. Use a new or an empty folder"
+        )
     saved = read_checkpoint(file)
     dtype = getattr(torch, weights)
     content = weights_alone(saved, dtype)
@@ -71,34 +74,37 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     load_sound_weights(model.model, content, file)
     state = tokenizer.to_state() if tokenizer else None
     described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
-    others = {key: value for key, value in settings.items() if key != "model"}
-    kept = {key: value for key, value in (state or {}).items() if key != "json"} or None
-    model.config.run = {**described, "config": others, "tokenizer": kept}
+    rest = {key: value for key, value in settings.items() if key != "model"}
+    tokenizer_state = {key: value for key, value in (state or {}).items() if key != "json"} or None
+    model.config.run = {**described, "config": rest, "tokenizer": tokenizer_state}
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     if tokenizer:
         of_transformers(tokenizer).save_pretrained(folder)
-        if state and state["json"]:  # as it is, so that it is the same tokenizer when it is read again
+        if state and state["json"]:  # the original text, so that the same tokenizer is read again
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
     (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
-    print(f"Written to {shown(folder)}: {', '.join(sorted(one.name for one in folder.iterdir()))}", flush=True)
+    print(f"Written to {shown(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
     return folder
 
 
 def exported_model(settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:
-    """The model of a checkpoint's configuration, with fresh weights of this type."""
+    """Return the model of a checkpoint's configuration, with fresh weights of this data type."""
     end = tokenizer.end_of_text if tokenizer else None
     ids = {"eos_token_id": end, "pad_token_id": end}
     config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)
     model = GSMForCausalLM(config).eval()
     model.model.to(dtype)
-    model.generation_config = GenerationConfig(**ids)
+    model.generation_config = GenerationConfig(**ids, bos_token_id=end)  # first token without a prompt
     return model
 
 
 def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer with the same ids for the same text: what spells the end of text stays text. Padding is left."""
+    """Return a transformers tokenizer with the same ids for the same text. Padding is on the left.
+
+    Text that spells the end of text is still tokenised as text.
+    """
     state = tokenizer.to_state()
     described = state["json"]
     rust = tokenizers.Tokenizer.from_str(described) if described else _bytes()
@@ -108,7 +114,7 @@ def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _bytes() -> tokenizers.Tokenizer:
-    """Every byte its own id, in the library's words: each byte is a letter there."""
+    """Return the byte tokenizer: each byte is an id, represented by a letter, as the library requires."""
     letters = _letters()
     rust = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -118,21 +124,21 @@ def _bytes() -> tokenizers.Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte: itself where it can be seen, else one from 256 on, in order."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    """Return the letter for each byte: the byte's own character if it is visible, else the next one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    replacements = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(replacements)) for byte in range(256)]
 
 
 def card(settings: Mapping[str, Any], file: Path, folder: Path) -> str:
-    """The model card: what it is, its run's numbers, how it is used."""
+    """Return the model card: a description, the run's numbers, and an example of its use."""
     facts = read_json(home(file) / "summary.json") or {}
     choices = settings.get("choices", {})
-    said = [[name, f"{facts[key]:,}" if isinstance(facts[key], int) else f"{facts[key]}"]
+    rows = [[name, f"{facts[key]:,}" if isinstance(facts[key], int) else f"{facts[key]}"]
             for key, name in NUMBERS.items() if facts.get(key) is not None]  # fmt: skip
     run = f"{settings.get('name')}/{settings.get('arm')}, seed {settings.get('seed')}"
     data = choices.get("data") or "unknown"
-    numbers = grid_markdown([["of its run", ""], *said]) if said else "Its run's summary was not beside the checkpoint."
+    numbers = grid_markdown([["run", ""], *rows]) if rows else "The run's summary is missing."
     chosen = ", ".join(
         f"{key}={value}" for key, value in choices.items() if key.split("/")[0] in ("model", "size", "data")
     )
@@ -144,7 +150,7 @@ tags: [gsm]
 
 # {choices.get("model", "gsm")}, size {choices.get("size", "unknown")}
 
-A language model trained with gsm-playground {__version__}, run {run}, on `{data}`. Chosen were: {chosen}.
+A language model trained with gsm-playground {__version__}, run {run}, on `{data}`. Its choices: {chosen}.
 
 {numbers}
 
@@ -157,5 +163,5 @@ tokenizer = AutoTokenizer.from_pretrained("{folder.name}")
 print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=40)[0]))
 ```
 
-It is a model for research, of a small amount of text: what it writes is not to be relied upon.
+This is a research model trained on a small amount of text. Do not rely on its output.
 """

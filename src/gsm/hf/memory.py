@@ -1,4 +1,4 @@
-"""A memory of ours as a cache of transformers. B sequences."""
+"""A memory of this project as a cache of transformers. B sequences."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from transformers import Cache
 from gsm.cache.memory import Memory, map_nodes
 
 
-class Remembered(Cache):
-    """Holds the memory after the last call; made by ``GSMForCausalLM`` when a text begins.
+class MemoryCache(Cache):
+    """The cache after the last call; made by ``GSMForCausalLM`` at the beginning of a text.
 
     Attributes:
-        memory: one that grows; the calls of a model replace it.
+        memory: a growing memory; each call of a model replaces it.
+        mask_BT: bool, False for padding among the tokens read; None: no padding.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, mask_BT: Tensor | None = None) -> None:
         super().__init__(layers=[])
-        self.memory = memory
+        self.memory, self.mask_BT = memory, mask_BT
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read, padding included."""
+        """Return the number of tokens read, padding included."""
         return self.memory.used
 
     def get_max_length(self) -> int | None:
-        """None: it grows."""
+        """Return None, because the memory grows."""
         return None
 
     @property
     def is_compileable(self) -> bool:
-        """Shapes change from call to call; ``gsm.Engine`` has a memory in which they do not."""
+        """False, because shapes change from call to call. ``gsm.Engine`` has a memory with fixed shapes."""
         return False
 
     @property
     def batch_size(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return self.memory.batch
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Goes on with these sequences, int64 [B], as beam search does."""
-        self.memory = _chosen(self.memory, beam_idx)
+        """Replace the sequences by those with these indices, int64 [B], as beam search does."""
+        # The first dimension of all tensors in a growing memory is the sequence.
+        self.memory = map_nodes(self.memory, (Tensor,), lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.mask_BT = None if self.mask_BT is None else self.mask_BT[beam_idx.to(self.mask_BT.device)]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The same, of any number."""
-        self.memory = _chosen(self.memory, indices)
+        """Select any number of sequences."""
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence so many times in a row."""
-        self.memory = self.memory.expand(repeats)
+        """Repeat every sequence ``repeats`` times."""
+        self.reorder_cache(torch.arange(self.memory.batch).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Raises NotImplementedError: whoever begins anew leaves the cache out."""
-        raise NotImplementedError("a memory is not emptied: leave past_key_values out, and a new one is made")
+        """Raise NotImplementedError: a new text needs a new cache."""
+        raise NotImplementedError(
+            "reset() is not allowed because a memory cannot be emptied. Leave past_key_values out"
+        )
 
     def crop(self, max_length: int) -> None:
-        """Raises NotImplementedError: a state does not know what it was before its last tokens."""
+        """Raise NotImplementedError: a state cannot be restored to an earlier point."""
         raise NotImplementedError(
-            "what was read cannot be taken back, as states hold no history: keep model.start()'s memories of the "
-            "points to go back to, which later calls do not change"
+            "crop() is not allowed because states store no history, so tokens cannot be removed. Use a copy.deepcopy "
+            "of the cache at the earlier point"
         )
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raises NotImplementedError: there are no keys and values of layers to be updated from outside."""
-        raise NotImplementedError("layers of these models write to their own memory; nothing else can")
-
-
-def _chosen(memory: Memory, index_B: Tensor) -> Memory:
-    """The memory of these sequences; of a growing one all tensors have the sequences first."""
-    return map_nodes(memory, (torch.Tensor,), lambda x: x.index_select(0, index_B.to(x.device)))
+        """Raise NotImplementedError: the layers have no keys and values that can be updated from outside."""
+        raise NotImplementedError("update() is not allowed because only the layers themselves write to their memory")

@@ -1,4 +1,4 @@
-"""Any model of this project behind the interface of transformers. B sequences, T tokens, R rows, V vocabulary."""
+"""The interface of transformers for any model of this project. B sequences, T tokens, R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from gsm.config.load import model_of
 from gsm.hf.config import GSMConfig
-from gsm.hf.memory import Remembered
+from gsm.hf.documents import documents, joined_mask
+from gsm.hf.memory import MemoryCache
+from gsm.models.checks import IGNORED
+from gsm.models.sampling import require_finite
 
 CODE = "modeling_gsm.py"
-# What a folder brings as its code, so that trust_remote_code=True finds this package where it is installed.
-REMOTE = """# The code of this model is the package gsm (gsm-playground), which has to be installed.
+# The code in an exported folder, with which trust_remote_code=True finds this package if it is installed.
+REMOTE = """# The code of this model is the package gsm (gsm-playground), which must be installed.
 from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
 """
-NOT_HAD = {  # arguments of forward that these models cannot obey, and why
-    "inputs_embeds": "they are made of tokens: give input_ids",
-    "output_attentions": "attention weights are nowhere written out: gsm.record sees selections, gsm.analysis the rest",
-    "output_hidden_states": "they are streams of several kinds: record what you need with gsm.record",
+UNSUPPORTED = {  # arguments of forward that these models do not support: reason and remedy
+    "inputs_embeds": "the model reads tokens. Use input_ids",
+    "output_attentions": "attention weights are never materialised. Use gsm.record for selections, or gsm.analysis",
+    "output_hidden_states": "there are streams of several kinds. Use gsm.record for the ones you need",
 }
+ONE_DEVICE = (
+    "which is not allowed because its parts read each other's weights and its memory is on one device. Use "
+    "device_map={'': 'cpu'} or one GPU, with dtype=torch.bfloat16 if it is too small"
+)
 
 
 class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     """A language model and its head.
 
     Args:
-        config: what it is built from; a part that no yaml names is refused with a ConfigError.
+        config: its configuration; a part that no yaml names raises a ConfigError.
 
     Attributes:
-        model: the model itself, with everything that ``gsm`` can do with it.
+        model: the model itself, for all functions of ``gsm``.
     """
 
     config_class = GSMConfig
@@ -43,157 +51,248 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}
     _no_split_modules = ["Block"]
-    accepts_loss_kwargs = False  # so that Trainer divides all of the loss, also what indexers and experts lose
-    _is_stateful = True  # what a state has read cannot be taken back: no assisted generation
+    accepts_loss_kwargs = False  # so that Trainer divides the whole loss, including that of indexers and experts
+    _is_stateful = True  # a state cannot be rewound, so there is no assisted generation
 
     def __init__(self, config: GSMConfig) -> None:
         super().__init__(config)
+        if not config.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings=False is not allowed because the head is the embedding. Use True")
         self.model = model_of({"hyper_parameters": {"config": {"model": config.model}}}, "config.json")
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As everywhere in transformers, but weights that do not fit are an error, a ValueError, and no warning."""
+        """Load as any transformers model does.
+
+        Unlike there, weights that do not fit, or that a device_map distributes over devices, raise a ValueError instead
+        of a warning.
+        """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, found = loaded
-        wrong = [str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
+        model, report = loaded
+        wrong = [str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
         if wrong:
             raise ValueError(
                 f"the weights do not fit the model in config.json: {', '.join(sorted(wrong)[:4])}; export them again"
             )
-        return (model, found) if output_loading_info else model
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        if len(places) > 1 or "disk" in places:
+            raise ValueError(f"device_map puts parts of the model on {' and '.join(sorted(places))}, {ONE_DEVICE}")
+        return (model, report) if output_loading_info else model
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Remembered | None = None,
+        past_key_values: MemoryCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and with labels their loss, to which training adds that of indexers and experts.
+        """Return logits and, with labels, the loss; in training the loss includes that of indexers and experts.
 
         Args:
             input_ids: int64 [B, T].
-            attention_mask: [B, T], or with what was read before; 0 for padding, left or right of a sequence.
-            position_ids: int64 [B, T] that count from 0; of fresh sequences without a mask, each 0 begins a document.
-            past_key_values: of the tokens before these.
-            labels: int64 [B, T], of the same positions, -100 for those that do not count.
-            use_cache: whether to remember what is read; left out: as the configuration says, outside of training.
-            logits_to_keep: the last so many rows, or these; 0: all.
+            attention_mask: [B, T], or [B, U + T] with the U tokens read before; 1 for tokens, 0 for padding on the left
+                of all tokens of a row, or on the right at the end.
+            position_ids: int64 [B, T], a document begins at each 0; they continue those of the tokens read before.
+            past_key_values: cache of the tokens read before. The call changes it; pass a copy.deepcopy to keep it.
+            labels: int64 [B, T], of the same positions, -100 for positions that do not count; the loss is 0 if none
+                counts.
+            use_cache: whether to return a cache; default: as in the configuration, and False in training.
+            logits_to_keep: number of last rows, or indices of rows; 0: all.
 
         Raises:
-            ValueError: what cannot be had, with the reason.
+            ValueError: an unsupported argument, with the reason.
         """
-        for name, reason in NOT_HAD.items():
-            if kwargs.get(name) is not None and kwargs.pop(name) is not False:
-                raise ValueError(f"{name} cannot be had of these models, for {reason}")
-        if input_ids is None:
-            raise ValueError("input_ids is missing: int64 [B, T]")
-        if past_key_values is not None and not isinstance(past_key_values, Remembered):
-            kind = type(past_key_values).__name__
-            raise ValueError(f"past_key_values is a {kind}, which these models cannot write to: leave it out")
+        num_items = kwargs.pop("num_items_in_batch", None)
+        self._check_call(input_ids, attention_mask, position_ids, labels, past_key_values, logits_to_keep, kwargs)
+        assert input_ids is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        memory = self.model.start(len(input_ids)) if use_cache else None
-        if past_key_values is not None:  # which is empty to len()
-            memory = past_key_values.memory
+        memory, before_BU = self.model.start(len(input_ids)) if use_cache else None, None
+        if past_key_values is not None:  # its len() is 0, so it is false
+            memory, before_BU = past_key_values.memory, past_key_values.mask_BT
+        length = input_ids.shape[1]
+        whole_BT = joined_mask(input_ids, attention_mask, memory.used if memory else 0, before_BU)
+        mask_BT = None if whole_BT is None else whole_BT[:, -length:]
+        if mask_BT is not None and past_key_values is None and labels is None and not bool(mask_BT.any(1).all()):
+            raise ValueError("attention_mask leaves a row without any token. Use the end of text as its first token")
+        target_BT = None if labels is None else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        last = logits_to_keep if isinstance(logits_to_keep, int) else 0
         out = self.model(
             input_ids,
-            documents=_documents(input_ids, attention_mask, position_ids, memory is not None and memory.used > 0),
+            documents=documents(input_ids, mask_BT, position_ids, memory),
+            targets=target_BT,
             memory=memory,
-            rows=logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else None,
+            rows=min(last, length) if last and labels is None else None,
         )
-        hidden_BRD = out.hidden_BRD
-        if isinstance(logits_to_keep, Tensor):
-            hidden_BRD = hidden_BRD[:, logits_to_keep]
-        logits_BRV = out.head(hidden_BRD)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits_BRV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        rows = slice(-last, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss = out.loss
+        if loss is not None and target_BT is not None:
+            loss = loss if num_items is None else loss * (target_BT != IGNORED).sum() / num_items
             loss = loss + sum(out.losses.values()) if self.training else loss
-        if out.memory is not None and past_key_values is not None:
-            past_key_values.memory = out.memory
-        elif out.memory is not None:
-            past_key_values = Remembered(out.memory)
+        if out.memory is not None:
+            past_key_values = MemoryCache(out.memory) if past_key_values is None else past_key_values
+            past_key_values.memory, past_key_values.mask_BT = out.memory, whole_BT
+        logits_BRV = out.head(out.hidden_BRD[:, rows])
         return CausalLMOutputWithPast(loss=loss, logits=logits_BRV, past_key_values=past_key_values)
 
+    def _check_call(
+        self,
+        input_ids: Any,
+        attention_mask: Any,
+        position_ids: Any,
+        labels: Any,
+        past_key_values: Any,
+        logits_to_keep: Any,
+        others: dict[str, Any],
+    ) -> None:
+        """Raise ValueError for arguments of forward of another type, or that these models do not support."""
+        settings = {name: getattr(self.config, name, None) for name in ("output_attentions", "output_hidden_states")}
+        for name, value in {**settings, **{name: value for name, value in others.items() if value is not None}}.items():
+            if value is not None and value is not False:
+                reason = UNSUPPORTED.get(name, "forward has no such argument. Leave it out")
+                raise ValueError(f"{name} is not allowed because {reason}")
+        tensors = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        for name, value in {"input_ids": input_ids, **tensors}.items():
+            if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
+                raise ValueError(f"{name}={value!r:.40} is not allowed. Use a tensor [B, T]")
+        if input_ids.ndim != 2 or not input_ids.numel():
+            raise ValueError(
+                f"input_ids of the shape {list(input_ids.shape)} is not allowed. Use [B, T] with at least one token; "
+                "with a cache, generate() takes the whole text, or new tokens with the attention_mask of the whole text"
+            )
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels has the shape {list(labels.shape)}, input_ids {list(input_ids.shape)}. Use equal shapes"
+            )
+        if not isinstance(logits_to_keep, int | Tensor) or isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep} is not allowed. Use a number of rows, or 0 for all rows")
+        _check_cache(past_key_values, len(input_ids))
+        if hasattr(self, "_hf_hook") and any(weight.is_meta for weight in self.parameters()):
+            raise ValueError(f"weights of this model are offloaded, {ONE_DEVICE}")
+
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The table of the tokens."""
+        """Return the embedding of the tokens."""
         return self.model.embedding
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The same table, as the head has it."""
+        """Return the head, which shares the embedding's weight."""
         return self.model.head
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
-        """Raises NotImplementedError: other rows make another model."""
-        raise NotImplementedError("the vocabulary is a part of the model: train one with size.vocabulary=...")
+        """Raise NotImplementedError: the vocabulary is fixed."""
+        raise NotImplementedError("the vocabulary is a part of the model. Train another one with size.vocabulary=...")
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
+        """Raise NotImplementedError as ``set_input_embeddings`` does."""
+        self.set_input_embeddings(new_embeddings)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns the table; raises NotImplementedError for another number of rows."""
+        """Return the embedding; raise NotImplementedError for another number of rows."""
         if new_num_tokens not in (None, self.model.vocabulary):
-            raise NotImplementedError("the vocabulary is a part of the model: train one with size.vocabulary=...")
+            raise NotImplementedError(
+                "the vocabulary is a part of the model. Train another one with size.vocabulary=..."
+            )
         return self.model.embedding
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As everywhere in transformers, and what the folder names as its code."""
+        """Save as any transformers model does, and write the file that names the model's code."""
         name = CODE.removesuffix(".py")
         self.config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
         super().save_pretrained(save_directory, *args, **kwargs)
         (Path(save_directory) / CODE).write_text(REMOTE, encoding="utf-8")
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: every part has drawn its weights when it was made."""
+        """Do nothing: the constructors have drawn the weights."""
+
+    def _prepare_model_inputs(
+        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """Prepare the prompts: rows without any token begin with the end of text.
+
+        Raises ValueError for padding on the right, because new tokens cannot follow it.
+        """
+        parent: Any = super()
+        ids, name, model_kwargs = parent._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if ids.ndim == 2 and not ids.shape[1] and model_kwargs.get("past_key_values") is None:
+            ids, mask = ids.new_zeros(len(ids), 1), ids.new_zeros(len(ids), 1)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
+            empty_B = (mask == 0).all(1)
+            if bool(((mask[:, -1] == 0) & ~empty_B).any()):
+                raise ValueError(
+                    "attention_mask has padding on the right, which is not allowed because new tokens cannot follow "
+                    "it. Use padding_side='left' of the tokenizer"
+                )
+            if bos_token_id is None:
+                raise ValueError("a prompt without any token needs bos_token_id. Use the end of text")
+            ids, mask = ids.clone(), mask.clone()
+            ids[empty_B, -1], mask[empty_B, -1] = bos_token_id, 1
+            model_kwargs["attention_mask"] = mask
+        return ids, name, model_kwargs
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any
     ) -> None:
-        """An empty memory, unless there is one or none is wanted. Raises ValueError for another kind of cache."""
+        """Make an empty cache, unless there is one or use_cache is False. Raises ValueError for other types of
+        cache."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation} is for caches of keys and values, "
-                "and these models keep states: leave it out"
+                f"cache_implementation={generation_config.cache_implementation} is not allowed because it is for keys "
+                "and values, but these models have states. Leave it out"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs["past_key_values"] = Remembered(self.model.start(sequences))
+        sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        cache = model_kwargs.get("past_key_values")
+        _check_cache(cache, sequences)
+        if cache is not None and generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False is not allowed with past_key_values because it reads the whole text again. Use only "
+                "one of them"
+            )
+        if generation_config.prefill_chunk_size is not None and generation_config.prefill_chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size={generation_config.prefill_chunk_size} is not allowed. Use 1 or more")
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = MemoryCache(self.model.start(sequences))
+
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' processors after a check for finite scores.
+
+        Without the check, its greedy loop would return token 0 for NaN. With remove_invalid_values there is none,
+        because transformers replaces non-finite scores.
+        """
+        parent: Any = super()
+        processors = parent._get_logits_processor(generation_config, *args, **kwargs)
+        if not generation_config.remove_invalid_values:
+            processors.insert(0, _finite)
+        return processors
 
     @staticmethod
     def _supports_default_dynamic_cache() -> bool:
         return False
 
 
-def _documents(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, begun: bool
-) -> Tensor | None:
-    """int64 [B, T]: 0, and -1 for padding; without a mask a document for every position 0; None: one goes on.
+def _finite(input_ids: Tensor, scores_BV: Tensor) -> Tensor:
+    """Return the scores of the next token. Raises ValueError if they are not finite."""
+    require_finite(scores_BV.amax(-1))
+    return scores_BV
 
-    Raises ValueError for padding inside of a sequence, and for positions that count otherwise.
-    """
-    length = input_ids.shape[1]
-    if attention_mask is not None:
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has {attention_mask.ndim} dimensions, but has to be [B, T] with 0 for padding: what "
-                "a row sees follows from the model"
-            )
-        mask_BT = attention_mask[:, -length:].bool()
-        if bool(mask_BT.all()):
-            return None
-        changes_B = (mask_BT[:, 1:] != mask_BT[:, :-1]).sum(1)
-        if bool((changes_B - (~mask_BT[:, 0]).long() > 1).any()):
-            raise ValueError("attention_mask has padding inside of a sequence: give it left or right of it")
-        return mask_BT.long() - 1
-    if position_ids is None or begun:
-        return None
-    position_BT = position_ids.expand(input_ids.shape)
-    document_BT = (position_BT == 0).long().cumsum(1) - 1
-    first_BT = torch.where(position_BT == 0, torch.arange(length, device=position_BT.device), 0).cummax(1).values
-    counted_BT = torch.arange(length, device=position_BT.device) - first_BT
-    if not torch.equal(counted_BT, position_BT):
-        raise ValueError("position_ids have to count from 0, and from 0 again where a document begins")
-    return document_BT if bool(document_BT.any()) else None
+
+def _check_cache(cache: Any, batch: int) -> None:
+    """Raise ValueError for a cache of another type, or for another number of sequences."""
+    if cache is None:
+        return
+    if not isinstance(cache, MemoryCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, which is not allowed because these models cannot write to "
+            "it. Leave it out"
+        )
+    if cache.batch_size != batch:
+        raise ValueError(
+            f"past_key_values has {cache.batch_size} sequences and input_ids {batch}. Use batch_select_indices() or "
+            "batch_repeat_interleave() of the cache"
+        )

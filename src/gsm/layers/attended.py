@@ -1,5 +1,5 @@
-"""What layers attend to, handed on to those above: windows, banks and selections (the paper's W, B and I, section 3.1),
-and the shared state that every decoder layer reads (section 3.2)."""
+"""The entries that layers attend to and pass to the layers above: windows, banks and selections (the paper's W, B and
+I, section 3.1), and the shared state that every decoder layer reads (section 3.2)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Bank:
 
     Attributes:
         entry_BFC: entries, rotated at the position of their group's first token; key and value at once.
-        key_BFI: index keys, rotated likewise (None: no layer searches this bank; a stage may, with its own keys).
+        key_BFI: index keys, with the same rotation (None: no layer searches this bank; a stage may use its own keys).
         first_BR, last_BR: int64, the slots [first, last) that each row may see.
-        latent_BGC: entries that this call added, before rotation: what another indexer makes its keys from.
-        slots: where those go.
-        angles: rotation of what goes there.
+        latent_BGC: new entries of this call before rotation, from which separate indexers make their keys.
+        slots: plan of the new entries' slots.
+        angles: rotation of the new entries.
     """
 
     entry_BFC: Tensor
@@ -36,7 +36,7 @@ class Bank:
     angles: Angles
 
     def last(self, rows: int) -> Bank:
-        """The same bank for the last ``rows`` rows."""
+        """Return the bank for the last ``rows`` rows."""
         if rows == self.first_BR.shape[1]:
             return self
         return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
@@ -44,13 +44,13 @@ class Bank:
 
 @dataclass(frozen=True)
 class Attended:
-    """What the rows of one layer see.
+    """The entries that the rows of one layer see.
 
     Attributes:
-        window_BEC: window entries in stream order, the rows standing at the end.
+        window_BEC: window entries in stream order; the rows' own entries are the last ones.
         bank: the bank of the layer's group (None on a window-only layer).
         chosen_BRK: int64, selected bank slots, -1 for none (None on a window-only layer).
-        bias_BRK: zeros on their logits, whose gradient teaches the indexer that has selected them (None: nothing does).
+        bias_BRK: zeros added to the logits of selected slots; their gradient trains the indexer (None: not used).
         pool_BRN: int64, candidate blocks that later Reindex layers may search (None: all).
     """
 
@@ -61,8 +61,8 @@ class Attended:
     pool_BRN: Tensor | None = None
 
     def last(self, rows: int) -> Attended:
-        """The same for the last ``rows`` rows."""
-        if self.bank is None or rows == self.bank.first_BR.shape[1]:  # nothing of it is by rows, or these are all
+        """Return the entries for the last ``rows`` rows."""
+        if self.bank is None or rows == self.bank.first_BR.shape[1]:  # no tensor has rows, or all rows are wanted
             return self
         return replace(
             self,
@@ -73,12 +73,12 @@ class Attended:
         )
 
     def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> Attended:
-        """The same with another selection, and what its logits are biased with."""
+        """Return a copy with another selection and the bias of its logits."""
         return replace(self, chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
 
 
 class StatePart(NamedTuple):
-    """One tensor of the shared state: what a state reader asks of the writer.
+    """One tensor of the shared state that a state reader requires of the writer.
 
     Attributes:
         name: ``entries``; its tap is ``state/entries``.
@@ -89,20 +89,20 @@ class StatePart(NamedTuple):
     rotated: bool = True
 
 
-ENTRIES = StatePart("entries")  # the paper's state: one entry for a position, key and value at once
+ENTRIES = StatePart("entries")  # the paper's state: one entry per position, key and value at once
 
 
 @dataclass(frozen=True)
 class SharedState:
-    """The state of a model as the rows of the first decoder layer find it.
+    """The state of a model at the first decoder layer.
 
     Attributes:
-        parts: by name, [B, E, C]: stored and new entries in stream order, those of a position side by side; the new
-            ones end with those of the rows.
+        parts: by name, [B, E, C]: stored and new entries in stream order, the entries of a position adjacent. The last
+            entries are those of the rows.
     """
 
     parts: dict[str, Tensor]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SharedState:
-        """The same with every part replaced."""
+        """Return a state with every part replaced by ``function(part)``."""
         return SharedState({name: function(entry_BEC) for name, entry_BEC in self.parts.items()})

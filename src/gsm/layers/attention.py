@@ -1,4 +1,4 @@
-"""Attention with keys and values of its own, on all tokens before: the slot ``model/mixer``, and YOCO's second half.
+"""Dense attention to all previous tokens: a mixer of the slot ``model/mixer``, and YOCO's second half.
 
 A mixer of this slot follows ``gsm.layers.block.SlotMixer``.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gsm.cache.memory import DenseCache
-from gsm.costs.primitives import LayerCost
 from gsm.layers.block import LayerOutput, MixerGeometry
+from gsm.layers.costs import LayerCost
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
@@ -18,16 +18,16 @@ from gsm.span import Span
 
 
 class Attention(RangeAttention):
-    """Dense causal attention with rotary positions and grouped key and value heads: the Transformer's (Vaswani et al.,
-    2017; Su et al., 2021; Ainslie et al., 2023).
+    """The Transformer's attention: dense and causal, with rotary positions and grouped key and value heads (Vaswani et
+    al., 2017; Su et al., 2021; Ainslie et al., 2023).
 
     Args:
         shape: shared widths.
-        geometry: gives the rotation.
-        name: what its taps are called.
-        key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
-        rotary: whether queries and keys are rotated; if not, a token's place does not count, as long as other layers
-            tell it (Kimi Team, 2025).
+        geometry: defines the rotation.
+        name: prefix of its taps.
+        key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
+        rotary: whether queries and keys are rotated. Without rotation, positions must come from other layers (Kimi
+            Team, 2025).
     """
 
     reach = None
@@ -45,11 +45,11 @@ class Attention(RangeAttention):
         self.key_value = KeyValue(shape, key_value_heads)
 
     def start(self, batch: int, kind: str) -> DenseCache:
-        """A cache of nothing; ``kind`` labels its bytes (``decoder_cache``)."""
+        """Return an empty cache; ``kind`` labels its bytes (``decoder_cache``)."""
         return DenseCache.empty(f"{kind}_cache", self.key_value.entry(batch))
 
     def forward(self, x_BTD: Tensor, span: Span, cache: DenseCache, below: object) -> tuple[Tensor, LayerOutput]:
-        """Writes keys and values of all T new positions and reads for the last R of them."""
+        """Write keys and values of all T new positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         entry_BTU = self.key_value(x_BTD, angles)
         seen_BFU, slots, cache = cache.extend(entry_BTU, span)
@@ -57,17 +57,17 @@ class Attention(RangeAttention):
         return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs."""
+        """Return the cost of the layer."""
         return self.key_value.work(f"{kind}_cache") + self.read_cost(self.key_value.projection.out_features)
 
 
 class CrossAttention(RangeAttention):
-    """Queries on a history that another part has made, and nothing to remember: a layer of YOCO's cross-decoder.
+    """A layer of YOCO's cross-decoder: queries on a history of another part, without a cache.
 
     Args:
         shape: shared widths.
-        geometry: gives the rotation, that of the history's keys.
-        name: what its taps are called.
+        geometry: defines the rotation, which must be that of the history's keys.
+        name: prefix of its taps.
     """
 
     reach = 0
@@ -76,15 +76,15 @@ class CrossAttention(RangeAttention):
         super().__init__(shape, rope=geometry.bank_rope(), name=name)
 
     def start(self, batch: int, kind: str) -> None:
-        """Nothing to remember: the history belongs to the model."""
+        """Return None: the history belongs to the model, and this layer has no cache."""
         return None
 
     def forward(self, x_BTD: Tensor, span: Span, cache: None, below: History) -> tuple[Tensor, LayerOutput]:
-        """Reads ``below``, the history as the rows see it, for the last R of T positions, and hands it on."""
+        """Attend to ``below``, the history as the rows see it, for the last R of T positions; pass it on."""
         angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
         return self.read(last(x_BTD, span.rows), below.last(span.rows), angles), LayerOutput(None, below)
 
     def work(self, kind: str, below: LayerCost) -> LayerCost:
-        """What it costs on the history that ``below`` keeps."""
+        """Return the cost of attending to the history stored by ``below``."""
         (history,) = below.stores
         return self.read_cost(history.width)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gsm.costs.primitives import LayerCost, ProductCost, products, told
+from gsm.layers.costs import LayerCost, ProductCost, declared_cost, products
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams, entering, entering_cost
@@ -17,15 +17,15 @@ from gsm_kernels import IndexerLoss
 
 
 class LayerOutput(NamedTuple):
-    """What a layer gives back besides its output.
+    """The outputs of a layer beside its streams.
 
     Attributes:
-        cache: what it remembers after the call (None: nothing).
-        attended: what its rows attended to, for the layers and stages above (None: nothing).
+        cache: its cache after the call (None: it has none).
+        attended: the entries that its rows attended to, for the layers and stages above (None: none).
         indexer_loss: loss and recall of its indexer, in training.
-        layer_input_BTD: what its attention read from the streams, before the norm.
-        layer_output_BRD: what its streams are read as in the end, before any norm.
-        balance: what was sent to the feed-forward's experts, in training. The block adds it and the two above.
+        layer_input_BTD: input of its attention, read from the streams, before the norm; set by the block.
+        layer_output_BRD: read-out of its final streams, before any norm; set by the block.
+        balance: loads of the feed-forward's experts, in training; set by the block.
     """
 
     cache: Any
@@ -37,33 +37,33 @@ class LayerOutput(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What a block needs of a sequence mixer: attention of any kind, or a recurrence."""
+    """The interface of a sequence mixer: attention of any kind, or a recurrence."""
 
     def start(self, batch: int, kind: str) -> Any:
-        """An empty cache for ``batch`` sequences, its bytes labelled ``kind`` (``encoder`` or ``decoder``)."""
+        """Return an empty cache for ``batch`` sequences; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
         ...
 
     def __call__(self, x_BTD: Tensor, span: Span, cache: Any, below: Any) -> tuple[Tensor, LayerOutput]:
-        """Writes for all T new positions, reads for the last ``span.rows``.
+        """Write entries for all T new positions; compute the output for the last ``span.rows`` of them.
 
         Args:
             x_BTD: normed input.
-            span: the new positions, and how many rows are asked for.
-            cache: what this layer remembers.
-            below: what the layer below attended to; of the first layer of a decoder what the model gives it.
+            span: the new positions, with the number of requested rows.
+            cache: the cache of this layer.
+            below: entries that the layer below attended to; for the first layer of a decoder, an input of the model.
 
         Returns:
-            ``update_BRD``, the output for the R rows; and what else there is.
+            ``update_BRD``, the output for the R rows, and the other outputs.
         """
         ...
 
     def work(self, kind: str, below: Any) -> LayerCost:
-        """What it costs; ``kind`` as of ``start``, ``below``: the cost of the layer that ``below`` comes from."""
+        """Return the cost of the layer; ``kind`` as in ``start``, ``below``: the cost of the layer below."""
         ...
 
 
 class MixerGeometry(Protocol):
-    """What a mixer of the slot ``model/mixer`` may ask of the geometry, besides the widths of attention."""
+    """The fields of the geometry that a mixer of the slot ``model/mixer`` may use, beside the widths of attention."""
 
     @property
     def window(self) -> int:
@@ -72,15 +72,15 @@ class MixerGeometry(Protocol):
 
     @property
     def top_k(self) -> int:
-        """Entries that a row selects from what is far."""
+        """Distant entries that a row selects."""
         ...
 
     def window_rope(self) -> Rope:
-        """Rotation of layers that see a window."""
+        """Return the rotation of layers that see a window."""
         ...
 
     def bank_rope(self) -> Rope:
-        """Rotation of layers that see the whole context."""
+        """Return the rotation of layers that see the whole context."""
         ...
 
 
@@ -89,17 +89,17 @@ class SlotMixer(Mixer, Protocol):
 
     @property
     def reach(self) -> int | None:
-        """How many positions back of its input a row needs (0: its own alone, None: all of them)."""
+        """Number of earlier positions of its input that a row needs (0: only its own, None: all of them)."""
         ...
 
 
 class Block(nn.Module):
-    """Reads the streams, mixes positions, writes back; then the same with the feed-forward.
+    """An attention site followed by a feed-forward site. Each reads the streams and writes its output back.
 
     Args:
         dim: model width.
         attention: a sequence mixer.
-        feed_forward: called with ``dim``; maps each row on its own.
+        feed_forward: called with ``dim``; maps each row independently.
         residual: called with ``dim``, once for each site.
     """
 
@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.feed_forward = feed_forward(dim)
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
-        """From the streams of T positions to those of the last ``span.rows``; for none, the mixer only remembers."""
+        """Map the streams of T positions to those of the last ``span.rows``; for 0 rows, only update the cache."""
         layer_input_BTD = entering(self.attention_residual, streams)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
         if not span.rows:
@@ -134,12 +134,11 @@ class Block(nn.Module):
         return streams, out._replace(**ends, balance=fed.balance)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs: its mixer, its feed-forward, and both sites. Raises ValueError for a part whose cost is not
-        known."""
-        mixer: LayerCost = told(self.attention, "work", kind, below)
+        """Return the cost of mixer, feed-forward and both sites. Raises ValueError for a part without a known cost."""
+        mixer: LayerCost = declared_cost(self.attention, "work", kind, below)
         norms = products(self.attention_norm, self.feed_forward_norm)
         sites = (self.attention_residual, self.feed_forward_residual)
-        mixing = sum((told(site, "products") for site in sites), entering_cost(self.feed_forward_residual))
-        rows = {"feed-forward": told(self.feed_forward, "products") + norms, "hyper-connections": mixing}
-        read = entering_cost(self.attention_residual)  # the mixer wants all positions of it
+        mixing = sum((declared_cost(site, "products") for site in sites), entering_cost(self.feed_forward_residual))
+        rows = {"feed-forward": declared_cost(self.feed_forward, "products") + norms, "hyper-connections": mixing}
+        read = entering_cost(self.attention_residual)  # the mixer reads all positions
         return mixer + LayerCost(rows, {"hyper-connections": read} if read != ProductCost() else {})

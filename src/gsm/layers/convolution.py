@@ -1,11 +1,12 @@
-"""A short causal convolution in front of a recurrence: every channel mixes its own last few tokens."""
+"""A short causal convolution before a recurrence: every channel mixes its own last few tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from gsm.costs.primitives import ProductCost
+from gsm.errors import within
+from gsm.layers.costs import ProductCost
 from gsm.layers.linear import draw
 from gsm_kernels import short_convolution
 
@@ -13,29 +14,28 @@ from gsm_kernels import short_convolution
 class ShortConvolution(nn.Module):
     """``y_t = sum_j w_j * x_(t-j)`` for j below the width, channel by channel, over the tokens of one document.
 
-    The depthwise convolution of H3 (Fu et al., 2023), which recurrent mixers have kept since.
+    The depthwise convolution of H3 (Fu et al., 2023), which later recurrent mixers also use.
 
     Args:
         channels: width of the input and the output.
-        width: tokens that a position sees, itself included.
+        width: tokens that a position sees, including itself.
 
     Raises:
-        ValueError: for a width below 1.
+        ValueError: for a width outside of 1 to 1024.
     """
 
     def __init__(self, channels: int, width: int):
         super().__init__()
-        if width < 1:
-            raise ValueError(f"convolution must see at least 1 token, the position itself; got {width}")
+        within(1, 1024, convolution=width)
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
         draw(self.weight, width**-0.5)
 
     def forward(self, seen_BEC: Tensor, position_BT: Tensor) -> Tensor:
-        """The convolution at the new positions.
+        """Return the convolution at the new positions.
 
         Args:
-            seen_BEC: new tokens at the end, at most ``width - 1`` stored ones before them.
+            seen_BEC: the new tokens, after at most ``width - 1`` stored tokens.
             position_BT: int64, document-local positions of the new tokens; -1 is padding and gives 0.
 
         Returns:
@@ -44,5 +44,5 @@ class ShortConvolution(nn.Module):
         return short_convolution(seen_BEC, self.weight, position_BT)
 
     def products(self) -> ProductCost:
-        """What it costs for each token: a product of every channel with every weight of its own."""
+        """Return the cost per token: a product of every channel with each of its weights."""
         return ProductCost(self.weight.numel(), 2 * len(self.weight), self.weight.numel())

@@ -1,5 +1,5 @@
 """DeltaNet (Yang et al., 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"): a token
-replaces what the state answers to its key, instead of adding to it."""
+replaces the value stored for its key, instead of adding to it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gsm.shapes import promoted
 
 
 class DeltaNet(Recurrence):
-    """``S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T``; query and key are SiLU, then of unit length; the value is
-    SiLU.
+    """``S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T``. Query and key pass SiLU and are normalised to unit
+    length; the value passes SiLU.
 
     Args:
         shape: shared widths.
-        geometry: not needed.
-        name: what its taps are called.
-        convolution: tokens that the short convolution sees; 1: there is none.
-        largest_beta: beta is so many times a sigmoid. 1 is the paper's; with 2 a write may turn the state around along
-            its key, an eigenvalue down to -1, with which it can keep track of a parity (Grazzi et al., 2024).
-        steps: writes of a token; with several it is DeltaProduct.
+        geometry: unused.
+        name: prefix of its taps.
+        convolution: tokens that the short convolution sees; 1: no convolution.
+        largest_beta: factor of the sigmoid in beta. 1 is the paper's. With 2, a write can reverse the state along its
+            key (an eigenvalue down to -1), so that the state can track a parity (Grazzi et al., 2024).
+        steps: writes per token; several make it DeltaProduct.
 
     Raises:
-        ValueError: for a largest_beta outside of (0, 2], where the state would grow without bound.
+        ValueError: for a largest_beta outside of (0, 2], with which the state grows without bound.
     """
 
     corrects = True
@@ -44,20 +44,21 @@ class DeltaNet(Recurrence):
         super().__init__(shape, name=name, convolution=convolution, steps=steps)
         if not 0 < largest_beta <= 2:
             raise ValueError(
-                f"largest_beta must lie above 0 and be at most 2, or the state explodes; got {largest_beta}"
+                f"largest_beta={largest_beta} is not allowed because the state would explode. Use a number above 0 and "
+                "at most 2"
             )
         self.largest_beta = largest_beta
         self.beta = Linear(shape.dim, steps * shape.heads)
 
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """SiLU, then unit length."""
+        """Apply SiLU, then normalise to unit length."""
         return F.normalize(F.silu(promoted(x_BTHC)), dim=-1, eps=1e-6).to(x_BTHC.dtype)
 
     def activate(self, value_BTC: Tensor) -> Tensor:
-        """SiLU."""
+        """Apply SiLU."""
         return F.silu(value_BTC)
 
     def strength(self, x_BTD: Tensor) -> Tensor:
-        """beta; where a token writes several times, these are as many tokens in a row."""
+        """Return beta; several writes of a token become consecutive tokens."""
         beta_BTH = self.largest_beta * self.beta(x_BTD).sigmoid()
         return beta_BTH.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)

@@ -7,8 +7,8 @@ from gsm.layers.delta_net import DeltaNet
 
 
 class DeltaProduct(DeltaNet):
-    """DeltaNet with ``steps`` keys, values and betas for every token, whose writes follow one another.
+    """DeltaNet with ``steps`` keys, values and betas per token, written one after the other.
 
-    A token then multiplies the state by a product of so many matrices ``1 - beta k k^T``, which can be any orthogonal
-    one if ``largest_beta`` is 2 and there are enough of them. Arguments and errors are DeltaNet's.
+    A token then multiplies the state by a product of ``steps`` matrices ``1 - beta k k^T``. With ``largest_beta`` 2 and
+    enough steps, this product can be any orthogonal matrix. Arguments and errors are DeltaNet's.
     """

@@ -1,10 +1,10 @@
-"""A feed-forward of many experts, of which each row meets a few: the mixture of experts of DeepSeek-V4.1, dropless.
+"""A dropless mixture of experts as in DeepSeek-V4.1: each row is sent to a few of many experts.
 
     s_e   = sqrt(softplus(x . w_e))                                          score of an expert
-    T     = the K experts with the highest s_e + b_e                         b_e decides about this alone
-    y     = shared(x) + sum_{e in T} scale s_e / (sum_{T} s) expert_e(x)
+    T     = the K experts with the highest s_e + b_e                         b_e has no other effect
+    y     = shared(x) + sum_{e in T} scale s_e / (sum_{T} s) expert_e(x)     for K = 1 there is no division
 
-N rows of all sequences, E experts, K that a row is sent to, M = N K pairs of a row and an expert, F width of an expert.
+N rows of all sequences, E experts, K experts per row, M = N K pairs of a row and an expert, F width of an expert.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gsm.costs.primitives import ProductCost, products
+from gsm.errors import within
 from gsm.exchange import routed
+from gsm.layers.costs import ProductCost, products
 from gsm.layers.feed_forward import Balance, Fed, SwiGLU
 from gsm.layers.linear import INTO_RESIDUAL, Linear, draw
 from gsm.shapes import lowered, promoted
 from gsm_kernels import grouped_linear, swiglu
 from gsm_kernels.device import full_precision
 
-TINY = 1e-20  # keeps the slope of a root finite, and a quotient
+TINY = 1e-20  # keeps the gradient of a square root, and a quotient, finite
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and one that all rows meet.
+    """Routed experts, and a shared expert for all rows.
 
-    Each is as wide as makes a row meet ``hidden_dim`` channels in all: a dense feed-forward of that width has the same
-    number of active weights.
+    The width of an expert is ``hidden_dim`` / (K + 1), so a row uses ``hidden_dim`` channels in all. A dense
+    feed-forward of that width has the same number of active weights.
 
-    Loads are evened out in two ways (DeepSeek-V3; DeepSeek-V4.1, section 4.2.2). After every optimiser step
-    ``rebalance`` raises b_e by ``bias_step`` where expert e had fewer rows than the mean, and lowers it where it had
-    more; no gradient reaches it. And there is a small loss, the mean over sequences of sum_e f_e P_e, where f_e is
-    E / K times the share of a sequence's rows that were sent to e, and P_e their mean of s_e / sum s: 1 when all is
-    even. A sequence is a row of the batch, with whatever documents are packed in it.
+    Loads are balanced in two ways (DeepSeek-V3; DeepSeek-V4.1, section 4.2.2). After every optimiser step ``rebalance``
+    raises b_e by ``bias_step`` if expert e had fewer rows than the mean, and lowers it if it had more; b_e has no
+    gradient. In addition there is a small loss, the mean over sequences of sum_e f_e P_e. Here f_e is E / K times the
+    fraction of a sequence's rows that were sent to e, and P_e is the mean of s_e / sum s over these rows; the sum is 1
+    for even loads. A sequence is a row of the batch with all documents packed in it.
 
     Args:
         dim: model width.
-        hidden_dim: width of all experts together that a row meets; K + 1 must divide it.
+        hidden_dim: total width of the experts of a row; K + 1 must divide it.
         experts: routed experts (E).
-        chosen: routed experts that a row is sent to (K).
-        route_scale: sum of a row's weights of routed experts.
-        bias_step: what one step changes a bias by.
+        chosen: routed experts per row (K).
+        route_scale: sum of a row's weights of routed experts, for two or more of them.
+        bias_step: change of a bias per step.
         balance_weight: weight of the loss; 0 for none.
         limit: clamp of both branches, as in ``SwiGLU``.
 
     Raises:
-        ValueError: for numbers of experts that cannot be, or do not divide the width.
+        ValueError: for invalid numbers of experts, or if K + 1 does not divide the width.
     """
 
     nudges_E: Tensor
@@ -71,28 +72,32 @@ class MixtureOfExperts(nn.Module):
     ):
         super().__init__()
         if not 1 <= chosen <= experts:
-            raise ValueError(f"chosen must lie between 1 and the {experts} experts, got {chosen}")
+            raise ValueError(f"chosen={chosen} is not allowed. Use a number from 1 to the {experts} experts")
+        within(0, route_scale=route_scale, bias_step=bias_step, balance_weight=balance_weight)
         width, rest = divmod(hidden_dim, chosen + 1)
         if rest:
             raise ValueError(
-                f"chosen + 1 = {chosen + 1} experts that a row meets must divide feed_forward_dim {hidden_dim}"
+                f"feed_forward_dim={hidden_dim} is not allowed because the {chosen + 1} experts of a row (chosen + 1) "
+                "must divide it"
             )
         self.chosen, self.route_scale, self.balance_weight = chosen, route_scale, balance_weight
         self.bias_step = bias_step
         self.router = Router(dim, experts)
         self.experts = Experts(dim, width, experts, limit)
         self.shared = SwiGLU(dim, width, limit=limit)
-        # How often b_e was raised less how often lowered: a whole number survives a cast of the model to bfloat16,
-        # in which steps of 0.001 would be lost.
+        # Number of times that b_e was raised minus number of times that it was lowered. An integer survives a cast of
+        # the model to bfloat16, which would lose steps of 0.001.
         self.register_buffer("nudges_E", torch.zeros(experts, dtype=torch.int64))
 
     def forward(self, x_BRD: Tensor, position_BR: Tensor | None = None) -> Fed:
-        """Maps [B, R, D] to [B, R, D]; in training also tells how even the loads were, padding (-1) left out."""
+        """Map [B, R, D] to [B, R, D]; in training also return the loads, without padding (position -1)."""
         score_BRE = self.router(x_BRD)
         bias_E = self.bias_step * self.nudges_E.to(score_BRE.dtype)
         chosen_BRK = (score_BRE + bias_E).topk(self.chosen).indices
-        kept_BRK = score_BRE.gather(-1, chosen_BRK)
-        weight_BRK = self.route_scale * kept_BRK / (kept_BRK.sum(-1, keepdim=True) + TINY)
+        score_BRK = score_BRE.gather(-1, chosen_BRK)
+        weight_BRK = self.route_scale * score_BRK
+        if self.chosen > 1:  # for one expert the quotient would be constant, and the router would not learn
+            weight_BRK = weight_BRK / (score_BRK.sum(-1, keepdim=True) + TINY)
         routed_ND = self.experts(*(x.flatten(0, -2) for x in (x_BRD, chosen_BRK, weight_BRK)))
         update_BRD = self.shared(x_BRD).update_BRD + routed_ND.view(x_BRD.shape)
         if not self.training:
@@ -102,11 +107,11 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:
-        """Moves every bias one step towards even loads; ``load_E`` is int64, the rows of a whole optimiser step."""
+        """Move every bias one step towards even loads; ``load_E`` is int64, the rows of a whole optimiser step."""
         self.nudges_E += torch.sign(load_E.sum() - load_E.numel() * load_E)
 
     def products(self) -> ProductCost:
-        """What it costs: the router, the shared expert, and K of the others, each reading and writing its own rows."""
+        """Return the cost of the router, the shared expert, and K routed experts, each with its own rows."""
         every = products(self.experts)
         each = self.chosen * every.weights // self.nudges_E.numel()
         dim, width = self.experts.down.shape[1:]
@@ -114,12 +119,12 @@ class MixtureOfExperts(nn.Module):
         return products(self.router, self.shared) + ProductCost(each, moved, every.weights, every.weights, each)
 
     def unmet(self) -> int:
-        """Weights of the experts that a row is not sent to."""
+        """Return the number of weights of the experts that a row is not sent to."""
         each = sum(p[0].numel() for p in self.experts.parameters())
         return (self.nudges_E.numel() - self.chosen) * each
 
     def _balance(self, score_BRE: Tensor, chosen_BRK: Tensor, counts_BR: Tensor) -> Balance:
-        """What was sent where, of the rows that count."""
+        """Return the loads of the rows that are not padding."""
         counts_BR1 = counts_BR[..., None].to(score_BRE.dtype)
         sent_BRE = torch.zeros_like(score_BRE).scatter(-1, chosen_BRK, counts_BR1.expand(-1, -1, self.chosen))
         share_BRE = counts_BR1 * score_BRE / (score_BRE.sum(-1, keepdim=True) + TINY)
@@ -136,29 +141,29 @@ class Router(Linear):
     """
 
     def forward(self, x_BRD: Tensor) -> Tensor:
-        """[B, R, E]"""
+        """Return the scores, [B, R, E]."""
         with full_precision(x_BRD):
             logit_BRE = F.linear(promoted(x_BRD), promoted(self.weight))
             return (F.softplus(logit_BRE) + TINY).sqrt()
 
 
 class Experts(nn.Module):
-    """SwiGLUs side by side, each with the rows that are sent to it: all of them, however many.
+    """Parallel SwiGLUs. Each processes all rows that are sent to it, without a capacity limit.
 
-    Rows are sorted by expert, so that the products of all experts are one grouped product; its shape does not depend
-    on where the rows are sent.
+    Rows are sorted by expert, so that the products of all experts are one grouped product. Its shape does not depend on
+    the routing.
 
     Args:
         dim: model width.
-        width: of each expert (F).
-        experts: how many (E).
+        width: width of each expert (F).
+        experts: number of experts (E).
         limit: clamp of both branches.
     """
 
     def __init__(self, dim: int, width: int, experts: int, limit: float):
         super().__init__()
         self.limit, self.experts = limit, experts
-        self.group: dist.ProcessGroup | None = None  # ranks that have a share of the experts each; None: all are here
+        self.group: dist.ProcessGroup | None = None  # ranks that divide the experts; None: all experts are local
         self.gate = nn.Parameter(torch.empty(experts, width, dim))
         self.up = nn.Parameter(torch.empty(experts, width, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, width))
@@ -167,9 +172,9 @@ class Experts(nn.Module):
         draw(self.down, INTO_RESIDUAL * width**-0.5)
 
     def forward(self, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        """sum_k weight_nk expert_{chosen_nk}(x_n), [N, D].
+        """Return sum_k weight_nk expert_{chosen_nk}(x_n), [N, D].
 
-        The weight goes to the narrow product in the middle, which is cheaper than weighting [M, D].
+        The weight multiplies the hidden activations, [M, F], which is cheaper than the outputs, [M, D].
         """
         x_ND = lowered(x_ND)
         expert_M, order_M = chosen_NK.flatten().sort(stable=True)
@@ -183,7 +188,7 @@ class Experts(nn.Module):
         return _Gather.apply(y_MD, order_M, place_M, x_ND.shape[0])
 
     def compute(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
-        """weight_m expert_m(x_m), for rows that are sorted by expert."""
+        """Return weight_m expert_m(x_m), for rows sorted by expert."""
         gate, up, down = (self.here(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
         index = torch.arange(len(gate), device=expert_M.device)
         end_E = torch.searchsorted(expert_M, index, right=True, out_int32=True)
@@ -191,34 +196,39 @@ class Experts(nn.Module):
         return grouped_linear((hidden_MF * weight_M1).to(hidden_MF.dtype), down, end_E)
 
     def here(self, weight: Tensor) -> Tensor:
-        """The experts that this rank has. Rows of all ranks of the group come to them, whose losses are averaged, so
-        that their gradient is divided by the number of ranks; that of other weights is averaged by whoever trains."""
+        """Return the weights of this rank's experts.
+
+        Their gradient is divided by the number of ranks in the group: they get rows of all ranks, and the losses of the
+        ranks are averaged. The trainer averages the gradients of all other weights.
+        """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         return weight if self.group is None else _Divided.apply(weight, self.group.size())
 
     def send(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The same where each rank of a group has its share of the experts: rows travel to their experts and back. How
-        many go where, the host has to know: it waits for the device."""
+        """Return weight_m expert_m(x_m) if ranks divide the experts: send rows to their experts and results back.
+
+        The host must know the numbers of rows, so it waits for the device.
+        """
         index_E = torch.arange(self.experts, device=expert_M.device)
         count_E = torch.searchsorted(expert_M, index_E, right=True).diff(prepend=index_E.new_zeros(1))
-        ranks, own = group.size(), self.experts // group.size()
-        came_NE = routed(count_E, [own] * ranks, [own] * ranks, group).view(ranks, own)  # from each rank, to each here
-        sent, got = torch.stack([count_E.view(ranks, own).sum(1), came_NE.sum(1)]).tolist()
-        here_M = torch.arange(own, device=expert_M.device).repeat(ranks).repeat_interleave(came_NE.flatten())
-        here_M, order_M = here_M.sort(stable=True)
+        ranks, local = group.size(), self.experts // group.size()
+        # Rows from each rank for each local expert.
+        came_NE = routed(count_E, [local] * ranks, [local] * ranks, group).view(ranks, local)
+        sent, got = torch.stack([count_E.view(ranks, local).sum(1), came_NE.sum(1)]).tolist()
+        local_M = torch.arange(local, device=expert_M.device).repeat(ranks).repeat_interleave(came_NE.flatten())
+        local_M, order_M = local_M.sort(stable=True)
         place_M = torch.zeros_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=order_M.device))
         x_MD, weight_M1 = (routed(x, sent, got, group) for x in (x_MD, weight_M1))
         y_MD = self.compute(
-            _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), here_M
+            _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), local_M
         )
         return routed(_Permuted.apply(y_MD, place_M, order_M), got, sent, group)
 
 
 def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:
-    """Among how many neighbours of so many ranks the experts of all these layers can be divided; 1 is always there, and
-    means undivided.
+    """Return the numbers of neighbouring ranks that can divide the experts of all these layers; 1 means undivided.
 
-    Each neighbour has equally many experts, and ranks that have the same ones divide the widths of their weights.
+    Each neighbour gets the same number of experts. Ranks with the same experts divide the widths of their weights.
     """
     counts, widths = [part.experts for part in parts], width_of_weights(parts)
 
@@ -229,22 +239,22 @@ def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:
 
 
 def width_of_weights(parts: Sequence[Experts]) -> list[int]:
-    """What ranks that have the same experts divide of them, all different ones in order."""
+    """Return the different widths that ranks with the same experts divide, in order."""
     return sorted({weight.shape[1] for part in parts for weight in part.parameters()})
 
 
 def _spread(x_ND: Tensor, order_M: Tensor) -> Tensor:
-    """A copy of each row for each of its experts, sorted by expert."""
+    """Return a copy of each row for each of its experts, sorted by expert."""
     return x_ND[order_M // (order_M.shape[0] // x_ND.shape[0])]
 
 
 def _gather(y_MD: Tensor, place_M: Tensor, rows: int) -> Tensor:
-    """The sum of each row's copies."""
+    """Return the sum of each row's copies."""
     return y_MD[place_M].unflatten(0, (rows, -1)).sum(1)
 
 
 class _Spread(torch.autograd.Function):
-    """``_spread``, whose gradient is ``_gather``: PyTorch's own would sort again, or add in any order."""
+    """``_spread`` with the gradient ``_gather``. PyTorch's own gradient would sort again, or add in any order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
@@ -259,7 +269,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Divided(torch.autograd.Function):
-    """The same numbers, and of their gradient a part."""
+    """The identity, with a gradient divided by ``parts``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
@@ -272,7 +282,7 @@ class _Divided(torch.autograd.Function):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, and the gradient in the old one; ``place_M`` is the inverse of ``order_M``."""
+    """Rows in another order, with the gradient in the original order; ``place_M`` is the inverse of ``order_M``."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
@@ -286,7 +296,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """``_gather``, whose gradient is ``_spread``."""
+    """``_gather`` with the gradient ``_spread``."""
 
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, order_M: Tensor, place_M: Tensor, rows: int) -> Tensor:

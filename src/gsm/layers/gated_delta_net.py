@@ -14,52 +14,52 @@ from gsm.layers.linear import Linear
 from gsm.layers.projections import Shape
 from gsm.shapes import promoted
 
-# Where a fresh head starts, drawn as Mamba-2 does (Dao and Gu, 2024): its rate, and its step, uniform in the logarithm.
+# Ranges of the initial rate and step of a head, as in Mamba-2 (Dao and Gu, 2024); the step is uniform in the logarithm.
 RATE = (1.0, 16.0)
 STEP = (0.001, 0.1)
 
 
 class GatedDeltaNet(DeltaNet):
     """``S_t = alpha_t S_(t-1) + beta_t k_t (v_t - alpha_t S_(t-1)^T k_t)^T`` with
-    ``alpha_t = exp(-exp(A) softplus(W x_t + b))``, one number for a head; the normed output passes ``silu(W' x_t)``.
+    ``alpha_t = exp(-exp(A) softplus(W x_t + b))``, one number per head; the normed output is gated by ``silu(W' x_t)``.
 
     Args:
         shape: shared widths.
-        geometry: not needed.
-        name: what its taps are called.
-        convolution: tokens that the short convolution sees; 1: there is none.
+        geometry: unused.
+        name: prefix of its taps.
+        convolution: tokens that the short convolution sees; 1: no convolution.
         largest_beta: as in ``DeltaNet``.
     """
 
     def __init__(self, shape: Shape, *, geometry: object, name: str, convolution: int, largest_beta: float):
         super().__init__(shape, geometry=geometry, name=name, convolution=convolution, largest_beta=largest_beta)
-        step_H = fresh_steps(shape.heads)  # drawn before the matrices: a seed stands for the weights that it always did
+        step_H = fresh_steps(shape.heads)  # drawn before the matrices, so that a seed keeps giving the same weights
         self.decay = Linear(shape.dim, shape.heads)
         self.decay_rate = nn.Parameter(fresh_rates(shape.heads))
         self.decay_bias = nn.Parameter(step_H)
         self.gate = Linear(shape.dim, shape.heads * shape.entry_dim)
 
     def log_decay(self, x_BTD: Tensor) -> Tensor:
-        """log alpha, in at least float32."""
+        """Return log alpha, in at least float32."""
         step_BTH = F.softplus(promoted(self.decay(x_BTD)) + promoted(self.decay_bias))
         return -promoted(self.decay_rate).exp() * step_BTH
 
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
-        """The output times SiLU of the gate."""
+        """Multiply the output by SiLU of the gate."""
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
 
     def for_rows(self) -> tuple[nn.Module, ...]:
-        """The gate as well."""
+        """Return the parts for requested rows, including the gate."""
         return *super().for_rows(), self.gate
 
 
 def fresh_rates(number: int) -> Tensor:
-    """Logarithms of rates at which fresh heads decay."""
+    """Draw logarithms of the initial decay rates of heads."""
     return torch.empty(number).uniform_(*RATE).log()
 
 
 def fresh_steps(number: int) -> Tensor:
-    """Numbers of which softplus is a fresh step."""
+    """Draw initial biases: softplus of each is a step in the range ``STEP``."""
     low, high = (math.log(step) for step in STEP)
     step_N = torch.empty(number).uniform_(low, high).exp()
     return step_N + torch.log(-torch.expm1(-step_N))

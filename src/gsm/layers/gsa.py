@@ -1,5 +1,5 @@
-"""GSA (Zhang et al., 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"): a softmax over slots
-that every token is written to."""
+"""GSA (Zhang et al., 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"): a softmax over slots,
+with every token written to all slots."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gsm.shapes import promoted
 
 
 class GSA(SlotMemory):
-    """Slots of which a token leaves ``a_t = sigmoid(W x_t)^(1 / damping)``, a number for each slot.
+    """Slots with the decay ``a_t = sigmoid(W x_t)^(1 / damping)``, one number per slot and token.
 
     Args:
         shape: shared widths.
-        geometry: not needed.
-        name: what its taps are called.
-        convolution: tokens that the short convolution sees; 1: there is none, as in the original.
-        slots: slots of a head (M); None: as many as it has channels.
-        damping: how much slower slots forget than a sigmoid says.
+        geometry: unused.
+        name: prefix of its taps.
+        convolution: tokens that the short convolution sees; 1: no convolution, as in the original.
+        slots: slots of a head (M); None: its number of channels.
+        damping: divisor of the logarithm of the decay: slots forget more slowly than with the sigmoid alone.
 
     Raises:
-        ValueError: for slots or a damping that cannot be.
+        ValueError: for slots below 1, or a damping of 0 or less.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class GSA(SlotMemory):
     ):
         super().__init__(shape, name=name, convolution=convolution, slots=slots)
         if damping <= 0:
-            raise ValueError(f"damping must lie above 0, got {damping}")
+            raise ValueError(f"damping={damping} is not allowed. Use a number above 0")
         self.damping = damping
         self.decay = Linear(shape.dim, shape.heads * self.slots)
 
     def slot_decay(self, x_BTD: Tensor) -> Tensor:
-        """log a, [B, T, H, M], in at least float32."""
+        """Return log a, [B, T, H, M], in at least float32."""
         return F.logsigmoid(promoted(self.decay(x_BTD))).unflatten(-1, (self.heads, self.slots)) / self.damping

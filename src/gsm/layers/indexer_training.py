@@ -1,7 +1,7 @@
-"""How indexers learn what to look for: the slot ``model/indexer_training``.
+"""The training signal of indexers: the slot ``model/indexer_training``.
 
-A selection has no gradient, so the language-model loss alone teaches an indexer nothing. The variants differ in what
-reaches its parameters; what it reads is detached in all of them (``gsm.layers.projections.Indexer``).
+A selection has no gradient, so the language-model loss alone does not train an indexer. The variants differ in the
+gradient of its parameters. Its inputs are detached in all variants (``gsm.layers.projections.Indexer``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gsm.errors import within
 from gsm.hashing import mixed
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Indexer
@@ -19,80 +20,80 @@ from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm_kernels import IndexerLoss, indexer_kl, score_slots
 
-RUNS = 16  # of neighbouring rows in a sample: neighbours share windows, and 1,024 rows are whole tiles
-TILE = 64  # rows of one in the kernels
+RUNS = 16  # runs of neighbouring rows in a sample; neighbours share windows, and 1,024 rows make whole tiles
+TILE = 64  # rows of a tile in the kernels
 
 
 class IndexerTraining:
-    """Base of all variants: nothing reaches an indexer."""
+    """Base of all variants: indexers get no gradient."""
 
-    # What teaches an indexer: a loss of its own, and the language-model loss through attention.
+    # Whether a loss of its own trains an indexer, and whether the language-model loss does, through attention.
     by_loss = False
     by_attention = False
 
     def freeze_untrained(self, model: nn.Module) -> None:
-        """Freezes the indexers of a new model if nothing ever reaches them: no optimiser then moves or decays them."""
+        """Freeze the indexers of a new model if they never get a gradient, so that no optimiser moves or decays
+        them."""
         for part in model.modules():
             if isinstance(part, Indexer) and not (self.by_loss or self.by_attention):
                 part.requires_grad_(False)
 
     def slots_with_gradient(self, tokens: int) -> Literal["none", "selected", "visible"]:
-        """Whose scores get a gradient in training on so many tokens, for the cost; of ``visible`` ones, in the rows
-        that are compared."""
+        """Return the slots with a gradient on their scores in training on ``tokens`` tokens, for the cost model.
+
+        ``visible`` slots have one only in the compared rows.
+        """
         return "none"
 
     def rows_compared(self, tokens: int) -> list[slice]:
-        """The rows for which training on so many tokens computes the attention over all visible slots, as a teacher or
-        to measure recall, for the cost."""
+        """Return the rows for which training on ``tokens`` tokens computes attention over all visible slots, for the
+        cost model. This attention is the teacher, or measures recall."""
         return []
 
     def loss(
         self,
-        found: Selection,
+        selection: Selection,
         query_BRHC: Tensor,
         attended: Attended,
         position_BR: Tensor,
         window: int,
         sink_H: Tensor,
         angles: Angles,
-        pieces: int = 1,
         tokens: int | None = None,
     ) -> IndexerLoss | None:
-        """The loss of the indexer that has searched, given what the attention of its rows looks at; None: it has none.
+        """Return the loss of an indexer, given its search and the attention of the same rows; None: no loss.
 
         Args:
-            found: the search; its index, key and selection are there.
-            query_BRHC, position_BR, window, sink_H, angles: that attention, as in ``gsm_kernels.attend``.
+            selection: the search, with index, keys and selected slots.
+            query_BRHC, position_BR, window, sink_H, angles: the attention, as in ``gsm_kernels.attend``.
             attended: its window, its bank and the pool that was searched.
-            pieces: into how many pieces of this length the sequences were cut (``gsm.cache.pieces``).
-            tokens: of a whole sequence, where they were cut (None: its rows are here).
+            tokens: length of the whole sequences, where these rows are equal pieces of them (None: they are whole).
         """
         return None
 
-    def bias(self, found: Selection) -> Tensor | None:
-        """Zeros [B, R, K] on the logits of the selected slots, for their gradient; None: no gradient is wanted."""
+    def bias(self, selection: Selection) -> Tensor | None:
+        """Return zeros [B, R, K] to add to the logits of the selected slots, for their gradient; None: not used."""
         return None
 
 
 class KL(IndexerTraining):
-    """The default: KL divergence of the indexer's distribution from the mass that attention puts on the bank, as in
-    the training of DeepSeek-V3.2's indexer, from the first step. The paper does not say how its indexers learn.
+    """The default: KL divergence of the indexer's distribution from the attention mass on the bank, as in the training
+    of DeepSeek-V3.2's indexer, from the first step. The paper does not specify the training of its indexers.
 
-    Teacher is the attention of the rows that searched: the layer's, or for a separate indexer the stage's.
+    The teacher is the attention of the searching rows: the layer's, or for a separate indexer the stage's.
 
-    Up to ``dense_limit`` new tokens, the two are compared over all visible slots, in every row. That grows with the
-    square of the length. Above, the work grows with the length alone:
+    Up to ``dense_limit`` new tokens, the distributions are compared over all visible slots, in every row. The cost
+    grows with the square of the length. Above the limit, it grows linearly:
 
-    - ``sampled``: over all visible slots, in a sample of the rows, so that slots which are not selected yet have a
-      gradient, too.
-    - ``selected``: over the selected slots, both renormalised, in every row, as in the sparse phase of DeepSeek-V3.2:
-      what is selected is ranked, and no other slot has a gradient.
+    - ``sampled``: over all visible slots, in a sample of the rows, so that unselected slots have a gradient too.
+    - ``selected``: over the selected slots, both renormalised, in every row, as in the sparse phase of DeepSeek-V3.2.
+      This ranks the selected slots; no other slot has a gradient.
 
-    Recall is measured at every length: in every row up to the limit, above in the sample.
+    Recall is measured at every length: in every row up to the limit, and in the sample above it.
 
     Args:
-        dense_limit: tokens up to which nothing is left out.
-        beyond: what is compared above.
+        dense_limit: largest number of tokens for the full comparison.
+        beyond: the comparison above the limit.
         sampled_rows: rows of a sequence in the sample (``sampled_runs``).
     """
 
@@ -102,15 +103,17 @@ class KL(IndexerTraining):
         self, *, dense_limit: int = 4096, beyond: Literal["sampled", "selected"] = "sampled", sampled_rows: int = 1024
     ):
         if beyond not in ("sampled", "selected"):
-            raise ValueError(f"model.indexer_training.beyond is {beyond!r}, but takes 'sampled' or 'selected'")
+            raise ValueError(f"model.indexer_training.beyond={beyond!r} is not allowed. Use 'sampled' or 'selected'")
+        within(0, dense_limit=dense_limit)
+        within(1, sampled_rows=sampled_rows)
         self.dense_limit, self.beyond, self.sampled_rows = dense_limit, beyond, sampled_rows
 
     def slots_with_gradient(self, tokens: int) -> Literal["selected", "visible"]:
-        """All visible slots, unless the length is beyond the limit and the selected ones are asked for."""
+        """Return ``selected`` for lengths beyond the limit with ``beyond="selected"``, else ``visible``."""
         return "selected" if tokens > self.dense_limit and self.beyond == "selected" else "visible"
 
     def rows_compared(self, tokens: int) -> list[slice]:
-        """All rows up to the limit; above, those of a sample, as if each run stood in the middle of its share."""
+        """Return all rows up to the limit; above it, the rows of a sample, with each run in the middle of its share."""
         if tokens <= max(self.dense_limit, self.sampled_rows, RUNS):
             return [slice(0, tokens)]
         share = tokens // RUNS
@@ -120,18 +123,17 @@ class KL(IndexerTraining):
 
     def loss(
         self,
-        found: Selection,
+        selection: Selection,
         query_BRHC: Tensor,
         attended: Attended,
         position_BR: Tensor,
         window: int,
         sink_H: Tensor,
         angles: Angles,
-        pieces: int = 1,
         tokens: int | None = None,
     ) -> IndexerLoss | None:
-        """The divergence, and how much of the teacher's mass over all visible slots the selection recalls."""
-        if attended.bank is None or found.index is None:
+        """Return the divergence, and the fraction of the teacher's mass over all visible slots that is selected."""
+        if attended.bank is None or selection.index is None:
             return None
         call: dict[str, Any] = {
             "query_BRHC": query_BRHC,
@@ -144,15 +146,16 @@ class KL(IndexerTraining):
             "bank_BFC": attended.bank.entry_BFC,
             "first_BR": attended.bank.first_BR,
             "last_BR": attended.bank.last_BR,
-            "index_BRK": found.chosen_BRK,
-            "index_query_BRJI": found.index.query_BRJI,
-            "index_weight_BRJ": found.index.weight_BRJ,
-            "index_key_BFI": found.key_BFI,
+            "index_BRK": selection.chosen_BRK,
+            "index_query_BRJI": selection.index.query_BRJI,
+            "index_weight_BRJ": selection.index.weight_BRJ,
+            "index_key_BFI": selection.key_BFI,
             "pool_BRN": attended.pool_BRN,
         }
-        # Pieces of equal lengths may come to more than the sequence: ranks have to choose as one rank does.
-        if (position_BR.shape[1] if tokens is None else tokens) <= self.dense_limit:
+        tokens = position_BR.shape[1] if tokens is None else tokens
+        if tokens <= self.dense_limit:
             return indexer_kl(**call)
+        pieces = -(-tokens // position_BR.shape[1])
         if self.beyond == "sampled":
             return indexer_kl(**sample(call, self.sampled_rows, pieces))
         with torch.no_grad():
@@ -161,10 +164,11 @@ class KL(IndexerTraining):
 
 
 def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
-    """The arguments of ``indexer_kl`` for about so many of the rows of a sequence: ``RUNS`` runs of neighbours, of
-    which each of its pieces has its share, and at least one.
+    """Return the arguments of ``indexer_kl`` for about ``count`` rows of a sequence: ``RUNS`` runs of neighbouring
+    rows.
 
-    In front of a run stand the entries of its first window, in rows that are padding and see no slot.
+    The pieces of a sequence share the runs equally, and each has at least one. Before each run come the entries of its
+    first window, in rows that are padding and see no slot.
     """
     position_BR, width = call["position_BR"], call["width"]
     batch, rows = position_BR.shape
@@ -172,11 +176,11 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
     if rows <= max(count, runs):
         return call
     start_BN, length = sampled_runs(call["index_BRK"], count, runs)
-    # Kernels leave out a tile that is padding, but not a part of it.
+    # Kernels skip a tile of padding, but not a part of a tile.
     before = -(-(width - 1) // TILE) * TILE if length >= TILE else width - 1
     row_L = torch.arange(-before, length, device=position_BR.device)
     row_BS, counts_S = (start_BN[..., None] + row_L).flatten(1), (row_L >= 0).repeat(runs)
-    stored = call["window_BEC"].shape[1]  # also of what stands before the first row
+    stored = call["window_BEC"].shape[1]  # including entries before the first row
     place_BS, row_BS = (stored - rows + row_BS).clamp(min=0), row_BS.clamp(min=0)
     batch_B1 = torch.arange(batch, device=position_BR.device)[:, None]
     picked = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
@@ -190,12 +194,11 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
 
 
 def sampled_runs(chosen_BRK: Tensor, count: int, runs: int = RUNS) -> tuple[Tensor, int]:
-    """Where the ``runs`` of about ``count`` rows in all begin, int64 [B, runs], and how long each of them is: one
-    anywhere in each equal share of the rows.
+    """Return the starts of the runs, int64 [B, runs], and the length of each. They have about ``count`` rows in total.
 
-    The draw is a hash of what the rows have selected, so that sequences, steps and indexers differ, and a step that is
-    repeated draws alike. Rows at fixed places would miss what always stands between them, such as the questions at the
-    end of a synthetic task.
+    The rows are divided into equal shares, with one run anywhere in each. The draw is a hash of the selections, so that
+    sequences, steps and indexers differ, and a repeated step draws the same rows. Rows at fixed places would always
+    miss the same positions, such as the questions at the end of a synthetic task.
     """
     share, run_N = chosen_BRK.shape[1] // runs, torch.arange(runs, device=chosen_BRK.device)
     length = min(-(-count // runs), share)
@@ -204,45 +207,46 @@ def sampled_runs(chosen_BRK: Tensor, count: int, runs: int = RUNS) -> tuple[Tens
 
 
 class Frozen(IndexerTraining):
-    """A control: indexers keep their initial weights, and select by random projections of what they see."""
+    """A control: indexers keep their initial weights, and select by random projections of their inputs."""
 
 
 class ScoreBias(IndexerTraining):
-    """Straight-through: a selected slot's index score is added to its attention logit, the gradient alone.
+    """Straight-through: the gradient of a selected slot's attention logit is also the gradient of its index score.
 
-        dL/dscore_tk = sum over everyone who reads slot k for row t, and over heads, of dL/dlogit_thk
+        dL/dscore_tk = sum over all readers of slot k for row t, and over heads, of dL/dlogit_thk
 
-    A slot whose reading lowers the language-model loss gets a higher score; slots that are not selected get nothing.
+    A slot that lowers the language-model loss gets a higher score; unselected slots get no gradient.
 
-    The value is not added. A score is made for ranking and has a scale of its own; added, it would change what is
-    attended to, so that arms of a comparison would differ in more than in how indexers learn, and every mode and kernel
-    would have to carry it. So the model computes what it always computes, with a bias in training alone.
+    The value of the score is not added to the logit. A score is made for ranking and has its own scale. Adding it would
+    change the attention, so that arms of a comparison would differ in more than the training of indexers, and every
+    mode and kernel would need it. So the model's outputs are unchanged, and there is a bias of zeros in training only.
 
-    Reuse layers, and stages that share the layer's Top-K, read what one indexer has selected. They all teach it: its
-    selection acts on the loss through each of them, and gradients add up.
+    Reuse layers, and stages that share the layer's Top-K, read the selection of one indexer. All of them train it: its
+    selection affects the loss through each of them, and the gradients add up.
     """
 
     by_attention = True
 
     def slots_with_gradient(self, tokens: int) -> Literal["selected"]:
-        """The selected ones: no others have a logit."""
+        """Return ``selected``: unselected slots have no logit."""
         return "selected"
 
-    def bias(self, found: Selection) -> Tensor | None:
-        """score - score, of which the second is a constant."""
-        if found.index is None or found.key_BFI is None or found.chosen_BRK is None:
+    def bias(self, selection: Selection) -> Tensor | None:
+        """Return score - score.detach(): zeros with the gradient of the scores."""
+        if selection.index is None or selection.key_BFI is None or selection.chosen_BRK is None:
             return None
-        score_BRK = score_slots(*found.index, found.key_BFI, found.chosen_BRK)
+        score_BRK = score_slots(*selection.index, selection.key_BFI, selection.chosen_BRK)
         return score_BRK - score_BRK.detach()
 
 
 def indexer_losses(
     named: Sequence[tuple[str, IndexerLoss]], weight: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a forward in training adds to its output for its indexers, by name.
+    """Return losses and metrics of the indexers, by name, for the output of a training forward.
 
-    Returns the loss, their mean times ``weight``; and the metrics, how much of the teacher's mass their Top-K recalls,
-    each and on average."""
+    The loss is their mean times ``weight``. The metrics are the fractions of the teacher's mass in the Top-K, for each
+    indexer and on average.
+    """
     if not named:
         return {}, {}
     losses = {"indexer_kl": weight * torch.stack([result.loss for _, result in named]).mean()}

@@ -1,7 +1,7 @@
-"""Keys and values of their own, and attention that reads a contiguous range of them: what dense, windowed and shared
-attention of the comparators have in common. Queries and outputs are those of all other models.
+"""Separate keys and values, and attention to a contiguous range of them: the common parts of dense, windowed and shared
+attention of the comparators. Queries and outputs are the same as in all other models.
 
-G key and value heads, each for H / G query heads; U = 2 G C, the width of an entry: keys and values side by side.
+G key and value heads, each for H / G query heads; U = 2 G C, the width of an entry: keys and values, concatenated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.slots import Slots
-from gsm.costs.primitives import LayerCost, ProductCost, Store, attention, products
+from gsm.layers.costs import LayerCost, ProductCost, Store, attention, products
 from gsm.layers.linear import Linear
 from gsm.layers.projections import Output, Query, Shape
 from gsm.layers.rope import Angles, Rope
@@ -26,14 +26,14 @@ from gsm_kernels.slots import visible, visible_blocks
 
 @dataclass(frozen=True)
 class History:
-    """Keys and values, and which of them each row sees.
+    """Keys and values, and the range of them that each row sees.
 
     Attributes:
         key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
         first_BR, last_BR: int64, the slots [first, last) that each row sees.
-        width, whole: what is promised of these without looking, as arguments of ``gsm_kernels.attend_range``.
-        chosen_BRGN, block, own: int64, of these the only blocks that each row sees, the slots of a block, and a
-            promise, as arguments of ``gsm_kernels.attend_blocks`` (None: a row sees its whole range).
+        width, whole: guarantees about these ranges, known on the host: arguments of ``gsm_kernels.attend_range``.
+        chosen_BRGN: int64, the blocks of the range that each row sees (None: the whole range).
+        block, own: slots of a block, and a guarantee: arguments of ``gsm_kernels.attend_blocks``.
     """
 
     key_BFGC: Tensor
@@ -47,24 +47,24 @@ class History:
     own: bool = False
 
     def last(self, rows: int) -> History:
-        """The same for the last ``rows`` rows."""
+        """Return the history for the last ``rows`` rows."""
         chosen_BRGN = None if self.chosen_BRGN is None else last(self.chosen_BRGN, rows)
         first_BR, last_BR = last(self.first_BR, rows), last(self.last_BR, rows)
         return replace(self, first_BR=first_BR, last_BR=last_BR, chosen_BRGN=chosen_BRGN)
 
 
 class UnfitHeads(ValueError):
-    """A number of query heads that a mixer's key and value heads do not divide."""
+    """The number of key and value heads of a mixer does not divide its number of query heads."""
 
 
 class KeyValue(nn.Module):
-    """Key and value heads of a token: one projection; keys are rotated.
+    """The key and value heads of a token: one projection, with rotated keys.
 
-    Stored side by side as one entry of width U, so that a memory has one store and one copy to make.
+    They are stored together as one entry of width U, so that a memory has one store and makes one copy.
 
     Args:
         shape: shared widths.
-        heads: key and value heads (G); None: one for every four query heads, or as near to that as divides them.
+        heads: key and value heads (G); None: one for every four query heads, or the nearest divisor (``shared_heads``).
 
     Raises:
         UnfitHeads: a ValueError, if the heads do not divide the query heads.
@@ -74,27 +74,30 @@ class KeyValue(nn.Module):
         super().__init__()
         self.heads = shared_heads(shape.heads) if heads is None else heads
         if self.heads < 1 or shape.heads % self.heads:
-            raise UnfitHeads(f"key_value_heads {self.heads} must divide the {shape.heads} query heads")
+            raise UnfitHeads(
+                f"key_value_heads={self.heads} is not allowed because it must divide the {shape.heads} query heads"
+            )
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
-        """Returns ``entry_BTU``."""
+        """Return ``entry_BTU``."""
         key_BTGC, value_BTGC = self.projection(x_BTD).unflatten(-1, (2, self.heads, -1)).unbind(2)
         return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
 
     def entry(self, batch: int) -> Tensor:
-        """An unwritten entry of ``batch`` sequences, [B, U], in the model's dtype and on its device."""
+        """Return an uninitialised entry of ``batch`` sequences, [B, U], in the model's dtype and on its device."""
         return self.projection.weight.new_empty(batch, self.projection.out_features)
 
     def history(self, seen_BFU: Tensor, slots: Slots, span: Span) -> History:
-        """All entries of a cache, with the ranges of the rows asked for."""
+        """Return all entries of a cache, with the ranges of the requested rows."""
         whole = span.single_document or span.filled is not None
         key_BFGC, value_BFGC = self.split(seen_BFU if span.filled is None else seen_BFU[:, : span.filled])
         history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
         return history.last(span.rows)
 
     def recent(self, seen_BEU: Tensor, width: int, span: Span) -> History:
-        """The entries of a window in stream order, with the last ``width`` of its document for each row asked for."""
+        """Return the entries of a window in stream order; each requested row sees the last ``width`` of its
+        document."""
         stored, position_BR = seen_BEU.shape[1], span.row_position_BR
         place_R = torch.arange(stored - span.rows, stored, device=position_BR.device)
         last_BR = (place_R + 1).expand_as(position_BR)
@@ -103,23 +106,24 @@ class KeyValue(nn.Module):
         return History(key_BEGC, value_BEGC, first_BR, last_BR, width, span.single_document)
 
     def split(self, seen_BFU: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, F, G, C] of entries."""
+        """Split entries into keys and values, [B, F, G, C] each."""
         key_BFGC, value_BFGC = seen_BFU.unflatten(-1, (2, self.heads, -1)).unbind(2)
         return key_BFGC, value_BFGC
 
     def work(self, kind: str, size: int | None = None) -> LayerCost:
-        """What they cost: their projection for each token, and what is kept as ``kind``, all or the last ``size``."""
+        """Return the cost of the projection for each token, and of storing all entries, or the last ``size``, as
+        ``kind``."""
         store = Store(kind, self.projection.out_features, size, counted=size is None)
         return LayerCost(per_token={"keys and values": products(self)}, stores=(store,))
 
 
 class RangeAttention(nn.Module):
-    """Query and output projection of an attention that reads a history.
+    """Query and output projection of an attention to a history.
 
     Args:
         shape: shared widths.
-        rope: rotation of queries, that of the keys.
-        name: what its taps are called, e.g. ``decoder/3``.
+        rope: rotation of queries, equal to that of the keys.
+        name: prefix of its taps, e.g. ``decoder/3``.
     """
 
     def __init__(self, shape: Shape, *, rope: Rope, name: str):
@@ -129,11 +133,11 @@ class RangeAttention(nn.Module):
         self.output = Output(shape)
 
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
-        """What the rows take from their history, [B, R, D]."""
+        """Return the output of the attention to a history, [B, R, D]."""
         return self.output(self.attend(rotate(self.query(x_BRD)[0], *angles), history, "weights"))
 
     def attend(self, query_BRHC: Tensor, history: History, name: str) -> Tensor:
-        """What rotated queries take from a history, [B, R, H, C]; its weights are shown under a name."""
+        """Return the mixture of values for rotated queries, [B, R, H, C]; the weights have the tap ``name``."""
         replaced_BRHF = tap((self, name), lambda: range_weights(query_BRHC, history))
         if replaced_BRHF is not None:
             return range_mixture(replaced_BRHF, history).type_as(query_BRHC)
@@ -143,20 +147,22 @@ class RangeAttention(nn.Module):
         return attend_blocks(query_BRHC, *entries, *ranges, history.chosen_BRGN, history.block, history.own)
 
     def read_cost(self, width: int, limit: int | None = None) -> LayerCost:
-        """What reading a history costs whose entries have such a width, and of which a row sees all or the nearest."""
+        """Return the cost of attention to a history with entries of this width; a row sees all or the nearest ones."""
         inner = self.query.width
         per_row = {"projections": products(self.query, self.output), "attention": ProductCost(moved=2 * inner)}
         return LayerCost(per_row, looks=(attention(inner, width, limit, nearest=True),))
 
 
 def shared_heads(heads: int) -> int:
-    """The largest divisor of the query heads that gives at least four of them to each key head; 1 for fewer."""
+    """Return the largest number of key heads with at least four query heads each; 1 for fewer than four."""
     return next(count for count in range(max(1, heads // 4), 0, -1) if heads % count == 0)
 
 
 def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
-    """Attention weights, which the kernels never write down, [B, R, H, F]: rows sum to 1, or to 0 where a row sees
-    nothing."""
+    """Return the attention weights, which the kernels never materialise, [B, R, H, F].
+
+    Rows sum to 1, or to 0 if a row sees nothing.
+    """
     query_BRGYC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
     with full_precision(query_BRGYC):
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
@@ -167,7 +173,7 @@ def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
 
 
 def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
-    """What attention with these weights takes from its history, [B, R, H, C]; from what a row does not see, nothing."""
+    """Return the mixture of values with these weights, [B, R, H, C]; weights of invisible slots are ignored."""
     seen_BRHF = weight_BRHF.masked_fill(_hidden(history, weight_BRHF.shape[2]), 0)
     weight_BRGYF = seen_BRHF.unflatten(2, (history.value_BFGC.shape[2], -1))
     with full_precision(weight_BRHF):
@@ -175,7 +181,7 @@ def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
 
 
 def _hidden(history: History, heads: int) -> Tensor:
-    """Which slots a row does not see, bool [B, R, 1, F], or by group where it has chosen: [B, R, H, F]."""
+    """Return a mask of the slots that a row does not see, bool [B, R, 1, F], or [B, R, H, F] with chosen blocks."""
     slots, groups = history.key_BFGC.shape[1:3]
     if history.chosen_BRGN is None:
         return ~visible(history.first_BR, history.last_BR, slice(0, slots))[:, :, None]

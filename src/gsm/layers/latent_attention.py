@@ -1,8 +1,7 @@
-"""What all attention of the models has in common: a query, a sink, an output projection, and how they read what a
-layer sees.
+"""The common part of all latent attention: a query, a sink, an output projection, and the attention to visible entries.
 
-Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in where the
-entries come from.
+Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in the source of
+the entries.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from gsm.costs.primitives import AttentionCost, ProductCost, attention, products
 from gsm.layers.attended import Attended
+from gsm.layers.costs import AttentionCost, ProductCost, attention, products
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.projections import Output, Query, Shape
 from gsm.layers.rope import Angles, Rope
@@ -30,10 +29,10 @@ class LatentAttention(nn.Module):
     Args:
         dim_in: width of the query's input.
         shape: shared widths.
-        window: entries of the window that a row sees, itself included.
-        rope: rotation of queries and outputs; that of the entries.
-        name: what its taps are called, e.g. ``encoder/3``.
-        indexer_training: how an indexer that searches for it learns; None: as by default.
+        window: entries of the window that a row sees, including its own.
+        rope: rotation of queries and outputs, equal to that of the entries.
+        name: prefix of its taps, e.g. ``encoder/3``.
+        indexer_training: trains the indexer that searches for it; None: the default, ``KL``.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class LatentAttention(nn.Module):
         self.output = Output(shape)
 
     def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
-        """One softmax over window and selected slots, with the sink in the denominator; then the output projection.
-        [B, R, D]."""
+        """Attend with one softmax over window and selected slots, with the sink in the denominator; then project the
+        output, [B, R, D]."""
         entry_BFC = None if attended.bank is None else attended.bank.entry_BFC
         selected = (entry_BFC, attended.chosen_BRK, attended.bias_BRK)
         return self.output(self.mix_entries(query_BRHC, attended.window_BEC, position_BR, angles, *selected))
@@ -73,49 +72,56 @@ class LatentAttention(nn.Module):
         repeats: int = 1,
         tap_name: str = "weights",
     ) -> Tensor:
-        """One softmax over the window and, where there is a selection, the selected entries, with the sink in the
-        denominator. [B, R, H, C].
+        """Attend with one softmax over the window and the selected entries, if any, with the sink in the denominator.
+
+        Returns [B, R, H, C].
 
         Args:
-            query_BRHC, window_BEC, position_BR, entry_BFC, chosen_BRK, bias_BRK: as of ``gsm_kernels.attend``.
+            query_BRHC, window_BEC, position_BR, entry_BFC, chosen_BRK, bias_BRK: as in ``gsm_kernels.attend``.
             angles: rotation of the rows.
-            repeats: every row is given so many times in a row, and the last of these counts.
-            tap_name: what the weights are called behind the name of this layer.
+            repeats: number of consecutive copies of each row; the output of the last copy is used.
+            tap_name: tap of the weights, after the prefix of this layer.
         """
         band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
         others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
         return attend_tapped((self, tap_name), *band, *others, repeats=repeats)
 
-    def choose(self, attended: Attended, found: Selection) -> Attended:
-        """Adds the selection; in training also what its indexer learns by from whoever reads it."""
-        if self._teaches(found):
-            found = found._replace(bias_BRK=self.indexer_training.bias(found))
-        return attended.choose(found.chosen_BRK, found.bias_BRK)
+    def choose(self, attended: Attended, selection: Selection) -> Attended:
+        """Return ``attended`` with the selection and, in training, with the bias that trains its indexer."""
+        if self._teaches(selection):
+            selection = selection._replace(bias_BRK=self.indexer_training.bias(selection))
+        return attended.choose(selection.chosen_BRK, selection.bias_BRK)
 
     def learn(
-        self, query_BRHC: Tensor, found: Selection, attended: Attended, span: Span, angles: Angles
+        self, query_BRHC: Tensor, selection: Selection, attended: Attended, span: Span, angles: Angles
     ) -> IndexerLoss | None:
-        """The loss of the indexer that has searched for the rows of this attention; None when there is nothing to learn
-        from."""
-        if not self._teaches(found):
+        """Return the loss of the indexer that searched for the rows of this attention; None outside of training."""
+        if not self._teaches(selection):
             return None
-        looked_at = (query_BRHC, attended, span.row_position_BR, self.window_size, self.sink, angles)
-        return self.indexer_training.loss(found, *looked_at, pieces=span.pieces, tokens=span.tokens)
+        call = (query_BRHC, attended, span.row_position_BR, self.window_size, self.sink, angles)
+        return self.indexer_training.loss(selection, *call, tokens=span.tokens)
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
-        """What all its parameters cost for each row, but those of ``others``, which are counted otherwise; besides what
-        the row looks at."""
-        met = [part for part in self.children() if part not in others]
+        """Return the cost per row of all parameters except those of ``others``, which are counted elsewhere.
+
+        The cost of reading entries is not included.
+        """
+        parts = [part for part in self.children() if part not in others]
         read_and_written = ProductCost(moved=2 * self.query.width)
-        return {"projections": products(*met, *self.parameters(recurse=False)), "attention": read_and_written}
+        return {"projections": products(*parts, *self.parameters(recurse=False)), "attention": read_and_written}
 
     def look_cost(self, limit: int, **options) -> AttentionCost:
-        """At most so many entries for each row; options as of ``AttentionCost``."""
+        """Return the cost of attention to at most ``limit`` entries per row; options as in ``AttentionCost``."""
         return attention(self.query.width, self.query.width // self.query.heads, limit, **options)
 
-    def _teaches(self, found: Selection) -> bool:
-        """Whether an indexer has searched that may learn in this call."""
-        return self.training and torch.is_grad_enabled() and found.index is not None and found.chosen_BRK is not None
+    def _teaches(self, selection: Selection) -> bool:
+        """Return whether an indexer searched in this call and can be trained."""
+        return (
+            self.training
+            and torch.is_grad_enabled()
+            and selection.index is not None
+            and selection.chosen_BRK is not None
+        )
 
 
 def attend_tapped(
@@ -133,14 +139,17 @@ def attend_tapped(
     *,
     repeats: int = 1,
 ) -> Tensor:
-    """Attention whose weights are shown under a name. The kernels never form them: they are computed for whoever looks,
-    and if somebody replaces them, what the rows take is computed from the replaced ones. [B, R, H, C].
+    """Attend, with a tap on the attention weights. Returns [B, R, H, C].
+
+    The kernels never materialise the weights. They are computed only when the tap is recorded or patched, and a patch
+    of them determines the output.
 
     Args:
-        name: of the tap.
-        repeats: every row is given so many times in a row, and the last of these counts.
-        query_BRHC, ..., bias_BRK: as of ``gsm_kernels.attend``, or without the last three of ``attend_band``.
+        name: name of the tap.
+        repeats: number of consecutive copies of each row; the output of the last copy is used.
+        query_BRHC, ..., bias_BRK: as in ``gsm_kernels.attend``, or without the last three as in ``attend_band``.
     """
+    width = min(width, window_BEC.shape[1])  # a state may be far larger than a text, and all its weights take memory
     band = (query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP)
     counts = slice(repeats - 1, None, repeats)
 
@@ -173,8 +182,9 @@ def attention_weights(
     chosen_BRK: Tensor | None = None,
     bias_BRK: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights, which the kernels never write down. Arguments as of ``gsm_kernels.attend``, or without the
-    last three of ``attend_band``.
+    """Return the attention weights, which the kernels never materialise.
+
+    Arguments as in ``gsm_kernels.attend``, or without the last three as in ``attend_band``.
 
     Returns:
         weights_BRHE: over the window (oldest first, ``width`` places), then the selected slots, then the sink. Rows
@@ -194,7 +204,7 @@ def attention_weights(
 def _seen(
     window_BEC: Tensor, position_BR: Tensor, width: int, entry_BFC: Tensor | None, chosen_BRK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What stands at every place of a row's weights but the sink's, [B, R, K, C], and whether the row sees it."""
+    """Return the entry of every weight of a row except the sink's, [B, R, K, C], and whether the row sees it."""
     rows, stored = position_BR.shape[1], window_BEC.shape[1]
     row_R = torch.arange(stored - rows, stored, device=position_BR.device)
     back_W = torch.arange(width - 1, -1, -1, device=position_BR.device)

@@ -8,19 +8,22 @@ from torch.nn.functional import linear
 
 from gsm_kernels.device import in_dtype
 
-# Gain of the maps that write to the residual streams: a model that starts near its embedding learns faster at first.
+# Gain of maps that write to the residual streams: a model that starts close to its embedding learns faster at first.
 INTO_RESIDUAL = 0.2
 
 
 def draw(weight: Tensor, std: float) -> None:
-    """Fills a weight from a normal distribution. On the meta device there is nothing to fill, and PyTorch takes
-    milliseconds for it: a large model, built only to be counted, would take ten seconds instead of two."""
+    """Fill a weight from a normal distribution, except on the meta device.
+
+    There PyTorch would take milliseconds to fill nothing: a large model, built only to count its parameters, would take
+    ten seconds instead of two.
+    """
     if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
 
 class Linear(nn.Linear):
-    """``x W^T``; every projection of the models.
+    """``x W^T``, used for every projection of the models.
 
     Args:
         dim_in, dim_out: widths.
@@ -32,16 +35,17 @@ class Linear(nn.Linear):
         super().__init__(dim_in, dim_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draw new weights."""
         draw(self.weight, self.gain * self.in_features**-0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps [..., dim_in] to [..., dim_out]; without asking for a bias, seventy times a decoded token."""
+        """Map [..., dim_in] to [..., dim_out], without the lookup of a bias, which would run seventy times per
+        token."""
         return linear(input, self.weight)
 
 
 class GroupedLinear(nn.Module):
-    """Several small linear maps side by side: group g of the input goes through its own matrix.
+    """Parallel small linear maps: group g of the input is multiplied by its own matrix.
 
     Args:
         groups: number of groups; must divide ``dim_in``.
@@ -55,7 +59,7 @@ class GroupedLinear(nn.Module):
         draw(self.weight, (dim_in // groups) ** -0.5)
 
     def forward(self, x_BRD: Tensor) -> Tensor:
-        """Maps [..., dim_in] to [..., groups * rank]."""
+        """Map [..., dim_in] to [..., groups * rank]."""
         groups, rank, width = self.weight.shape
         split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
         return (

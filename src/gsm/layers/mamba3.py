@@ -1,5 +1,5 @@
-"""Mamba-3 (Lahoti et al., 2026, "Mamba-3: Improved Sequence Modeling using State Space Principles"): a state that
-decays and turns at rates that each token gives, and to which a token is written together with the one before it."""
+"""Mamba-3 (Lahoti et al., 2026, "Mamba-3: Improved Sequence Modeling using State Space Principles"): a state with decay
+and rotation determined by each token. Each write combines a token with the previous one."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from gsm.layers.recurrence import Recurrence
 from gsm.shapes import promoted
 from gsm_kernels import delta_rule
 
-SLOWEST = 1e-4  # rate at which a state decays, at least
+SLOWEST = 1e-4  # lower bound of the decay rate of a state
 
 
 class Mamba3(Recurrence):
     """``S_t = a_t S_(t-1) + (1 - l_t) d_t a_t k_(t-1) v_(t-1)^T + l_t d_t k_t v_t^T`` (the trapezoidal rule), with a
-    step ``d_t = softplus(W_d x_t + b)``, ``a_t = exp(-max(softplus(W_a x_t), 1e-4) d_t)`` and
-    ``l_t = sigmoid(W_l x_t)`` for every head. Queries and keys are normed, shifted by a bias of each head, and their
-    pairs of channels turned by the sum of ``pi tanh(W x_s) d_s`` over the tokens s up to their own: so the state is one
-    of complex numbers. The output is ``norm(S_t^T q_t + D v_t) silu(W' x_t)``.
+    step ``d_t = softplus(W_d x_t + b)``, ``a_t = exp(-max(softplus(W_a x_t), 1e-4) d_t)`` and ``l_t = sigmoid(W_l
+    x_t)`` for every head. Queries and keys are normed and shifted by a bias of each head. Their pairs of channels are
+    rotated by the sum of ``pi tanh(W x_s) d_s`` over the tokens s up to their own, which makes the state complex. The
+    output is ``norm(S_t^T q_t + D v_t) silu(W' x_t)``.
 
-    Of the original it has the form with one input and one output for each head (SISO), with a norm of the output. Keys
-    and queries are projected for each head, as in all recurrences here; there, all heads share them.
+    This is the original's form with one input and one output per head (SISO), with a norm of the output, which is off
+    by default in the original. Keys and queries are projected for each head, as in all recurrences here; in the
+    original all heads share them.
 
-    The state of a head is [C + 2, C]: S, then key and value of the last token. S is kept as the next token would have
-    it, were there no turn before its own, and so no angle is.
+    The state of a head is [C + 2, C]: S, then key and value of the last token. S is stored in the frame of the last
+    token's rotation, so the angle itself is not stored.
 
     Args:
         shape: shared widths.
-        geometry: not needed.
-        name: what its taps are called.
-        rotated: channels of a head that are turned, the last ones; None: half of them, as in the original.
+        geometry: unused.
+        name: prefix of its taps.
+        rotated: rotated channels of a head, the last ones; None: half of the channels, as in the original.
 
     Raises:
-        ValueError: for a number of rotated channels that cannot be.
+        ValueError: for an invalid number of rotated channels.
     """
 
     def __init__(self, shape: Shape, *, geometry: object, name: str, rotated: int | None):
@@ -48,8 +49,8 @@ class Mamba3(Recurrence):
         channels = shape.entry_dim
         self.rotated = 2 * max(1, channels // 4) if rotated is None else rotated
         if self.rotated % 2 or not 2 <= self.rotated <= channels:
-            raise ValueError(f"rotated must be an even number from 2 to the {channels} channels, got {rotated}")
-        self.kept = (channels + 2, channels)
+            raise ValueError(f"rotated={rotated} is not allowed. Use an even number from 2 to the {channels} channels")
+        self.state_shape = (channels + 2, channels)
         self.query_norm, self.key_norm = RMSNorm(channels), RMSNorm(channels)
         self.query_bias = nn.Parameter(torch.ones(shape.heads * channels))
         self.key_bias = nn.Parameter(torch.ones(shape.heads * channels))
@@ -62,11 +63,11 @@ class Mamba3(Recurrence):
         self.gate = Linear(shape.dim, shape.heads * channels)
 
     def query_feature(self, x_BTHC: Tensor) -> Tensor:
-        """Normed, then shifted."""
+        """Norm, then shift by the bias."""
         return self.query_norm(x_BTHC) + self.query_bias.view(self.heads, -1).type_as(x_BTHC)
 
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """The same with a norm and a bias of its own."""
+        """Norm, then shift by the bias, with the keys' own norm and bias."""
         return self.key_norm(x_BTHC) + self.key_bias.view(self.heads, -1).type_as(x_BTHC)
 
     def recur(
@@ -78,54 +79,71 @@ class Mamba3(Recurrence):
         position_BT: Tensor,
         state_BHRC: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What the state answers to every query, [B, T, H, C], and the state after the call.
+        """Return the state's output for every query, [B, T, H, C], and the final state.
 
-        A token is written by itself and once more when the next one comes: both at once is one linear attention, whose
-        answers to a token's own query lack what will only be written then.
+        A token is written by itself, and again when the next one comes. Doing both writes just before the next token is
+        one linear attention over earlier tokens. The contribution of a token's own write is added separately. The
+        alternative would add a part of a later token to a row and subtract it again, with rounding errors.
         """
+        live_BT1, later_BT1 = (position_BT >= 0)[..., None], (position_BT > 0)[..., None]
         step_BTH = F.softplus(promoted(self.step(x_BTD)) + promoted(self.step_bias))
         blend_BTH = promoted(self.blend(x_BTD)).sigmoid()
-        again_BTH = ((1 - blend_BTH) * step_BTH).masked_fill((position_BT <= 0)[..., None], 0)  # the token before
-        next_BTH = F.pad(again_BTH[:, 1:], (0, 0, 0, 1))
+        first_BTH = (blend_BTH * step_BTH).masked_fill(~live_BT1, 0)  # first write of a token
+        again_BTH = ((1 - blend_BTH) * step_BTH).masked_fill(~later_BT1, 0)  # second write of the previous token
+        rate_BTH = F.softplus(promoted(self.decay(x_BTD))).clamp(min=SLOWEST)
+        left_BTH = (-rate_BTH * step_BTH).masked_fill(~live_BT1, 0)
         angle_BTHP = (math.pi * promoted(self.angle(x_BTD)).tanh()[:, :, None] * step_BTH[..., None]).cumsum(1)
         query, key = (turned(x, angle_BTHP) for x in (query_BTHC, key_BTHC))
         state_BHCC, last_key_BHC, last_value_BHC = self.parts(state_BHRC)
-        written_BHCC = again_BTH[:, 0, :, None, None] * last_key_BHC[..., None] * last_value_BHC[:, :, None]
+        state_BHCC = state_BHCC + outer(again_BTH[:, 0, :, None] * last_key_BHC, last_value_BHC)
+        start_BT = position_BT == 0
+        before_BTH = (before(first_BTH) + again_BTH).masked_fill(start_BT[..., None], 0) * left_BTH.exp()
         out_BTHC, state_BHCC = delta_rule(
             query,
-            key,
-            ((blend_BTH * step_BTH + next_BTH)[..., None] * value_BTHC).type_as(value_BTHC),
+            before(key),
+            (before_BTH[..., None] * before(value_BTHC)).type_as(value_BTHC),
             None,
-            -F.softplus(promoted(self.decay(x_BTD))).clamp(min=SLOWEST) * step_BTH,
-            position_BT == 0,
-            position_BT >= 0,
-            state_BHCC + written_BHCC,
+            left_BTH,
+            start_BT,
+            torch.ones_like(position_BT, dtype=torch.bool),  # padding may follow a token that is not written yet
+            state_BHCC,
         )
-        early_BTH = next_BTH * (promoted(query) * promoted(key)).sum(-1)
-        out_BTHC = out_BTHC + ((promoted(self.skip) - early_BTH)[..., None] * value_BTHC).type_as(out_BTHC)
+        answer_BTH = first_BTH * (promoted(query) * promoted(key)).sum(-1)
+        out_BTHC = out_BTHC + ((promoted(self.skip) + answer_BTH)[..., None] * value_BTHC).type_as(out_BTHC)
+        state_BHCC = state_BHCC + outer(first_BTH[:, -1, :, None] * key[:, -1], promoted(value_BTHC[:, -1]))
         back_BH1P = -angle_BTHP[:, -1, :, None]
         after = (turned(state_BHCC.mT, back_BH1P).mT, key_BTHC[:, -1, :, None], value_BTHC[:, -1, :, None])
         return out_BTHC, torch.cat([part.type_as(state_BHRC) for part in after], dim=2)
 
     def parts(self, state_BHRC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """S, and key and value of the last token."""
+        """Split a state into S, and key and value of the last token."""
         return state_BHRC[:, :, :-2], state_BHRC[:, :, -2], state_BHRC[:, :, -1]
 
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
-        """The output times SiLU of the gate."""
+        """Multiply the output by SiLU of the gate."""
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
 
     def for_rows(self) -> tuple[nn.Module, ...]:
-        """The gate as well."""
+        """Return the parts for requested rows, including the gate."""
         return *super().for_rows(), self.gate
 
     def multiplied(self) -> int:
-        """A query reads the state; the token and the one before it are written."""
+        """Return the multiply-adds per token: one read of the state, and writes of this and the previous token."""
         return 3 * self.heads * self.width**2
 
 
+def before(x_BT: Tensor) -> Tensor:
+    """Return the values of the previous token, [B, T, ...]; zeros for the first."""
+    return torch.cat((torch.zeros_like(x_BT[:, :1]), x_BT[:, :-1]), dim=1)
+
+
+def outer(key_BHC: Tensor, value_BHC: Tensor) -> Tensor:
+    """Return the outer product of a write, [B, H, C, C]."""
+    return key_BHC[..., None] * value_BHC[:, :, None]
+
+
 def turned(x: Tensor, angle_P: Tensor) -> Tensor:
-    """The last 2 P channels of [..., C], pair by pair turned by angles [..., P], in at least float32 and back."""
+    """Rotate the last 2 P channels of [..., C] in pairs by angles [..., P]; computed in at least float32."""
     still, pairs = promoted(x).split([x.shape[-1] - 2 * angle_P.shape[-1], 2 * angle_P.shape[-1]], dim=-1)
     a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle_P.cos(), angle_P.sin()

@@ -22,5 +22,5 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Normalise the last dimension."""
         return rms_norm(x, self.weight, self.eps)

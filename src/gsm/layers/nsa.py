@@ -1,14 +1,14 @@
 """NSA, native sparse attention (Yuan et al., 2025, "Native Sparse Attention: Hardware-Aligned and Natively Trainable
-Sparse Attention"): three ways to attend to one cache of keys and values, weighed by gates.
+Sparse Attention"): three kinds of attention to one cache of keys and values, weighted by gates.
 
     x -> keys, values --+--> compressor -> an entry for each block ---> all of them --- gate --.
                         |                       | scores                                       |
                         +--> all tokens ---> the best blocks, token by token ---------- gate --+-> output
                         '--> the last tokens ------------------------------------------ gate --'
 
-As in ``fla/layers/nsa.py`` of flash-linear-attention 0.6 the three share keys and values, blocks that are compressed
-and blocks that are selected are the same, and neighbouring ones share no token. Its compression is a mean; here it is
-learned, as in the paper.
+As in ``fla/layers/nsa.py`` of flash-linear-attention 0.6, the three share keys and values, and the same non-overlapping
+blocks are compressed and selected. Compression is a mean there, and an MLP over the whole block in the paper; here it
+is learned, token by token (``BlockCompressor``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from gsm.cache.memory import BankCache, BlockCache, DenseCache
 from gsm.cache.slots import Slots, plan_slots
 from gsm.cache.store import Column, Window
-from gsm.costs.primitives import LayerCost, ProductCost, Store, attention, products
+from gsm.errors import within
 from gsm.layers.block import LayerOutput, MixerGeometry
+from gsm.layers.costs import LayerCost, ProductCost, Store, attention, products
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.linear import Linear
 from gsm.layers.projections import Shape
@@ -36,7 +37,7 @@ from gsm_kernels.rows import slices
 from gsm_kernels.slots import flat_slots, visible
 
 BRANCHES = ("compressed", "selected", "window")
-ALWAYS = 3  # blocks that are selected whatever their scores: the first one, the row's own, and the one before it
+ALWAYS = 3  # blocks selected regardless of scores: the first one, the row's own, and the one before it
 
 
 class NSA(RangeAttention):
@@ -44,16 +45,16 @@ class NSA(RangeAttention):
 
     Args:
         shape: shared widths.
-        geometry: gives the rotation, and window and ``top_k`` where they are not said.
-        name: what its taps are called.
+        geometry: defines the rotation, and the defaults of window and blocks.
+        name: prefix of its taps.
         block: tokens of a block (m).
-        blocks: blocks that a row selects (n), its own, the one before it and the first of its document among them;
-            None: those three, and as many more as hold ``top_k`` tokens.
-        window: tokens that a row sees one by one (W); None: the geometry's.
-        key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
+        blocks: blocks that a row selects (n), including its own, the previous one and the first of its document; None:
+            these three, and enough others to hold the geometry's ``top_k`` tokens.
+        window: tokens that a row sees individually (W); None: the geometry's.
+        key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
 
     Raises:
-        ValueError: for a block below 2 or a window below 1 token, or fewer than three blocks.
+        ValueError: for a block outside of 2 to 65536, blocks outside of 3 to 65536 or a window below 1 token.
     """
 
     reach = None
@@ -70,21 +71,21 @@ class NSA(RangeAttention):
         key_value_heads: int | None,
     ):
         super().__init__(shape, rope=geometry.bank_rope(), name=name)
-        if block < 2:
-            raise ValueError(f"block must be at least 2 tokens, got {block}")
+        within(2, 65536, block=block)
         self.block, self.blocks = block, ALWAYS - (-geometry.top_k // block) if blocks is None else blocks
-        if self.blocks < ALWAYS:
-            raise ValueError(f"blocks must be at least {ALWAYS}, which are always selected, got {blocks}")
+        within(ALWAYS, 65536, blocks=self.blocks)
         self.window = geometry.window if window is None else window
         if self.window < 1:
-            raise ValueError(f"window must be at least 1 token, got {window}; null means the size's window")
+            raise ValueError(f"window={window} is not allowed. Use at least 1 token, or null for the size's window")
         self.key_value = KeyValue(shape, key_value_heads)
         self.compressor = BlockCompressor(shape.entry_dim, block, self.rope)
         self.gate = Linear(shape.dim, len(BRANCHES) * shape.heads)
 
     def start(self, batch: int, kind: str) -> BlockCache:
-        """An empty cache; ``kind`` (``decoder``) labels its bytes. The window also holds the tokens of a block that is
-        not finished yet."""
+        """Return an empty cache; ``kind`` (``decoder``) labels its bytes.
+
+        The window also holds the tokens of an unfinished block.
+        """
         entry_BU = self.key_value.entry(batch)
         recent = Window.empty(f"{kind}_window", max(self.window, self.block - 1), entry_BU)
         none_B = torch.zeros(batch, dtype=torch.int64, device=entry_BU.device)
@@ -92,7 +93,7 @@ class NSA(RangeAttention):
         return BlockCache(DenseCache.empty(f"{kind}_cache", entry_BU), blocks)
 
     def forward(self, x_BTD: Tensor, span: Span, cache: BlockCache, below: object) -> tuple[Tensor, LayerOutput]:
-        """Writes keys and values of all T new positions and reads for the last R of them."""
+        """Write keys and values of all T new positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         entry_BTU = self.key_value(x_BTD, angles)
         seen_BFU, slots, tokens = cache.tokens.extend(entry_BTU, span)
@@ -101,7 +102,7 @@ class NSA(RangeAttention):
         x_BRD = last(x_BTD, span.rows)
         query_BRHC = rotate(self.query(x_BRD)[0], *angles.last(span.rows))
         chosen_BRGN = choose_blocks(query_BRHC, compressed, span.row_position_BR, self.block, self.blocks)
-        own = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # nothing is kept
+        own = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # True in training
         history = self.key_value.history(seen_BFU, slots, span)
         selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block, own=own)
         window = self.key_value.recent(recent_BEU, self.window, span)
@@ -113,7 +114,7 @@ class NSA(RangeAttention):
         return self.output(out[0] + out[1] + out[2]), LayerOutput(BlockCache(tokens, blocks))
 
     def compress(self, recent_BEU: Tensor, span: Span, cache: BankCache) -> tuple[History, BankCache]:
-        """The compressed blocks as the rows see them, with those that finish in this call."""
+        """Return the compressed blocks as the rows see them, including the blocks that this call finishes."""
         count_B, new = cache.count_B, span.position_BT.shape[1]
         slots = span.once(("slots", self.block), lambda: plan_slots(span.position_BT, self.block, count_B))
         heads = self.key_value.heads
@@ -123,7 +124,8 @@ class NSA(RangeAttention):
         return history, BankCache(cache.pending, entry, None, None if count_B is None else slots.after_B)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs. The scores by which blocks are selected are those of the attention to compressed ones."""
+        """Return the cost of the layer. The attention to compressed blocks also yields the scores that select
+        blocks."""
         inner, width = self.query.width, self.key_value.projection.out_features
         compressed = attention(inner, width, None, ratio=self.block)
         selected = attention(inner, width, self.blocks * self.block, block=self.block)
@@ -143,10 +145,10 @@ class NSA(RangeAttention):
 
 
 class BlockCompressor(nn.Module):
-    """One key and one value for every m tokens of a document: ``W_2 sum_i silu(W_1 k_i + p_i) / sqrt(m)``, with vectors
-    p for the places in a block, and another such map for values. All heads share them.
+    """One key and one value for every m tokens of a document: ``W_2 sum_i silu(W_1 k_i + p_i) / sqrt(m)``, with a
+    vector p for each place in a block, and a second such map for values. All heads share them.
 
-    Keys arrive rotated. They are turned back before, and what comes of them is rotated at the block's first token.
+    Keys arrive rotated. Their rotation is undone first, and the compressed key is rotated to the block's first token.
 
     Args:
         width: channels of a head (C).
@@ -162,12 +164,12 @@ class BlockCompressor(nn.Module):
         self.value_in, self.value_out = Linear(width, width), Linear(width, width)
 
     def forward(self, recent_BEU: Tensor, slots: Slots, new: int, heads: int) -> Tensor:
-        """The entries of the blocks that finish in this call, ``block_BGU``; zeros for unused slots.
+        """Return the entries of the blocks that finish in this call, ``block_BGU``; zeros for unused slots.
 
         Args:
             recent_BEU: keys and values of tokens, stored and new, in stream order.
-            slots: which blocks finish where.
-            new: how many of the tokens are new.
+            slots: plan of the blocks that finish.
+            new: number of new tokens.
             heads: key and value heads.
         """
         stored, within = recent_BEU.shape[1] - new, torch.arange(self.block, device=recent_BEU.device)
@@ -185,13 +187,12 @@ class BlockCompressor(nn.Module):
         return block_BGU.masked_fill(slots.end_BG[..., None] < 0, 0)
 
     def pooled(self, x_BGMHC: Tensor, enter: Linear, leave: Linear, place_MC: Tensor) -> Tensor:
-        """The map, for keys or for values."""
+        """Compress the keys or the values of blocks."""
         hidden_BGMHC = F.silu(enter(x_BGMHC) + place_MC[:, None])
         return leave(hidden_BGMHC.sum(2) * self.block**-0.5)
 
     def work(self, heads: int) -> ProductCost:
-        """What a block costs: each head's key and value of all its tokens are met, and what comes of them, while the
-        weights are read once."""
+        """Return the cost per block: maps of keys and values of all tokens and heads; weights are read once."""
         enter, leave = products(self.key_in, self.value_in), products(self.key_out, self.value_out)
         times = heads * self.block
         products_of_all = times * enter.multiply_adds + heads * leave.multiply_adds
@@ -201,19 +202,21 @@ class BlockCompressor(nn.Module):
 
 @torch.no_grad()
 def choose_blocks(query_BRHC: Tensor, blocks: History, position_BR: Tensor, block: int, count: int) -> Tensor:
-    """The blocks whose tokens each row attends to, for each group of heads: the first of its document, its own, the one
-    before that, and those to which the heads of the group together give most weight among the compressed ones.
+    """Select the blocks of tokens that each row attends to, for each group of heads.
+
+    These are the first block of its document, its own, the previous one, and the blocks with the largest attention
+    weight among the compressed ones, summed over the heads of the group.
 
     Args:
-        query_BRHC: rotated.
-        blocks: the compressed ones, of which a row sees those that are finished.
-        position_BR: int64, the rows' places in their documents, -1 for padding.
+        query_BRHC: rotated queries.
+        blocks: the compressed blocks; a row sees only finished ones.
+        position_BR: int64, positions of the rows in their documents, -1 for padding.
         block: tokens of a block.
         count: blocks that a row selects (n), at least three.
 
     Returns:
-        chosen_BRGN, int64, numbers of blocks from 0 at the start of the document, -1 for none; n of them, or as many
-        as there can be.
+        chosen_BRGN, int64, numbers of blocks from 0 at the start of the document, -1 for none; n of them, or fewer if
+        the bank has fewer slots.
     """
     rows, slots = query_BRHC.shape[1], blocks.key_BFGC.shape[1]
     own_BR = position_BR.div(block, rounding_mode="floor")
@@ -226,7 +229,7 @@ def choose_blocks(query_BRHC: Tensor, blocks: History, position_BR: Tensor, bloc
 
 
 def _best(query_BRHC: Tensor, blocks: History, own_BR: Tensor, here: slice, count: int) -> Tensor:
-    """Of the rows of a slice the best finished blocks besides their own."""
+    """Return the best finished blocks, except their own, for the rows of a slice."""
     first_BR, last_BR, own_BR = blocks.first_BR[:, here], blocks.last_BR[:, here], own_BR[:, here]
     slots, groups = blocks.key_BFGC.shape[1:3]
     hidden_BRF = ~visible(first_BR, last_BR, slice(0, slots))

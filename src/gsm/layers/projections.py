@@ -1,8 +1,8 @@
-"""The projections that every attention of the models is built from: query, entry, compressor, indexer, output.
+"""The projections of every latent attention: query, entry, compressor, indexer, output.
 
-Attention has H query heads and one latent per position that is key and value of all of them (an *entry*, width C).
-Equations: the query, compressor and index forms of DeepSeek-V4.1 (CSA2), which the paper's baseline retains and GSM's
-stages and decoder reuse.
+Attention has H query heads and one latent per position that is key and value of all heads (an *entry*, width C). The
+equations of query, compressor and index are those of DeepSeek-V4.1 (CSA2); the paper's baseline retains them, and GSM's
+stages and decoder use them too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.slots import Slots
-from gsm.costs.primitives import POOL_BLOCK, AttentionCost, LayerCost, ProductCost, products
+from gsm.layers.costs import POOL_BLOCK, AttentionCost, LayerCost, ProductCost, products
 from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.rope import Angles
@@ -30,7 +30,7 @@ class Shape:
         heads, entry_dim: query heads (H) and width of an entry (C).
         rotary_dim: rotated channels at the end of an entry, an index query and an index key.
         query_rank: rank of the query projection (Q).
-        output_groups, output_rank: groups of heads with an output projection of their own, and its rank.
+        output_groups, output_rank: groups of heads with separate output projections, and their rank.
         index_heads, index_dim: heads (J) and width (I) of an indexer.
     """
 
@@ -51,7 +51,7 @@ class Query(nn.Module):
     Args:
         dim_in: width of the input (D, or 2D for the later stages of the aggregation).
         shape: shared widths.
-        scale: what queries are multiplied by (``Rope.query_scale``); their latent is not.
+        scale: factor of queries (``Rope.query_scale``), but not of their latent.
     """
 
     def __init__(self, dim_in: int, shape: Shape, scale: float = 1.0):
@@ -63,14 +63,14 @@ class Query(nn.Module):
         self.up = Linear(shape.query_rank, self.width)
 
     def forward(self, x_BRD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
+        """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
         latent_BRQ = self.norm(self.down(x_BRD))
         query_BRHC = self.up(latent_BRQ).unflatten(-1, (self.heads, -1))
         return query_BRHC if self.scale == 1 else query_BRHC * self.scale, latent_BRQ
 
 
 class Entry(nn.Module):
-    """One entry per position: projection, norm, rotation. Key and value at once.
+    """One entry per position, key and value at once: projection, norm, rotation.
 
     Args:
         shape: shared widths.
@@ -82,21 +82,21 @@ class Entry(nn.Module):
         self.norm = RMSNorm(shape.entry_dim)
 
     def latent(self, x_BTD: Tensor) -> Tensor:
-        """The entries before rotation, [B, T, C]."""
+        """Return the entries before rotation, [B, T, C]."""
         return self.norm(self.projection(x_BTD))
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
-        """Returns ``entry_BTC``."""
+        """Return ``entry_BTC``."""
         return rotate(self.latent(x_BTD), angles.cos_BTP, angles.sin_BTP)
 
 
 class Compressor(nn.Module):
-    """Pools every m consecutive tokens of a document into one bank latent, by a softmax over the tokens for each
+    """Pools every m consecutive tokens of a document into one bank latent, with a softmax over the tokens for each
     channel.
 
     Args:
         shape: shared widths.
-        ratio: tokens per entry (m); for 1 there is no gate.
+        ratio: tokens per entry (m); no gate for 1.
     """
 
     def __init__(self, shape: Shape, ratio: int):
@@ -107,18 +107,18 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(shape.entry_dim)
 
     def project(self, x_BTD: Tensor) -> Tensor:
-        """Values and gates of single tokens, side by side: what has to be kept of an unfinished group."""
+        """Return values and gates of single tokens, concatenated. The cache stores these for an unfinished group."""
         if self.gate is None:
             return self.value(x_BTD)
         return torch.cat([self.value(x_BTD), self.gate(x_BTD)], dim=-1)
 
     def pool(self, seen_BEC: Tensor, slots: Slots, new: int) -> Tensor:
-        """Latents of the groups that finish in this call.
+        """Return the latents of the groups that finish in this call.
 
         Args:
             seen_BEC: projected tokens, pending and new, in stream order.
-            slots: which groups finish where.
-            new: how many of the tokens are new.
+            slots: plan of the groups that finish.
+            new: number of new tokens.
 
         Returns:
             latent_BGC, normed, not rotated.
@@ -130,7 +130,7 @@ class Compressor(nn.Module):
 
 
 class IndexQuery(NamedTuple):
-    """What a row searches a bank with: rotated index queries and signed weights of the index heads."""
+    """The query of a search: rotated index queries and signed weights of the index heads."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -139,13 +139,13 @@ class IndexQuery(NamedTuple):
 class Indexer(nn.Module):
     """Scores bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.
 
-    Its inputs are detached: the language-model loss never reaches an indexer, which learns from its own loss alone.
+    Its inputs are detached, so that an indexer's training does not change the rest of the model.
 
     Args:
         query_dim: width of the input of the index query (the query's latent, or a stage's normed input).
         weight_dim: width of the input of the weights.
         shape: shared widths.
-        owns_keys: whether this indexer makes index keys, or (Reindex) searches with the keys of another one.
+        owns_keys: whether this indexer makes index keys, or (Reindex) searches with another indexer's keys.
     """
 
     def __init__(self, query_dim: int, weight_dim: int, shape: Shape, *, owns_keys: bool):
@@ -157,25 +157,23 @@ class Indexer(nn.Module):
         self.key_norm = RMSNorm(self.width) if owns_keys else None
 
     def forward(self, query_BRQ: Tensor, weight_BRD: Tensor, angles: Angles) -> IndexQuery:
-        """Index queries and weights of the rows."""
+        """Return index queries and weights of the rows."""
         query_BRJI = self.query(query_BRQ.detach()).unflatten(-1, (self.heads, self.width))
         weight_BRJ = self.weight(weight_BRD.detach()) * (self.heads * self.width) ** -0.5
         return IndexQuery(rotate(query_BRJI, angles.cos_BTP, angles.sin_BTP), weight_BRJ)
 
     def keys(self, latent_BGC: Tensor, angles: Angles) -> Tensor:
-        """Index keys of new bank entries, from their latents before rotation."""
+        """Return index keys of new bank entries, computed from their latents before rotation."""
         if self.key is None or self.key_norm is None:
-            raise RuntimeError(
-                "this indexer searches with the keys of another one (owns_keys=False) and has none to make"
-            )
+            raise RuntimeError("this indexer has owns_keys=False and searches with another indexer's keys")
         return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
 
     def work(self, ratio: int, pool: int | None = None) -> LayerCost:
-        """What a search costs: for each row and slot J products of width I, and their weighted sum.
+        """Return the cost of a search: for each row and slot, J products of width I, and their weighted sum.
 
         Args:
-            ratio: tokens of a slot (m).
-            pool: slots among which it searches at most; None: all that a row sees.
+            ratio: tokens per slot (m).
+            pool: largest number of slots to search; None: all slots that a row sees.
         """
         each = self.heads * (self.width + 1)
         per_row = {"indexers": products(self.query, self.weight), "index scores": ProductCost(moved=each)}
@@ -196,5 +194,5 @@ class Output(nn.Module):
         self.up = Linear(shape.output_groups * shape.output_rank, shape.dim, gain=INTO_RESIDUAL)
 
     def forward(self, out_BRHC: Tensor) -> Tensor:
-        """Maps attention's output of all heads to [B, R, D]."""
+        """Map the output of all heads to [B, R, D]."""
         return self.up(self.down(out_BRHC.flatten(-2)))

@@ -1,5 +1,5 @@
-"""Raven (Afzal et al., 2026, "Raven: High-Recall Sequence Modeling with Sparse Memory Routing"): slots of which every
-token chooses some to be written to, while the others stay as they are. After ``fla/layers/raven.py`` in
+"""Raven (Afzal et al., 2026, "Raven: High-Recall Sequence Modeling with Sparse Memory Routing"): every token is written
+to a few slots that it chooses; the other slots stay unchanged. It follows ``fla/layers/raven.py`` in
 flash-linear-attention 0.6."""
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gsm.shapes import promoted
 
 
 class Raven(SlotMemory):
-    """Slots of which a token leaves ``a_tm = exp(-exp(A) softplus(W x_t + b) r_tm)``, a number for a head to the power
-    of what the router gives to a slot: ``r_t`` is ``sigmoid(W' x_t)`` in the ``top_k`` slots where that is largest,
-    divided by their sum, and 0 in all others, which the token leaves alone. Query and key are normed behind SiLU.
+    """Slots with the decay ``a_tm = exp(-exp(A) softplus(W x_t + b) r_tm)``: the decay of a head to the power of the
+    router's share of a slot. ``r_t`` is ``sigmoid(W' x_t)`` in the ``top_k`` slots with the largest values, divided by
+    their sum, and 0 in all others, which stay unchanged. Query and key pass SiLU and a norm.
 
     Args:
         shape: shared widths.
-        geometry: not needed.
-        name: what its taps are called.
-        convolution: tokens that the short convolution sees; 1: there is none, as in the original.
-        slots: slots of a head (M); None: as many as it has channels.
-        top_k: slots that a token is written to; None: half of them, as in the original, at least one. One alone has the
-            share 1 whatever the router says, which then learns nothing.
+        geometry: unused.
+        name: prefix of its taps.
+        convolution: tokens that the short convolution sees; 1: no convolution, as in the original.
+        slots: slots of a head (M); None: its number of channels.
+        top_k: slots that a token is written to; None: half of them, as in the original, at least one. A single slot
+            always has the share 1, so that the router learns nothing.
         noise: whether Gumbel noise is added to the router's logits in training, so that all slots are tried.
 
     Raises:
-        ValueError: for slots that cannot be, or a top_k outside of 1 to their number.
+        ValueError: for slots below 1, or a top_k outside of 1 to their number.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class Raven(SlotMemory):
         noise: bool,
     ):
         super().__init__(shape, name=name, convolution=convolution, slots=slots)
-        # Not top_k: what selects bank entries is known by that (gsm.training.callbacks.selection).
+        # The attribute is not named top_k: gsm.training.callbacks.selection finds selections of bank entries by that
+        # name.
         self.written, self.noise = max(1, self.slots // 2) if top_k is None else top_k, noise
         if not 1 <= self.written <= self.slots:
-            raise ValueError(f"top_k must be from 1 to the {self.slots} slots, got {top_k}")
+            raise ValueError(f"top_k={top_k} is not allowed. Use a number from 1 to the {self.slots} slots")
         self.key_norm = RMSNorm(shape.entry_dim)
         self.query_norm = RMSNorm(shape.entry_dim)
         self.decay = Linear(shape.dim, shape.heads)
@@ -59,12 +60,12 @@ class Raven(SlotMemory):
         self.router = Linear(shape.dim, shape.heads * self.slots)
 
     def slot_decay(self, x_BTD: Tensor) -> Tensor:
-        """log a, [B, T, H, M], in at least float32; 0 in slots that are not written to."""
+        """Return log a, [B, T, H, M], in at least float32; 0 in slots that are not written to."""
         step_BTH = F.softplus(promoted(self.decay(x_BTD)) + promoted(self.decay_bias))
         return (-promoted(self.decay_rate).exp() * step_BTH)[..., None] * self.route(x_BTD)
 
     def route(self, x_BTD: Tensor) -> Tensor:
-        """r, how a token is shared out among the slots, [B, T, H, M], in at least float32."""
+        """Return r, the shares of a token in the slots, [B, T, H, M], in at least float32."""
         logit_BTHM = promoted(self.router(x_BTD)).unflatten(-1, (self.heads, self.slots))
         if self.noise and self.training:
             logit_BTHM = logit_BTHM - torch.empty_like(logit_BTHM).exponential_().log()
@@ -73,13 +74,13 @@ class Raven(SlotMemory):
         return torch.zeros_like(logit_BTHM).scatter(-1, slot_BTHK, share_BTHK)
 
     def query_feature(self, x_BTHC: Tensor) -> Tensor:
-        """SiLU, then a norm."""
+        """Apply SiLU, then a norm."""
         return self.query_norm(F.silu(x_BTHC))
 
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """The same with a norm of its own."""
+        """Apply SiLU, then the keys' own norm."""
         return self.key_norm(F.silu(x_BTHC))
 
     def multiplied(self) -> int:
-        """A query reads all slots, a token is written to some."""
+        """Return the multiply-adds per token: a query reads all slots, a token is written to some."""
         return self.heads * (self.slots + self.written) * 2 * self.width

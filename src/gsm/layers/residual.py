@@ -1,8 +1,7 @@
-"""How the output of an attention or feed-forward site joins the residual stream: one stream, or several that are
-mixed (mHC).
+"""Residual connections of attention and feed-forward sites: one stream, or several that are mixed (mHC).
 
-All variants share ``Streams`` and one method, ``leave``. A site reads ``streams.mixed_BTD``, or if it has a method
-``enter``, what this makes of the streams.
+All variants share ``Streams`` and one method, ``leave``. A site reads ``streams.mixed_BTD``, or the result of its
+method ``enter`` if it has one.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gsm.costs.primitives import ProductCost, products, told
+from gsm.errors import within
+from gsm.layers.costs import ProductCost, declared_cost, products
 from gsm.layers.linear import draw
 from gsm.shapes import last, promoted
 from gsm_kernels import mhc_boundary
 from gsm_kernels.device import full_precision
 
-EPS = 1e-6  # of the mean square, and of the weights that streams are read with: as in ``gsm_kernels.mhc``
+EPS = 1e-6  # added to the mean square and to the read weights, as in ``gsm_kernels.mhc``
 
 
 class Streams(NamedTuple):
@@ -26,8 +26,8 @@ class Streams(NamedTuple):
 
     Attributes:
         value_BTXD: the residual streams.
-        mixed_BTD: what they are read as by the next site, unless it has an ``enter`` of its own; after the last site:
-            the output of the stack.
+        mixed_BTD: the read-out for the next site, unless that has an ``enter``; after the last site, the output of the
+            stack.
     """
 
     value_BTXD: Tensor
@@ -35,43 +35,45 @@ class Streams(NamedTuple):
 
     @staticmethod
     def copies(x_BTD: Tensor, count: int) -> Streams:
-        """``count`` equal streams, of which the next site reads the first."""
+        """Return ``count`` equal streams; the next site reads the first."""
         return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), x_BTD)
 
     def last(self, rows: int) -> Streams:
-        """Those of the last ``rows`` positions."""
+        """Return the streams of the last ``rows`` positions."""
         return self if rows == self.mixed_BTD.shape[1] else Streams(*(last(x, rows) for x in self))
 
 
 class Residual(Protocol):
-    """What a block needs of a residual site. One that reads the streams in a way of its own has a method ``enter``,
-    from ``Streams`` to what it reads of them, [B, T, D], and ``enter_products``, what that costs for a position."""
+    """The interface of a residual site.
+
+    A site with its own read-out has two more methods: ``enter``, from ``Streams`` to [B, T, D], and ``enter_products``,
+    its cost per position.
+    """
 
     streams: int
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """The streams of the last R positions after the site has written its output to them."""
+        """Write the site's output to the streams of the last R positions; return these."""
         ...
 
     def products(self) -> ProductCost:
-        """What a row costs."""
+        """Return the cost per row."""
         ...
 
 
 def entering(site: Residual, streams: Streams) -> Tensor:
-    """What a site reads of the streams that enter it: by its ``enter``, or as the site before has left them.
-    [B, T, D]."""
+    """Return a site's input, [B, T, D]: from its ``enter``, or the read-out of the previous site."""
     enter = getattr(site, "enter", None)
     return streams.mixed_BTD if enter is None else enter(streams)
 
 
 def entering_cost(site: Residual) -> ProductCost:
-    """What its ``enter`` costs for each position that enters; nothing, if it has none."""
-    return told(site, "enter_products") if hasattr(site, "enter") else ProductCost()
+    """Return the cost per position of the site's ``enter``; zero if it has none."""
+    return declared_cost(site, "enter_products") if hasattr(site, "enter") else ProductCost()
 
 
 class Plain(nn.Module):
-    """One stream, to which a site adds its output: pre-norm residual.
+    """A pre-norm residual: a site adds its output to a single stream.
 
     Args:
         dim: model width; the site has no parameters.
@@ -84,22 +86,22 @@ class Plain(nn.Module):
         self.dim = dim
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """Adds the update to the last R positions of the stream."""
+        """Add the update to the last R positions of the stream."""
         value_BRXD = last(streams.value_BTXD, update_BRD.shape[1]) + update_BRD[:, :, None]
         return Streams(value_BRXD, value_BRXD[:, :, 0])
 
     def products(self) -> ProductCost:
-        """What it costs: stream and update are read, the stream is written."""
+        """Return the cost: stream and update are read, the stream is written."""
         return ProductCost(moved=3 * self.dim)
 
 
 class HyperConnection(nn.Module):
     """Manifold-constrained hyper-connections in the single-pass form (Xie et al., 2025; DeepSeek-V4.1, equation 6).
 
-    The streams that enter a site decide three things: how its output is written to each stream, how the streams are
-    mixed on the way past it (a doubly stochastic matrix, by Sinkhorn), and how the *next* site reads them. At
-    initialisation all coefficients are nearly constant and the streams stay equal, so that the model starts as a
-    pre-norm residual network.
+    The streams before a site determine three sets of coefficients: the weights with which its output is written to each
+    stream, the mixing matrix of the streams (doubly stochastic, by Sinkhorn), and the weights with which the *next*
+    site reads them. At initialisation all coefficients are nearly constant and the streams stay equal, so that the
+    model starts as a pre-norm residual network.
 
     Args:
         dim: model width.
@@ -112,8 +114,10 @@ class HyperConnection(nn.Module):
         super().__init__()
         if streams < 2:
             raise ValueError(
-                f"streams must be at least 2 for hyper-connections, got {streams}; for one stream take residual plain"
+                f"streams={streams} is not allowed because hyper-connections need at least 2 streams. Use residual "
+                "plain for one stream"
             )
+        within(1, 1000, sinkhorn_rounds=sinkhorn_rounds)
         self.streams, self.sinkhorn_rounds = streams, sinkhorn_rounds
         coefficients = 2 * streams + streams * streams
         self.phi = nn.Parameter(torch.empty(coefficients, streams * dim))
@@ -122,29 +126,31 @@ class HyperConnection(nn.Module):
         draw(self.phi, 0.02)
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """Mixes the last R positions of the streams, writes the site's output to them, and reads for the next site."""
+        """Mix the last R positions of the streams, write the site's output to them, and read for the next site."""
         entered_BRXD = last(streams.value_BTXD, update_BRD.shape[1])
         return Streams(*mhc_boundary(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))
 
     def products(self) -> ProductCost:
-        """What it costs, in one pass: streams and update are read, streams and what the next site reads are written.
+        """Return the cost of one pass: streams and update are read, streams and the next site's input are written.
 
-        Besides its weights' products those of the coefficients: write and mix X x (X + 1), read X, each on D channels.
+        In addition to the products with weights, there are those with coefficients: X x (X + 1) to write and mix, and X
+        to read, each on D channels.
         """
         wide, weights = self.phi.shape[1], products(self).weights
         return ProductCost(self.phi.numel() + (self.streams + 2) * wide, 2 * (wide + wide // self.streams), weights)
 
 
 class TwoPassHyperConnection(HyperConnection):
-    """Manifold-constrained hyper-connections as Xie et al. (2025) have them: reading, too, is decided by the streams
-    that enter the site itself.
+    """Manifold-constrained hyper-connections of Xie et al. (2025): the streams before a site also determine its read
+    weights.
 
-    Parameters are those of the single-pass form, and are drawn alike. Where no site reads (the output of a stack, h
-    behind a layer), it is the mean of the streams, which the mixing leaves as it is.
+    The parameters and their initialisation are those of the single-pass form. A read-out without a site (the output of
+    a stack, h after a layer) is the mean of the streams, which mixing does not change.
     """
 
     def enter(self, streams: Streams) -> Tensor:
-        """Reads the streams with the coefficients A that they decide, as in ``gsm_kernels.mhc``. [B, T, D]."""
+        """Read the streams with the coefficients A that they determine, as in ``gsm_kernels.mhc``; returns [B, T,
+        D]."""
         value_BTXD = promoted(streams.value_BTXD)
         with full_precision(value_BTXD):
             flat_BTF = value_BTXD.flatten(2)
@@ -155,22 +161,25 @@ class TwoPassHyperConnection(HyperConnection):
         return mixed_BTD.to(streams.value_BTXD.dtype)
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """Mixes the last R positions of the streams and writes the site's output to them.
+        """Mix the last R positions of the streams and write the site's output to them.
 
-        Both are those of the single pass and take its kernel, which also reads for a next site: nobody looks at that.
+        This uses the kernel of the single-pass form, which also reads for the next site; that output is ignored.
         """
         value_BRXD = super().leave(streams, update_BRD).value_BTXD
         return Streams(value_BRXD, value_BRXD.mean(dim=2))
 
     def enter_products(self) -> ProductCost:
-        """What reading costs: streams are read, one vector is written; coefficients and their products with the
-        streams."""
+        """Return the cost of reading: streams are read, one vector is written; coefficients are computed and
+        applied."""
         wide = self.phi.shape[1]
         return ProductCost((self.streams + 1) * wide, wide + wide // self.streams, self.streams * wide)
 
     def products(self) -> ProductCost:
-        """What the rest costs: streams, which are read a second time, and update are read, streams are written. Besides
-        its weights' products those of the coefficients: write and mix X x (X + 1), on D channels."""
+        """Return the cost of ``leave``: streams (a second time) and update are read, streams are written.
+
+        In addition to the products with weights, there are those with coefficients: X x (X + 1) to write and mix, on D
+        channels.
+        """
         wide, numbers = self.phi.shape[1], self.phi.shape[0] - self.streams
         weights = products(self).weights - self.streams * wide
         return ProductCost((numbers + self.streams + 1) * wide, 2 * wide + wide // self.streams, weights)

@@ -1,8 +1,8 @@
 """Rotary positions: angles of the rotated channel pairs, with YaRN for contexts beyond the trained one.
 
-Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2023), used here as DeepSeek-V4.1 does: adjacent
-pairs, only the last channels of a head, by default frequencies only (no attention temperature). The rotation itself
-is ``gsm_kernels.rotate``.
+Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2023), in the form of DeepSeek-V4.1: adjacent pairs,
+only the last channels of a head, by default frequencies only (no attention temperature). The rotation itself is
+``gsm_kernels.rotate``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ class Angles(NamedTuple):
     sin_BTP: Tensor
 
     def last(self, rows: int) -> Angles:
-        """Those of the last ``rows`` positions."""
+        """Return the angles of the last ``rows`` positions."""
         return self if rows == self.cos_BTP.shape[1] else Angles(last(self.cos_BTP, rows), last(self.sin_BTP, rows))
 
 
 class Rope:
     """Angles ``position * base ** (-2 i / channels)`` for the pairs i.
 
-    Not a module: it owns no tensor that a change of dtype could round. The table is made on the device of the
-    positions.
+    It is not a module, so that it owns no tensor that a change of dtype could round. The table is made on the device of
+    the positions.
 
     Args:
         channels: number of rotated channels, even.
-        base: the size's ``bank_rope_base`` in layers that see far (160,000 at the paper's scales), its ``rope_base``
-            in window-only layers and in GSM's decoder (10,000).
+        base: the size's ``bank_rope_base`` in layers that see the whole context (160,000 at the paper's scales), its
+            ``rope_base`` in window-only layers and in GSM's decoder (10,000).
         factor: YaRN's scale of the context; 1 switches YaRN off.
-        original: trained context in tokens that YaRN starts from; not needed where it is off.
-        beta_fast, beta_slow: pairs that turn more often than ``beta_fast`` times over the original context keep their
-            frequency, those that turn less often than ``beta_slow`` times turn slower by the factor; between, a ramp.
-        mscale: of YaRN's attention temperature, see ``query_scale``; 0: none.
+        original: trained context in tokens that YaRN starts from; not needed without YaRN.
+        beta_fast, beta_slow: bounds in turns over the original context. Pairs with more than ``beta_fast`` turns keep
+            their frequency; pairs with fewer than ``beta_slow`` are slowed by the factor; between them is a ramp.
+        mscale: coefficient of YaRN's attention temperature, see ``query_scale``; 0: none.
 
     Raises:
-        ValueError: for an odd number of channels, a factor below 1, one above without ``original``, or betas or an
-            mscale that cannot be.
+        ValueError: for an odd number of channels, a factor below 1, a factor above 1 without ``original``, or invalid
+            betas or mscale.
     """
 
     def __init__(
@@ -61,47 +61,49 @@ class Rope:
         mscale: float = 0.0,
     ):
         if channels % 2:
-            raise ValueError(f"rotary_dim must be even because channels are rotated in pairs, got {channels}")
+            raise ValueError(
+                f"rotary_dim={channels} is not allowed because channels are rotated in pairs. Use an even number"
+            )
         if factor < 1:
-            raise ValueError(f"yarn_factor must be at least 1 (1: off), got {factor}")
+            raise ValueError(f"yarn_factor={factor} is not allowed. Use at least 1 (1: off)")
         if not beta_fast > beta_slow > 0:
             raise ValueError(
-                f"yarn_beta_fast {beta_fast} must be above yarn_beta_slow {beta_slow}, and that above 0: they are turns"
+                f"yarn_beta_fast={beta_fast} is not allowed with yarn_beta_slow={beta_slow} because they bound a range "
+                "of turns. Use yarn_beta_fast > yarn_beta_slow > 0"
             )
         if mscale < 0:
-            raise ValueError(f"yarn_mscale must be at least 0 (0: no attention temperature), got {mscale}")
+            raise ValueError(f"yarn_mscale={mscale} is not allowed. Use at least 0 (0: no attention temperature)")
         if factor > 1 and original is None:
-            raise ValueError(f"YaRN with a factor of {factor} needs the original context in tokens")
+            raise ValueError(f"yarn_factor={factor} is not allowed without the original context, in tokens")
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
         self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 
     def __call__(self, position_BT: Tensor, dtype: torch.dtype) -> Angles:
-        """Angles at the given positions, for tensors of ``dtype``: float64 for float64, else float32."""
+        """Return the angles at ``position_BT`` for tensors of ``dtype``: float64 for float64, else float32."""
         wide = torch.promote_types(dtype, torch.float32)
         angle_BTP = position_BT.to(wide)[..., None] * self.frequencies(position_BT.device, wide)
         return Angles(angle_BTP.cos(), angle_BTP.sin())
 
     def at(self, span: Span, dtype: torch.dtype) -> Angles:
-        """Angles at the new positions of a span; layers that rotate alike share them."""
+        """Return the angles at the new positions of a span, shared by all layers with the same rotation."""
         return span.once(("angles", *self.key, dtype), lambda: self(span.position_BT, dtype))
 
     @property
     def key(self) -> tuple[float | None, ...]:
-        """What tells this rotation from others."""
+        """The parameters that identify this rotation."""
         return self.channels, self.base, self.factor, self.original, self.beta_fast, self.beta_slow
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by: 1 / t of YaRN's softmax(q k / (t sqrt(C))), with
-        sqrt(1 / t) = 1 + 0.1 mscale ln(factor).
+        """Factor of queries: 1 / t of YaRN's softmax(q k / (t sqrt(C))), with sqrt(1 / t) = 1 + 0.1 mscale ln(factor).
 
-        Peng et al. put sqrt(1 / t) on queries and keys, through cosine and sine. Entries here are values too, and only
-        some of their channels are rotated: so the query gets all of it.
+        Peng et al. multiply queries and keys by sqrt(1 / t), through cosine and sine. Here entries are values too, and
+        only some of their channels are rotated, so the query gets the whole factor.
         """
         return (1 + 0.1 * self.mscale * math.log(self.factor)) ** 2
 
     def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Radians per position of every pair, with YaRN's interpolation of the slow ones."""
+        """Return the radians per position of every pair, with YaRN's interpolation of the slow pairs."""
         pair_P = torch.arange(self.channels // 2, device=device, dtype=dtype)
         theta_P = self.base ** (-2 * pair_P / self.channels)
         if self.factor == 1:
@@ -111,10 +113,10 @@ class Rope:
         return theta_P * (1 - slow_P) + theta_P / self.factor * slow_P
 
     def correction_range(self) -> tuple[int, int]:
-        """Where YaRN's ramp begins and ends: the pairs that turn ``beta_fast`` and ``beta_slow`` times over the
-        original context."""
+        """Return the ends of YaRN's ramp: the pairs with ``beta_fast`` and ``beta_slow`` turns over the original
+        context."""
         original = self.original
-        assert original is not None  # or YaRN would be off
+        assert original is not None  # because YaRN is on
 
         def pair(turns: float) -> float:
             return self.channels * math.log(original / (2 * math.pi * turns)) / (2 * math.log(self.base))

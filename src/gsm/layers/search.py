@@ -17,11 +17,10 @@ class Selection(NamedTuple):
     """The result of a search in a bank.
 
     Attributes:
-        chosen_BRK: int64, selected slots, any number of them in any order, -1 anywhere for none; those of this project
-            ascend, with -1 behind (None: nothing is selected).
-        index, key_BFI: what an indexer searched with, for what it learns (None: nothing was searched, or nothing can
-            be learned).
-        bias_BRK: zeros that carry the gradient of the selected slots' logits to an indexer (None: none learns so).
+        chosen_BRK: int64, selected slots, any number in any order, -1 anywhere for none; this project's retrievers
+            return them ascending, followed by -1 (None: nothing is selected).
+        index, key_BFI: queries and keys of an indexer's search, for its training (None: no search, or no training).
+        bias_BRK: zeros that carry the gradient of the selected slots' logits to an indexer (None: not used).
     """
 
     chosen_BRK: Tensor | None
@@ -31,14 +30,14 @@ class Selection(NamedTuple):
 
     @classmethod
     def by_layer(cls, attended: Attended) -> Selection:
-        """The selection that the rows already have, of the layer below or of a stage's own layer, taken over."""
+        """Return the existing selection of the rows, from the layer below or from a stage's own layer."""
         return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
 
     def tapped(self, name: Name, bank: Bank | None) -> Selection:
-        """This selection, shown under a name, or what somebody replaces it with.
+        """Tap this selection under a name; return it, or the selection of a patch.
 
         Raises:
-            ValueError: for one that names slots of the bank which a row may not see.
+            ValueError: for a patch with slots that a row may not see.
         """
         if self.chosen_BRK is None or bank is None:
             return self
@@ -51,10 +50,10 @@ class Selection(NamedTuple):
             sequence, row, place = wrong_NBRK[0].tolist()
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {spelt(name)} names slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
-                f"sequence {sequence}, which may see slots from {first} on and before {last}; -1 stands for none"
+                f"a patch of {spelt(name)} selects slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
+                f"sequence {sequence}, which may see slots from {first} on and before {last}; use -1 for no slot"
             )
-        # A taken-over bias teaches the indexer about the slots that it has selected, and about no others.
+        # A reused bias trains the indexer only on the slots that it selected itself.
         bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)
         return self._replace(chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
 
@@ -62,6 +61,6 @@ class Selection(NamedTuple):
 def search_bank(
     index: IndexQuery, bank: Bank, key_BFI: Tensor, top_k: int, pool_BRN: Tensor | None = None
 ) -> Selection:
-    """The best ``top_k`` visible slots of a bank for every row, ascending; ties go to the lowest slot."""
+    """Select the best ``top_k`` visible slots of a bank for every row, ascending; ties go to the lowest slot."""
     chosen_BRK = index_top_k(*index, key_BFI, bank.first_BR, bank.last_BR, top_k, pool_BRN)
     return Selection(chosen_BRK, index, key_BFI)

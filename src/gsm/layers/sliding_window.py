@@ -1,12 +1,12 @@
-"""Attention with keys and values of its own, on the last few tokens alone."""
+"""Attention with separate keys and values to the last few tokens."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from gsm.cache.store import Window, WindowStore
-from gsm.costs.primitives import LayerCost
 from gsm.layers.block import LayerOutput, MixerGeometry
+from gsm.layers.costs import LayerCost
 from gsm.layers.key_value import KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.shapes import last
@@ -14,14 +14,14 @@ from gsm.span import Span
 
 
 class SlidingWindow(RangeAttention):
-    """Causal attention on a window of the last W tokens, the row's own included (Beltagy et al., 2020).
+    """Causal attention to a window of the last W tokens, including the row's own (Beltagy et al., 2020).
 
     Args:
         shape: shared widths.
-        geometry: gives the rotation, and the window unless it is said.
-        name: what its taps are called.
+        geometry: defines the rotation, and the default window.
+        name: prefix of its taps.
         window: tokens that a row sees (W); None: the geometry's.
-        key_value_heads: key and value heads (G); None: as many as ``KeyValue`` says.
+        key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
 
     Raises:
         ValueError: for a window below 1.
@@ -39,26 +39,26 @@ class SlidingWindow(RangeAttention):
         super().__init__(shape, rope=geometry.window_rope(), name=name)
         self.window = geometry.window if window is None else window
         if self.window < 1:
-            raise ValueError(f"window must be at least 1 token, got {window}; null means the size's window")
+            raise ValueError(f"window={window} is not allowed. Use at least 1 token, or null for the size's window")
         self.key_value = KeyValue(shape, key_value_heads)
 
     @property
     def reach(self) -> int:
-        """Positions back of its input that a row needs."""
+        """Number of earlier positions of its input that a row needs."""
         return self.window - 1
 
     def start(self, batch: int, kind: str) -> Window:
-        """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        """Return a window without entries; ``kind`` labels its bytes (``decoder_window``)."""
         return Window.empty(f"{kind}_window", self.window, self.key_value.entry(batch))
 
     def forward(self, x_BTD: Tensor, span: Span, cache: WindowStore, below: object) -> tuple[Tensor, LayerOutput]:
-        """Writes keys and values of all T new positions and reads for the last R of them."""
+        """Write keys and values of all T new positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         seen_BEU, cache = cache.extend(self.key_value(x_BTD, angles))
         history = self.key_value.recent(seen_BEU, self.window, span)
         return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs."""
-        kept = self.key_value.work(f"{kind}_window", self.window)
-        return kept + self.read_cost(self.key_value.projection.out_features, self.window)
+        """Return the cost of the layer."""
+        key_value = self.key_value.work(f"{kind}_window", self.window)
+        return key_value + self.read_cost(self.key_value.projection.out_features, self.window)

@@ -1,4 +1,4 @@
-"""What mixers with slots have in common: each head knows the past as M keys and values, which a softmax reads."""
+"""The common part of mixers with slots: each head stores the past as M keys and values, which a softmax reads."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from abc import abstractmethod
 import torch.nn.functional as F
 from torch import Tensor
 
+from gsm.errors import within
+from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.recurrence import Recurrence
 from gsm_kernels import slot_attention
 
 
 class SlotMemory(Recurrence):
-    """M slots for every head, each a key and a value of width C, of which a token replaces a share:
-    ``K_m <- a_m K_m + (1 - a_m) k_t``, values likewise; ``out_t = silu(sum_m softmax_m(K_m . q_t) V_m)``. Query, key
-    and value are SiLU. A variant says what is left of each slot (``slot_decay``).
+    """M slots per head, each a key and a value of width C. A token replaces a part of each: ``K_m <- a_m K_m + (1 -
+    a_m) k_t``, and the same for values; ``out_t = silu(sum_m softmax_m(K_m . q_t) V_m)``. Query, key and value pass
+    SiLU, and one norm is applied to the outputs of all heads together. A variant defines the decay of each slot
+    (``slot_decay``).
 
     Args:
         shape: shared widths.
-        name: what its taps are called.
-        convolution: tokens that the short convolution sees; 1: there is none.
-        slots: slots of a head (M); None: as many as it has channels.
+        name: prefix of its taps.
+        convolution: tokens that the short convolution sees; 1: no convolution.
+        slots: slots of a head (M); None: its number of channels.
 
     Raises:
-        ValueError: for slots below 1.
+        ValueError: for slots outside of 1 to 65536.
     """
 
     def __init__(self, shape: Shape, *, name: str, convolution: int, slots: int | None):
         super().__init__(shape, name=name, convolution=convolution)
         self.slots = shape.entry_dim if slots is None else slots
-        if self.slots < 1:
-            raise ValueError(f"slots must be at least 1 for each head, got {slots}")
-        self.kept, self.decays = (self.slots, 2 * shape.entry_dim), self.slots
+        within(1, 65536, slots=self.slots)
+        self.state_shape, self.decays = (self.slots, 2 * shape.entry_dim), self.slots
+        self.norm = RMSNorm(shape.heads * shape.entry_dim)
 
     def recur(
         self,
@@ -43,7 +46,7 @@ class SlotMemory(Recurrence):
         position_BT: Tensor,
         state_BHRC: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What the slots answer to every query, [B, T, H, C], and the slots after the call, [B, H, M, 2 C]."""
+        """Return the slots' output for every query, [B, T, H, C], and the slots after the call, [B, H, M, 2 C]."""
         log_decay_BTHM = self.slot_decay(x_BTD)
         out_BTHC, state_BHMU = slot_attention(
             query_BTHC,
@@ -59,12 +62,16 @@ class SlotMemory(Recurrence):
 
     @abstractmethod
     def slot_decay(self, x_BTD: Tensor) -> Tensor:
-        """log a, what is left of each slot, [B, T, H, M], in at least float32."""
+        """Return log a, the logarithm of the decay factor of each slot, [B, T, H, M], in at least float32."""
+
+    def normed(self, out_BRHC: Tensor) -> Tensor:
+        """Norm the outputs of all heads together."""
+        return self.norm(out_BRHC.flatten(-2)).view_as(out_BRHC)
 
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """SiLU."""
+        """Apply SiLU."""
         return F.silu(x_BTHC)
 
     def activate(self, value_BTC: Tensor) -> Tensor:
-        """SiLU."""
+        """Apply SiLU."""
         return F.silu(value_BTC)

@@ -1,13 +1,14 @@
-"""Sparse attention of DeepSeek-V4.1 (CSA2): a window of its own, and a few entries of a bank that a group of layers
-shares.
+"""Sparse attention of DeepSeek-V4.1 (CSA2): attention to the layer's own window, and to a few entries of a bank that a
+group of layers shares.
 
     x -> window entries ----------------------------------------------.
     x -> compressor -> bank entries, index keys   (Full)               |
     x -> query -> indexer -> Top-K of the bank    (Full, Reindex)      |
     x -> query -> one softmax over window and selected entries, sink <-'-> output
 
-Four roles, one class: ``window`` reads its window alone; ``full`` builds a bank and selects from it; ``reindex``
-selects anew from the bank of the last Full layer; ``reuse`` reads what the last Full or Reindex layer selected.
+One class has four roles: ``window`` reads only its window; ``full`` builds a bank and selects from it; ``reindex``
+makes its own selection from the bank of the last Full layer; ``reuse`` reads the selection of the last Full or Reindex
+layer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from gsm.cache.memory import BankCache, LayerCache
 from gsm.cache.slots import plan_slots
 from gsm.cache.store import Window
-from gsm.costs.primitives import POOL_BLOCK, LayerCost, Store, check_pool, products
 from gsm.layers.attended import Attended, Bank
 from gsm.layers.block import LayerOutput
+from gsm.layers.costs import POOL_BLOCK, LayerCost, Store, check_pool, products
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.projections import Compressor, Entry, Indexer, Shape
@@ -42,16 +43,16 @@ class SparseAttention(LatentAttention):
     Args:
         shape: shared widths.
         role: see above.
-        window: entries of the window (W), the row itself included.
+        window: entries of the window (W), including the row's own.
         top_k: bank entries that a row selects (K).
         ratio: tokens per bank entry (m), for a Full layer.
-        rope: rotation of everything in this layer.
-        name: what its taps are called.
-        reads_bank: whether this layer itself attends to a bank. If not, a Full layer still builds one, for the
-            aggregation stages, and has no indexer.
-        pool_blocks: a Full layer publishes so many candidate blocks per row, to which later Reindex layers keep
-            (None: no pool).
-        indexer_training: how its indexer learns.
+        rope: rotation of queries, entries and index keys.
+        name: prefix of its taps.
+        reads_bank: whether this layer attends to a bank. If false, a Full layer still builds one, for the aggregation
+            stages, and has no indexer.
+        pool_blocks: number of candidate blocks per row that a Full layer publishes; later Reindex layers search only
+            these (None: no pool).
+        indexer_training: trains its indexer.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SparseAttention(LatentAttention):
         self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
 
     def start(self, batch: int, kind: str) -> LayerCache:
-        """An empty cache; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        """Return an empty cache; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
         like = self.window.projection.weight
         entry_BC = like.new_empty(batch, like.shape[0])
         window = Window.empty(f"{kind}_window", self.window_size, entry_BC)
@@ -89,13 +90,13 @@ class SparseAttention(LatentAttention):
     def forward(
         self, x_BTD: Tensor, span: Span, cache: LayerCache, below: Attended | None
     ) -> tuple[Tensor, LayerOutput]:
-        """Writes entries for all T new positions and reads for the last R of them.
+        """Write entries for all T new positions; attend for the last R of them.
 
         Args:
             x_BTD: normed input.
-            span: the new positions, and how many rows are asked for.
-            cache: what this layer remembers.
-            below: what the layer below attended to (None on the first layer).
+            span: the new positions, with the number of requested rows.
+            cache: the cache of this layer.
+            below: entries that the layer below attended to (None on the first layer).
         """
         angles = self.rope.at(span, x_BTD.dtype)
         window_BEC, window = cache.window.extend(self.window(x_BTD, angles))
@@ -104,18 +105,18 @@ class SparseAttention(LatentAttention):
         x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
         query_BRHC, latent_BRQ = self.query(x_BRD)
         attended = self.look(window_BEC, bank, below, span.rows)
-        found = self.search(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
-        attended = self.choose(attended, found)
-        indexer_loss = self.learn(query_BRHC, found, attended, span, angles)
+        selection = self.search(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
+        attended = self.choose(attended, selection)
+        indexer_loss = self.learn(query_BRHC, selection, attended, span, angles)
         update_BRD = self.read(query_BRHC, attended, position_BR, angles)
-        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, found), indexer_loss)
+        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, selection), indexer_loss)
 
     def publish(self, x_BTD: Tensor, span: Span, cache: BankCache | None) -> tuple[Bank | None, BankCache | None]:
-        """The bank that this layer owns, with the groups that finish in this call; (None, None) if it owns none."""
+        """Return the layer's own bank, with the groups that finish in this call; (None, None) if it owns none."""
         if self.compressor is None or cache is None:
             return None, None
         projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
-        # All banks of a ratio fill alike: one plan serves them, and one table of angles.
+        # All banks of one ratio are equally full, so they share one plan and one table of angles.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))
         key = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
@@ -129,7 +130,7 @@ class SparseAttention(LatentAttention):
         return bank, BankCache(pending, entry, key, None if cache.count_B is None else slots.after_B)
 
     def look(self, window_BEC: Tensor, bank: Bank | None, below: Attended | None, rows: int) -> Attended:
-        """What the rows can see: their window, and the bank of the group that this layer starts or belongs to."""
+        """Return the visible entries: the window, and the bank of the group that this layer starts or belongs to."""
         if bank is not None:
             return Attended(window_BEC, bank.last(rows))
         if self.role == "window" or below is None:
@@ -137,25 +138,27 @@ class SparseAttention(LatentAttention):
         return replace(below.last(rows), window_BEC=window_BEC)
 
     def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, attended: Attended) -> Selection:
-        """Selects bank slots for the rows; a Reuse layer takes over what the layer below selected."""
+        """Select bank slots for the rows; a Reuse layer returns the selection of the layer below."""
         if self.indexer is None or attended.bank is None or attended.bank.key_BFI is None:
             return Selection.by_layer(attended)
         index = self.indexer(latent_BRQ, x_BRD, angles)
         return search_bank(index, attended.bank, attended.bank.key_BFI, self.top_k, attended.pool_BRN)
 
-    def narrow(self, attended: Attended, found: Selection) -> Attended:
-        """Adds the candidate pool that binds the layers above, unless it would hold the whole bank. This layer itself
-        has searched everything."""
+    def narrow(self, attended: Attended, selection: Selection) -> Attended:
+        """Add the candidate pool that limits the layers above, unless it would hold the whole bank.
+
+        This layer itself searches the whole bank.
+        """
         bank = attended.bank
-        if self.pool_blocks is None or found.index is None or found.key_BFI is None or bank is None:
+        if self.pool_blocks is None or selection.index is None or selection.key_BFI is None or bank is None:
             return attended
-        if found.key_BFI.shape[1] <= POOL_BLOCK * self.pool_blocks:
+        if selection.key_BFI.shape[1] <= POOL_BLOCK * self.pool_blocks:
             return attended
-        pool_BRN = candidate_pool(*found.index, found.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
+        pool_BRN = candidate_pool(*selection.index, selection.key_BFI, bank.first_BR, bank.last_BR, self.pool_blocks)
         return replace(attended, pool_BRN=pool_BRN)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs; a layer that owns no bank reads that of the layer below, as this one does."""
+        """Return the cost; a layer without a bank of its own reads the bank of ``below``."""
         near = self.look_cost(self.window_size, nearest=True)
         window = Store(f"{kind}_window", near.width, self.window_size)
         per_row = self.cost_of_rows(self.window, self.compressor, self.indexer)
@@ -177,8 +180,8 @@ class SparseAttention(LatentAttention):
         return total
 
     def bank_cost(self, kind: str, width: int) -> LayerCost:
-        """What a bank costs whose entries have so many numbers: compressing tokens, and keeping what comes of it."""
-        values = 1 if self.ratio == 1 else 2  # of a token: its value, and in groups its gate
+        """Return the cost of compressing tokens and storing a bank with entries of width ``width``."""
+        values = 1 if self.ratio == 1 else 2  # per pending token: its value, and its gate if there is one
         pending = Store(f"{kind}_pending", values * width, self.ratio - 1, carried=True)
         stores = [pending, Store(kind, width, ratio=self.ratio, counted=True)]
         if self.indexer is not None:

@@ -1,12 +1,13 @@
 """Multi-stage history aggregation (paper, section 3.1, equations 7 to 10).
 
-    u_1 = h_1,  u_s = [h_s ; r_{s-1}]             what the layer's attention read, and what has been retrieved so far
-                                                  (or what another ``stage_input`` takes for h, another ``stage_query``
-                                                  makes of the two)
+    u_1 = h_1,  u_s = [h_s ; r_{s-1}]             h_s: input of the layer's attention; r_{s-1}: retrieved so far
+                                                  (another ``stage_input`` takes another h, another ``stage_query``
+                                                  combines the two in another way)
     q_s = Query_s(RMSNorm_s(u_s))
     r_s = r_{s-1} + Output_s(Attn(q_s ; window of the layer, bank entries that the retriever selects))
 
-Nothing is written back to the encoder, so the stages run after it, on what its layers have looked at.
+The stages write nothing back to the encoder, so they run after it, on the windows and banks that its layers attended
+to.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gsm.costs.primitives import Layer, LayerCost, products
 from gsm.layers.attended import Attended
 from gsm.layers.block import LayerOutput
+from gsm.layers.costs import Layer, LayerCost, products
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.norm import RMSNorm
@@ -34,11 +35,11 @@ from gsm_kernels import IndexerLoss
 
 
 class Retrieved(NamedTuple):
-    """What the stages retrieved.
+    """The output of the stages.
 
     Attributes:
         increments: one [B, R, D] per stage; their sum is the paper's r.
-        caches: what each retriever remembers after the call.
+        caches: the cache of each retriever after the call.
         indexer_losses: in training: loss and recall of each separate indexer, by stage: ``stage2``.
     """
 
@@ -55,9 +56,9 @@ class Stage(LatentAttention):
         shape: shared widths.
         window: W of the encoder layer.
         rope: rotation of that layer.
-        retriever: which bank entries it reads.
-        name: what its taps are called.
-        indexer_training: how a separate indexer learns.
+        retriever: selects the bank entries.
+        name: prefix of the stage's taps.
+        indexer_training: trains a separate indexer.
     """
 
     def __init__(
@@ -78,19 +79,19 @@ class Stage(LatentAttention):
     def forward(
         self, u_BRU: Tensor, span: Span, attended: Attended, cache: Any
     ) -> tuple[Tensor, Any, IndexerLoss | None]:
-        """Returns the increment [B, R, D], the retriever's cache, and loss and recall of its indexer."""
+        """Return the increment [B, R, D], the retriever's cache, and loss and recall of its indexer."""
         x_BRU = self.norm(u_BRU)
         angles = self.rope.at(span, x_BRU.dtype)
-        found, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
-        found = found.tapped((self, "top_k"), attended.bank)
-        attended = self.choose(attended, found)
+        selection, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
+        selection = selection.tapped((self, "top_k"), attended.bank)
+        attended = self.choose(attended, selection)
         query_BRHC, _ = self.query(x_BRU)
-        indexer_loss = self.learn(query_BRHC, found, attended, span, angles)
+        indexer_loss = self.learn(query_BRHC, selection, attended, span, angles)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         return tap((self, "increment"), increment_BRD), cache, indexer_loss
 
     def work(self, layer: LayerCost) -> LayerCost:
-        """What it costs on window and bank of its encoder layer, of which the cost is given."""
+        """Return the cost of the stage, given the cost of its encoder layer."""
         assert layer.window is not None and layer.bank is not None
         per_row = {**self.cost_of_rows(self.norm, self.retriever), "norms": products(self.norm)}
         return LayerCost(per_row, looks=(layer.window,)) + self.retriever.work(layer.bank)
@@ -100,16 +101,16 @@ class Aggregation(nn.Module):
     """All stages in order.
 
     Args:
-        layers: the encoder layers that the stages belong to, from 1; [] for none.
+        layers: encoder layer of each stage, from 1; [] for no stages.
         shape: shared widths.
         window: W of the encoder.
         top_k: entries that a retriever selects (K).
         ratio: tokens per bank entry (m).
         rope: rotation in the encoder's layers with a bank.
         retriever: called with ``dim_in, shape, top_k=..., stage=...`` for every stage.
-        stage_input: what h of a stage is.
-        stage_query: what a stage asks with.
-        indexer_training: how separate indexers learn.
+        stage_input: selects h of a stage.
+        stage_query: computes the query input of a stage.
+        indexer_training: trains separate indexers.
     """
 
     def __init__(
@@ -147,21 +148,21 @@ class Aggregation(nn.Module):
         return (cast(Stage, stage) for stage in self.stages)
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """Empty caches of all retrievers."""
+        """Return the empty caches of all retrievers."""
         return tuple(stage.retriever.start(batch, self.ratio) for stage in self)
 
     def layer_costs(self, encoder: Sequence[Layer]) -> list[Layer]:
-        """What each stage costs, given what the encoder's layers do."""
+        """Return the cost of each stage, given the costs of the encoder's layers."""
         numbered = zip(self, self.layers, strict=True)
         return [Layer("stages", stage.work(encoder[layer - 1].work)) for stage, layer in numbered]
 
     def forward(self, encoded: Sequence[LayerOutput], span: Span, caches: Sequence[Any]) -> Retrieved:
-        """Runs the stages for the given rows.
+        """Run the stages.
 
         Args:
-            encoded: what each encoder layer gave back.
+            encoded: the output of each encoder layer.
             span: the rows that the state is written for.
-            caches: what each retriever remembers.
+            caches: the cache of each retriever.
         """
         increments, after, losses = [], [], []
         retrieved_BRD = None

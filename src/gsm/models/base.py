@@ -1,42 +1,40 @@
-"""What every language model of the project answers to: one ``forward`` for training, prefill and decode, and the same
-memory protocol.
+"""The interface of all language models: one ``forward`` for training, prefill and decoding, and one memory protocol.
 
-The three ways differ in their arguments alone:
+These modes differ only in the arguments of ``forward``:
 
-                        new positions     rows asked for           memory
+                        new positions     requested rows           memory
     training            the sequence      all                      none
     prefill             the prompt        1                        fresh
-    chunked prefill     a chunk           1 - what comes after     of the chunks before
-    decode              1                 1                        of all before
+    chunked prefill     a chunk           1 - tokens after it      of the previous chunks
+    decoding            1                 1                        of all previous tokens
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gsm.cache.ledger import Ledger
-from gsm.cache.memory import Memory, forgetful, holds, no_last_token
-from gsm.cache.pieces import Context, Pieces
-from gsm.cache.store import State
-from gsm.costs.primitives import Layer, unknown_cost
+from gsm.cache.memory import Memory, forgetful, no_last_token
+from gsm.errors import within
 from gsm.layers.block import Block
 from gsm.layers.convolution import ShortConvolution
+from gsm.layers.costs import Layer, unknown_cost
 from gsm.layers.experts import Experts
 from gsm.layers.feed_forward import Balance
 from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
 from gsm.layers.linear import Linear, draw
 from gsm.layers.norm import RMSNorm
 from gsm.models.balancing import layers_with_experts, report_balance
-from gsm.models.checks import IGNORED, check_call, check_memory, check_room
+from gsm.models.checks import IGNORED, check_call, check_memory, check_room, whole
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.report import Report, count_parameters
 from gsm.models.sampling import check_sampling, continuation
@@ -46,22 +44,27 @@ from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
 
-CHUNK = 4096  # tokens of a long prompt that are read at a time, unless somebody says otherwise
+_switching = threading.Lock()
+# For each model: number of open ``evaluating`` blocks in all threads, and the modules that were in training mode.
+_evaluating: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+
+CHUNK = 4096  # default number of prompt tokens per call of a chunked prefill
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a model returns.
+    """The output of a forward.
 
     Attributes:
-        hidden_BRD: normed output of the last layer for the rows asked for.
+        hidden_BRD: normed output of the last layer for the requested rows.
         head: the output projection, for ``logits``.
-        loss: mean cross-entropy over the targets (None: no targets were given).
+        loss: mean cross-entropy over the targets (None: the call had no targets).
         losses: named scalars that a trainer adds to ``loss``, already weighted.
-        metrics: named scalars to look at.
-        memory: the memory after the call (None: none was given).
-        load_LE: in training with experts: int64, rows that each layer sent to each of its experts; what ``rebalance``
-            wants, summed over all batches and ranks of an optimiser step.
+        metrics: named scalars for logging only.
+        memory: the memory after the call (None: the call had no memory). Gradients end here: a later call sends none
+            back.
+        balances: of each layer with experts, in training: the rows that it sent to them.
+        modes: modes of the call: gradients, autocast and its dtype.
     """
 
     hidden_BRD: Tensor
@@ -70,24 +73,48 @@ class Output:
     losses: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     memory: Memory | None = None
-    load_LE: Tensor | None = None
+    balances: list[Balance] = field(default_factory=list)
+    modes: tuple[bool, bool, torch.dtype] | None = None
+
+    @property
+    def load_LE(self) -> Tensor | None:
+        """int64, rows that each layer sent to each of its experts (None: no experts, or not in training).
+        ``rebalance`` takes their sum over all batches and ranks of an optimiser step."""
+        return torch.stack([balance.load_E for balance in self.balances]) if self.balances else None
 
     @property
     def logits(self) -> Tensor:
-        """Scores of the next token, [B, R, V]; computed at each access."""
-        return self.head(self.hidden_BRD)
+        """Scores of the next token, [B, R, V]. Each access computes them, in the modes of the call."""
+        if self.modes is None or self.modes == modes_of(self.hidden_BRD):
+            return self.head(self.hidden_BRD)
+        gradients, lower, dtype = self.modes
+        inference = torch.inference_mode(self.hidden_BRD.is_inference() or torch.is_inference_mode_enabled())
+        with (
+            inference,
+            torch.set_grad_enabled(gradients and torch.is_grad_enabled()),
+            torch.autocast(self.hidden_BRD.device.type, dtype=dtype, enabled=lower),
+        ):
+            return self.head(self.hidden_BRD)
+
+
+def modes_of(x: Tensor) -> tuple[bool, bool, torch.dtype] | None:
+    """Return whether gradients are recorded, whether autocast is on for the device of ``x``, and its dtype."""
+    kind = x.device.type
+    if kind == "meta":
+        return None
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What ``LanguageModel.run`` returns, the body without final norm and head.
+    """The output of ``LanguageModel.run``, the body without final norm and head.
 
     Attributes:
-        hidden_BRD: output of the last layer for the rows asked for, before the final norm.
-        memory: the stores after the call; of the last token it still says what it said before.
+        hidden_BRD: output of the last layer for the requested rows, before the final norm.
+        memory: the stores after the call. ``document_B`` and ``position_B`` are still those from before the call.
         indexer_losses: in training: loss and recall of each indexer, with its layer's or stage's name (``encoder3``).
-        metrics: named scalars to look at.
-        balances: in training: of every layer with experts what was sent to them, in order.
+        metrics: named scalars for logging only.
+        balances: in training: the expert loads of every layer with experts, in order.
     """
 
     hidden_BRD: Tensor
@@ -100,10 +127,10 @@ class Trace:
 class LanguageModel(nn.Module, ABC, Calls):
     """Embedding, a body (``run``), final norm and a head tied to the embedding.
 
-    The embedding is drawn with variance 1 / D and scaled by sqrt(D) on the way in, so that the first norm meets unit
-    variance. With the head tied to it, a fresh model bets on repeating the current token, by a logit of sqrt(D) times
-    the final norm's weight; that weight starts at sqrt(128 / D), so that the bet does not grow with the width. (At
-    D = 128, smaller ones were tried and learned no faster.)
+    The embedding is drawn with variance 1 / D and its output is scaled by sqrt(D), so that the first norm gets unit
+    variance. Because the head is tied to it, an untrained model favours the current token: its logit is sqrt(D) times
+    the final norm's weight. That weight starts at sqrt(128 / D), so that this logit does not grow with the width. (At
+    D = 128, smaller initial weights learned no faster.)
 
     Args:
         vocabulary: rows of the embedding (V).
@@ -111,10 +138,11 @@ class LanguageModel(nn.Module, ABC, Calls):
         indexer_weight: weight of the indexers' loss, the mean over all indexers.
     """
 
-    indexer_training: IndexerTraining = Frozen()  # without indexers nothing is learned
+    indexer_training: IndexerTraining = Frozen()  # the default for models without indexers
 
     def __init__(self, vocabulary: int, dim: int, *, indexer_weight: float = 1.0):
         super().__init__()
+        within(0, indexer_weight=indexer_weight)
         self.vocabulary, self.dim, self.indexer_weight = vocabulary, dim, indexer_weight
         self.embedding = nn.Embedding(vocabulary, dim)
         draw(self.embedding.weight, dim**-0.5)
@@ -122,41 +150,69 @@ class LanguageModel(nn.Module, ABC, Calls):
         nn.init.constant_(self.norm.weight, (128 / dim) ** 0.5)
         self.head = Linear(dim, vocabulary)
         self.head.weight = self.embedding.weight
+        self.register_load_state_dict_post_hook(_tie)
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
         self._forgetful: dict[str, Any] | None = None
         self._empty: dict[str, Any] = {}
 
     @property
     def reach(self) -> int | None:
-        """How many positions back a token can change an output; None: any number, or not known."""
+        """The largest distance in positions at which a token can change an output; None: unlimited, or unknown."""
         return None
 
     @property
     def parameter_note(self) -> str:
-        """What a table of parameters should say about this model's number."""
+        """A remark on this model's parameter count, for tables; empty for none."""
         return ""
 
     def state_bytes(self, memory: Memory) -> int | None:
-        """Bytes of what the decoder knows of the past: of GSM the state, of a comparator all that it keeps; None for
-        the baseline, whose decoder's bank grows beside the encoder's."""
+        """Return the bytes that hold the decoder's knowledge of the past: GSM's state, or a comparator's whole cache.
+
+        None for the baseline: its decoder's bank grows together with the encoder's.
+        """
         return memory.breakdown().get("shared_state")
 
     @abstractmethod
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """The body: from embedded tokens to the hidden states of the rows asked for."""
+        """Run the body: from embedded tokens to the hidden states of the requested rows."""
 
     @abstractmethod
     def schedule(self, new: int, rows: int) -> Schedule:
-        """How many rows each layer produces of so many new positions when ``rows`` are asked for."""
+        """Return the number of rows that each layer computes, for ``new`` positions and ``rows`` requested rows."""
 
     @abstractmethod
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """The fields of ``Memory`` that this model uses, empty."""
+        """Return the fields of ``Memory`` that this model uses, empty."""
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run. Raises ValueError for a model or a part that does not
-        say."""
+        """Return the costs of the layers in execution order. Raises ValueError if the model or a part declares none."""
         raise unknown_cost(self, "layer_costs()")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LanguageModel:
+        """Apply ``fn`` as any module does, and keep a tied head tied, also after ``to_empty``."""
+        tied = self._tied
+        super()._apply(fn, recurse)
+        if tied:
+            self.head.weight = self.embedding.weight
+        return self
+
+    @property
+    def _tied(self) -> bool:
+        return getattr(self.head, "weight", None) is getattr(self.embedding, "weight", self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load as any module does. Raises ValueError for a head that differs from the embedding in a tied model."""
+        names = [f"{prefix}{part}.weight" for part in ("embedding", "head")]
+        pair = [x for x in map(state_dict.get, names) if isinstance(x, Tensor) and not x.is_meta]
+        if self._tied and len(pair) == 2 and pair[0] is not pair[1] and pair[0].shape == pair[1].shape:
+            table, head = pair
+            if not torch.equal(table.nan_to_num(), head.nan_to_num().to(table.device)):
+                raise ValueError(
+                    f"{names[1]} is not allowed to differ from {names[0]} because they are one weight here; save the "
+                    "state dict of a model whose head has the embedding's weight"
+                )
+        self._retie = self._tied
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,
@@ -166,17 +222,18 @@ class LanguageModel(nn.Module, ABC, Calls):
         memory: Memory | None = None,
         rows: int | None = None,
     ) -> Output:
-        """One forward for everything.
+        """Run the model: training, prefill, a chunk of a prompt, or decoding.
 
         Args:
             tokens: int64 [B, T].
             documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences.
-                Left out: one document, or with a memory the last one goes on.
+                Default: one document, or with a memory the continuation of its last document.
             targets: int64 [B, T], already shifted, -100 for positions that do not count.
-            memory: what ``start`` or an earlier call returned. A growing one is never changed; a static one is, once
-                the call has succeeded, and is itself ``Output.memory``.
-            rows: trailing positions for which an output is wanted (default: all). With a memory also 0 or less: none,
-                and the first one that will be wanted comes 1 - rows positions later; computed is what that one needs.
+            memory: the memory that ``start`` or an earlier call returned. A growing memory is never changed. A static
+                memory is changed once the call has succeeded, and is returned as ``Output.memory``.
+            rows: number of trailing positions to compute outputs for (default: all). Zero or negative, with a memory
+                only: none now; the first needed position is ``1 - rows`` tokens after this call, and the call computes
+                only its prerequisites.
 
         Raises:
             ValueError: naming field, value and limit.
@@ -186,8 +243,8 @@ class LanguageModel(nn.Module, ABC, Calls):
             check_memory(memory, self._layout(), tokens, rows)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
         batch, length = tokens.shape
-        # The ledger is named, for torch.compile cannot trace a dataclass that makes one by itself.
-        before = memory or Memory(**no_last_token(batch, tokens.device), **self._nothing_kept(), ledger=Ledger())
+        # The ledger is passed explicitly because torch.compile cannot trace a dataclass's default factory.
+        before = memory or Memory(**no_last_token(batch, tokens.device), **self._training_stores(), ledger=Ledger())
         single_document = documents is None
         if documents is None:
             document_B = before.document_B.clamp(min=0)
@@ -197,83 +254,52 @@ class LanguageModel(nn.Module, ABC, Calls):
             document_B = documents[:, -1]
             position_BT = document_positions(documents, before.document_B, before.position_B)
         span = Span(position_BT, length if rows is None else rows)
-        if single_document:
-            span = replace(span, single_document=True) if memory is None else memory.continued(span)
-        pieces = before.ledger.pieces
-        if pieces is not None:
-            span = replace(span, pieces=pieces.count, tokens=pieces.tokens)
-        # Nothing else would round what an embedding gives, and the residual streams are most of what a layer moves.
+        if memory is not None:
+            span = memory.continued(span, single_document)
+        elif single_document:
+            span = replace(span, single_document=True)
+        # Autocast does not round an embedding's output, and the residual streams are most of a layer's memory traffic.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
-        tap("position", position_BT, fixed="what a row sees follows from it; to count anew, give documents=")
+        tap("position", position_BT, fixed="positions determine the mask; pass documents= to restart counting")
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
-        if pieces is not None:
-            losses = {name: pieces.weighed(loss) for name, loss in losses.items()}
-        experts = report_balance(trace.balances, pieces)
+        experts = report_balance(trace.balances)
         out = Output(
             hidden_BRD,
             self.head,
             loss=self._loss(hidden_BRD, targets),
             losses=losses | experts.losses,
             metrics=trace.metrics | metrics | experts.metrics,
-            load_LE=experts.load_LE,
+            balances=trace.balances,
+            modes=modes_of(hidden_BRD),
         )
         if memory is None:
             return out
-        # Last, so that a call that fails anywhere leaves a static memory as it was. The documents are a copy: of one
-        # token, the caller's own tensor would do for the memory, and may be written again.
+        # Last, so that a failed call leaves a static memory unchanged. The documents are copied: with one token,
+        # document_B would be a view of the caller's tensor, which the caller may overwrite.
         last_token = {"document_B": document_B.clone(), "position_B": position_BT[:, -1]}
         after = replace(trace.memory, **last_token)
-        if pieces is None:
-            after = memory.advance(after, length, single_document, span.rows)
-        return replace(out, memory=after)
+        return replace(out, memory=memory.advance(after, length, single_document, span.rows))
 
     def start(self, batch: int = 1, capacity: int | None = None) -> Memory:
-        """An empty memory for ``batch`` sequences.
+        """Return an empty memory for ``batch`` sequences.
 
         Args:
             batch: number of sequences.
-            capacity: None for a memory that grows: a call returns the next one, and none is ever changed. A number of
-                tokens for a static one: buffers for so many, which calls write in place, in which no shape depends on
-                what has been read, and for which nobody asks the device: fit for a CUDA graph. (A replay runs no
-                Python: count what it reads with ``memory.ledger.claim``.)
+            capacity: None for a growing memory: each call returns the next one, and none is ever changed. A number of
+                tokens for a static memory: buffers of that capacity, which calls write in place. No shape depends on
+                the tokens read and no call synchronises with the device, so a CUDA graph can record the calls. (A
+                replay runs no Python: count the tokens it reads with ``memory.ledger.claim``.)
 
         Raises:
             ValueError: for a batch or a capacity below 1.
         """
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
+        batch, capacity = whole("batch", batch), None if capacity is None else whole("capacity", capacity)
         last_token = no_last_token(batch, self.embedding.weight.device)
         memory = Memory(**last_token, **self.empty_memory(batch), ledger=Ledger(self._layout()))
         return memory if capacity is None else memory.static(capacity)
-
-    def divided(
-        self, context: Context, tokens: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
-    ) -> dict[str, Any]:
-        """What ``forward`` takes on one of the ranks that share these sequences, for its pieces of them.
-
-        The mean over the ranks of what it then returns, weighted by their targets, is what one rank would return; and
-        so are the gradients, if each rank weights its loss so and adds ``losses`` as they are.
-
-        Args:
-            context: the ranks, all of which are given the same sequences, and call ``forward`` together.
-            tokens, documents, targets: as of ``forward``, of whole sequences.
-        """
-        check_call(self.vocabulary, tokens, documents, targets, None)
-        self._nothing_kept()
-        documents = None if documents is None else documents.long()
-        pieces = Pieces(
-            context, (tokens.shape[0], tokens.shape[1]), documents, each=self.pieces_each, device=tokens.device
-        )
-        ledger = Ledger(self._layout(), single_document=False, pieces=pieces)
-        return {
-            "tokens": pieces.cut(tokens, 0),
-            "documents": None if pieces.documents_BT is None else pieces.cut(pieces.documents_BT, -1),
-            "targets": None if targets is None else pieces.cut(targets.long(), IGNORED),
-            "memory": pieces.memory(self._empty, ledger),
-        }
 
     @torch.no_grad()
     def prefill(
@@ -282,32 +308,28 @@ class LanguageModel(nn.Module, ABC, Calls):
         memory: Memory,
         chunk: int = CHUNK,
         documents: Tensor | None = None,
-        context: Context | None = None,
     ) -> Output:
-        """Reads a prompt in chunks, computing of each only what the last row needs; returns the last row's output.
+        """Read a prompt in chunks, computing only the prerequisites of the last row; return the last row's output.
 
         Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
-        end at the border of the last chunk; where they are wanted, call the model itself.
+        end at the start of the last chunk. Call the model itself if you need gradients.
 
         Args:
             prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths, each the beginning of a document.
-            memory: what ``start`` or an earlier call returned; for prompts of different lengths a fresh one.
-            chunk: tokens read at a time.
+            memory: the memory that ``start`` or an earlier call returned; a fresh one for prompts of different lengths.
+            chunk: tokens per call.
             documents: as in ``forward``; only for a tensor [B, T].
-            context: ranks that divide the prompt, each of which is given all of it and reads ``chunk`` tokens at a
-                time, and the end, of which upper layers need more than banks, like all others; the same memory and
-                output are on all of them then.
 
         Raises:
-            ValueError: as ``forward``; before anything is read if the memory has no room for the whole prompt.
+            ValueError: as ``forward``. If the memory has no room for the whole prompt, nothing is read.
         """
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+        chunk = whole("chunk", chunk)
         tokens, padding = as_batch(prompt, self.embedding.weight.device)
         if padding is not None and (documents is not None or memory.used):
             raise ValueError(
-                "prompts of different lengths begin new documents: give them a fresh memory, start(batch=...), "
-                f"and no documents of their own; this memory has read {memory.used} tokens"
+                "prompts of different lengths are not allowed with documents or with a memory in use, because each of "
+                f"them begins a document; this memory has read {memory.used} tokens. Use a fresh memory, "
+                "start(batch=...), and no documents"
             )
         documents = padding if documents is None else documents
         if documents is not None and documents.shape != tokens.shape:
@@ -315,73 +337,34 @@ class LanguageModel(nn.Module, ABC, Calls):
                 f"documents must have the shape of tokens, {list(tokens.shape)}, got {list(documents.shape)}"
             )
         memory.ledger.require(tokens.shape[1])
-        in_parts = tokens.shape[1] > chunk or context is not None
-        before = memory.mark() if memory.capacity is not None and in_parts else None
+        before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
         try:
-            if context is None:
-                return self._read(tokens, documents, memory, chunk)
-            return self._read_together(tokens, documents, memory, chunk, context)
-        except BaseException:  # an interruption too: what was half read has not been read
+            return self._read(tokens, documents, memory, chunk)
+        except BaseException:  # after an interruption too, the memory must hold all of a prompt or nothing
             if before is not None:
                 memory.rewind(before)
             raise
 
     def _read(self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int) -> Output:
-        """The chunks of a prompt, one after the other; the output of the last row, with the memory after it."""
+        """Read the chunks of a prompt one after the other; return the last row's output, with the memory after it."""
         out, length = None, tokens.shape[1]
         for start in range(0, max(length, 1), chunk):
             tokens_BT = tokens[:, start : start + chunk]
             part, later = None if documents is None else documents[:, start : start + chunk], length - start - chunk
             narrow = memory.narrow(memory.used + tokens_BT.shape[1])
             out = self(tokens_BT, documents=part, memory=narrow, rows=1 - max(0, later))
-            memory = out.memory if memory.capacity is None else memory  # what is narrow has no room for the next chunk
+            memory = out.memory if memory.capacity is None else memory  # a narrow memory has no room for the next chunk
         assert out is not None
         return replace(out, memory=memory)
 
-    def _read_together(
-        self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int, context: Context
-    ) -> Output:
-        """The chunks of a prompt, as many at a time as there are ranks; its end, of which more than banks and states is
-        needed, is read by each of them."""
-        check_call(self.vocabulary, tokens, documents, None, None)  # as a whole: all ranks refuse it, or none
-        check_memory(memory, self._layout(), tokens, 1)
-        start, length = 0, tokens.shape[1]
-        while piece := min(chunk, max(0, length - start - self._end) // context.size):
-            here = slice(start, start + piece * context.size)
-            start = here.stop
-            part = None if documents is None else documents[:, here].long()
-            tokens_BT, narrow = tokens[:, here], memory.narrow(memory.used + piece * context.size)
-            pieces = Pieces(
-                context, (len(tokens), tokens_BT.shape[1]), part, each=1, device=tokens.device, memory=narrow
-            )
-            ledger = Ledger(memory.ledger.layout, single_document=False, pieces=pieces)
-            divided = pieces.memory({name: getattr(narrow, name) for name in self.empty_memory(0)}, ledger)
-            local = None if part is None else pieces.cut(part, -1)
-            later = length - start + (context.size - 1 - context.rank) * piece
-            after = self(pieces.cut(tokens_BT, 0), documents=local, memory=divided, rows=1 - later).memory
-            given = tokens_BT.shape[1], documents is None, 1 - (length - start)
-            after = narrow.advance(pieces.concluded(after), *given)
-            memory = after if memory.capacity is None else memory
-        return self._read(tokens[:, start:], None if documents is None else documents[:, start:], memory, chunk)
-
-    @cached_property
-    def _end(self) -> int:
-        """How many tokens of a prompt are its end: of those before it, a layer needs all positions or none."""
-        many = 1 << 40
-
-        def all_or_none(later: int) -> bool:
-            rows = self.schedule(many, 1 - later)
-            found = {*rows.encoder, *rows.decoder, rows.writer, rows.state, rows.decoder_input}
-            return found <= {0, many}
-
-        return bisect_left(range(1, many), True, key=all_or_none) + 1
-
     def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
-        """New token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``. The length
-        being known, the memory is a static one, unless ``capacity`` says otherwise: as fast on a CPU, and a GPU never
-        waits."""
+        """Return new token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``.
+
+        The default memory is static because the final length is known: equally fast on a CPU, and a GPU never waits.
+        ``capacity`` selects another one.
+        """
         tokens, _ = as_batch(prompt, self.embedding.weight.device)
-        options.setdefault("capacity", max(tokens.shape[1] + max_new_tokens - 1, 1))
+        options.setdefault("capacity", tokens.shape[1] + whole("max_new_tokens", max_new_tokens) - 1)
         return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
 
     @torch.no_grad()
@@ -396,14 +379,14 @@ class LanguageModel(nn.Module, ABC, Calls):
         generator: torch.Generator | None = None,
         capacity: int | None = None,
     ) -> Iterator[Tensor]:
-        """Yields one new id per sequence, [B], at a time.
+        """Yield one new id per sequence, [B], at a time.
 
         Args:
             prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths; not empty.
-            max_new_tokens: how many.
+            max_new_tokens: number of new ids per sequence.
             temperature: 0 takes the likeliest token, else logits are divided by it and sampled.
             top_p: sample from the smallest set of likeliest tokens that holds this probability.
-            chunk: tokens of the prompt read at a time.
+            chunk: tokens of the prompt per call.
             generator: source of randomness on the model's device.
             capacity: as in ``start``: None for a memory that grows.
 
@@ -427,13 +410,13 @@ class LanguageModel(nn.Module, ABC, Calls):
         yield from continuation(out.logits[:, -1], step, max_new_tokens, temperature, top_p, generator)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles block by block when they are first called: blocks of one kind have one graph, whatever the depth.
+        """Compile each block at its first call: blocks of one kind share one graph, whatever the depth.
 
-        In evaluation they run as they are written: graphs of both modes, and of whoever records, would be more than
-        PyTorch keeps of one function.
+        In evaluation the blocks run eagerly: graphs for both modes and for recording would exceed the number that
+        PyTorch caches per function.
 
         Args:
-            options: of ``torch.compile``.
+            options: options of ``torch.compile``.
         """
         for part in self.modules():
             if isinstance(part, Block):
@@ -441,11 +424,12 @@ class LanguageModel(nn.Module, ABC, Calls):
                 part._compiled_call_impl = _in_training(part, part._compiled_call_impl)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by how an optimiser should treat them: ``table_decay`` (embedding and head, filters), ``decay``
-        (what is multiplied with), ``no_decay`` (norms, scales, biases, sinks), the last two for indexers, and
-        ``expert_decay``, which ranks may divide otherwise than the rest.
+        """Return the parameters in groups that an optimiser treats differently.
 
-        By shape, so that whatever is not a matrix is not decayed; but tables by type, and indexers by name.
+        The groups are ``table_decay`` (embedding and head, filters), ``decay`` (matrices), ``no_decay`` (norms, scales,
+        biases, sinks), the last two again for indexers, and ``expert_decay``, which ranks may shard differently.
+
+        Shape decides, so that only matrices are decayed; tables are found by type, and indexers by name.
         """
         groups: dict[str, list[nn.Parameter]] = {
             k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay", "expert_decay")
@@ -460,19 +444,21 @@ class LanguageModel(nn.Module, ABC, Calls):
         return groups
 
     def rebalance(self, load_LE: Tensor) -> None:
-        """Moves the biases of all experts one step towards even loads: to be called after each optimiser step, with
-        ``Output.load_LE`` summed over its batches and ranks."""
+        """Move the biases of all experts one step towards even loads.
+
+        Call it after each optimiser step, with ``Output.load_LE`` summed over the step's batches and ranks.
+        """
         for layer, load_E in zip(layers_with_experts(self), load_LE, strict=True):
             layer.rebalance(load_E)
 
     def parameter_report(self) -> Report:
-        """Parameters in total, active for one token, and by part; works on the meta device."""
+        """Count the parameters: total, active for one token, and by part. Works on the meta device."""
         return count_parameters(self)
 
     def _loss(self, hidden_BRD: Tensor, targets: Tensor | None) -> Tensor | None:
         if targets is None:
             return None
-        # Under autocast the norm may return float32; the logits have to be in the half type.
+        # Under autocast the norm may return float32, but the logits must be in the half type.
         hidden_ND = lowered(hidden_BRD).flatten(0, 1)  # N = B R
         return linear_cross_entropy(
             hidden_ND, self.head.weight, targets[:, -hidden_BRD.shape[1] :].reshape(-1), IGNORED
@@ -480,31 +466,37 @@ class LanguageModel(nn.Module, ABC, Calls):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode inside the block; what was in training is so again behind it."""
-        training = [module for module in self.modules() if module.training] if self.training else []
+        """Switch to evaluation mode inside the block.
+
+        Modules that were in training mode return to it after the last of the overlapping blocks of all threads.
+        """
         try:
-            for module in training:
-                module.training = False
+            with _switching:
+                inside, training = _evaluating.get(self, (0, []))
+                if not inside and self.training:
+                    training = [module for module in self.modules() if module.training]
+                _evaluating[self] = inside + 1, training
+                for module in training:
+                    module.training = False
             yield
         finally:
-            for module in training:
-                module.training = True
+            with _switching:
+                inside, training = _evaluating.pop(self, (1, []))
+                if inside > 1:
+                    _evaluating[self] = inside - 1, training
+                else:
+                    for module in training:
+                        module.training = True
 
-    def _nothing_kept(self) -> dict[str, Any]:
-        """The fields of ``Memory`` for training: what is written there is forgotten. Made once."""
+    def _training_stores(self) -> dict[str, Any]:
+        """Return the fields of ``Memory`` for training, whose stores discard all writes; made once."""
         if self._forgetful is None:
             self._empty = self.empty_memory(0)
             self._forgetful = {name: forgetful(node) for name, node in self._empty.items()}
         return self._forgetful
 
-    @cached_property
-    def pieces_each(self) -> int:
-        """How many pieces of a sequence a rank has that divides it with others: two, so that searches are even, but one
-        where a layer keeps the state of a recurrence, which goes from piece to piece."""
-        return 1 if any(holds(node, State) for node in self.empty_memory(0).values()) else 2
-
     def _layout(self) -> tuple[tuple, ...]:
-        """The layout of this model's memory: made once, for it does not change unless the dtype does."""
+        """Return the layout of this model's memory; made once per dtype."""
         dtype = self.embedding.weight.dtype
         if dtype not in self._layouts:
             last_token = no_last_token(0, self.embedding.weight.device)
@@ -512,8 +504,14 @@ class LanguageModel(nn.Module, ABC, Calls):
         return self._layouts[dtype]
 
 
+def _tie(model: LanguageModel, incompatible: Any) -> None:
+    """Tie the head to the embedding again after a state dict was loaded, if they were tied before."""
+    if vars(model).pop("_retie", False):
+        model.head.weight = model.embedding.weight
+
+
 def _in_training(block: Block, compiled: Any) -> Callable[..., Any]:
-    """What a block is called by: compiled in training, as it is written in evaluation."""
+    """Return the call of a block: compiled in training, eager in evaluation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (compiled if block.training else block._call_impl)(*args, **kwargs)

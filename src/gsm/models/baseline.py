@@ -5,12 +5,12 @@
     encoder layer 1 .. L_E       window-only layers, then groups around banks at ratio m
       |
     decoder layer 1 (Full)       builds one bank at ratio 1 from the encoder's output
-    decoder layer 2 .. L_D       Reindex layers select from it anew, Reuse layers take that over
+    decoder layer 2 .. L_D       Reindex layers make a new selection from it, Reuse layers use the last selection
       |
     norm -> head
 
-The same encoder as GSM's, without stages and shared state: every decoder layer keeps a window of its own, and the bank
-grows with the history.
+The encoder is GSM's, without stages and shared state. Every decoder layer has a window of its own, and the decoder's
+bank grows with the history.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm.costs.primitives import Layer
+from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -41,13 +41,13 @@ class Baseline(LanguageModel):
     Args:
         geometry: widths and depths.
         candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks
-            of 8 entries, which the Full layer publishes (section 2.1). Where the bank has no more entries than that, as
-            in main training at every size, nothing is published and nothing changes.
+            of 8 entries, which the Full layer publishes (section 2.1). It has no effect while the bank has no more
+            entries than that, as in main training at every size.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        indexer_training: how indexers learn.
-        indexer_weight: weight of the indexers' loss, where they have one.
-        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+        indexer_training: the loss, or the straight-through score, that trains the indexers.
+        indexer_weight: weight of the indexers' loss, if they have one.
+        recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
         ValueError: for decoder roles that do not fit the decoder.
@@ -87,13 +87,13 @@ class Baseline(LanguageModel):
         self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Rows of each layer: the decoder's bank needs the whole encoder; the decoder's windows shrink above it."""
+        """Return the rows of each layer: the decoder's bank needs all encoder rows; the layers above it need fewer."""
         reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
         decoder_input, *decoder = at_least_none(stack_rows(new, rows, reaches))
         return Schedule([new] * self.geometry.encoder_layers, decoder, decoder_input=decoder_input)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """From embedded tokens to the last layer's output for the rows asked for."""
+        """Run encoder and decoder: from embedded tokens to the last layer's output for the requested rows."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
@@ -104,21 +104,22 @@ class Baseline(LanguageModel):
         return Trace(streams.mixed_BTD, after, losses, balances=balances_of(*encoded, *decoded))
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run."""
+        """Return the costs of the layers in execution order."""
         return [*self.encoder.layer_costs("encoder"), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Windows of all layers, banks of the encoder, and the decoder's bank, which grows with every token."""
+        """Return the empty windows of all layers, banks of the encoder, and the decoder's bank, which grows with every
+        token."""
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": self.decoder.start(batch, "decoder")}
 
 
 def decoder_roles(geometry: Geometry) -> list[Role]:
-    """Full, Reindex or Reuse for each decoder layer. Raises ValueError unless the Full layer is the decoder's first."""
+    """Return the role of each decoder layer. Raises ValueError unless the Full layer is the decoder's first."""
     first, last = geometry.encoder_layers + 1, geometry.depth
     if geometry.decoder_full != first:
         raise ValueError(
-            f"decoder_full must be the first decoder layer, {first}, because its bank holds the encoder's output; "
-            f"got {geometry.decoder_full}"
+            f"decoder_full={geometry.decoder_full} is not allowed because the bank holds the encoder's output. Use the "
+            f"first decoder layer, {first}"
         )
     check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)
 

@@ -1,15 +1,18 @@
-"""What a model refuses, each with a sentence that names the field, the value and the remedy."""
+"""Checks of the arguments of a model's calls. Each error names the field, the value and the remedy."""
 
 from __future__ import annotations
+
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm_kernels.native import noted
+from gsm_kernels.register import noted
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-DEVICES = ("cpu", "cuda", "meta")  # others, such as Apple's mps, compute some things otherwise, or not in float64
+DEVICES = ("cpu", "cuda", "meta")  # other devices, such as Apple's mps, are untested and may lack float64
 IGNORED = -100  # target of a position that is not trained on
 
 
@@ -21,15 +24,22 @@ def check_call(
     rows: int | None,
     remembered: bool = False,
 ) -> None:
-    """Raises ValueError for arguments of a forward that do not fit one another or the vocabulary. Values are looked at
-    on the CPU alone: elsewhere that would stall the device; and not where the call is recorded.
+    """Raise ValueError for arguments of a forward that do not fit one another or the vocabulary.
+
+    Values are checked on the CPU only, because a check would stall another device; and not while a call is recorded.
 
     Args:
-        remembered: whether there is a memory, for which a call without rows has a use.
+        remembered: whether the call has a memory; only then may it have no rows.
     """
+    for name, value in (("tokens", tokens), ("documents", documents), ("targets", targets)):
+        if value is not None or name == "tokens":
+            check_type(name, value, Tensor, "torch.as_tensor(...) of whole numbers [batch, length]")
+    if rows is not None:
+        whole("rows", rows, None)
     if tokens.device.type not in DEVICES:
         raise ValueError(
-            f"tokens are on {tokens.device.type}, where nothing of this was tried: move model and tokens to cpu or cuda"
+            f"tokens on {tokens.device.type} are not allowed because this device is untested. Move model and tokens to "
+            "cpu or cuda"
         )
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
@@ -55,8 +65,28 @@ def check_call(
             check_range(vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to be left out")
 
 
+def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Raise ValueError for a value of another type."""
+    if not isinstance(value, kind):
+        actual = type(value)
+        raise ValueError(
+            f"{name} is a {actual.__module__}.{actual.__name__} and must be a {kind.__name__}; use {remedy}"
+        )
+
+
+def whole(name: str, value: Any, least: int | None = 1) -> int:
+    """Return ``value`` as an int. Raises ValueError unless it is a whole number from ``least`` to the end of int32."""
+    try:
+        number = value if type(value) is int else index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})") from None
+    if least is not None and not least <= number < 1 << 31:
+        raise ValueError(f"{name} must be {f'at least {least}' if number < least else 'below 2**31'}, got {value}")
+    return number
+
+
 def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") -> None:
-    """Raises ValueError for ids that the vocabulary does not have."""
+    """Raise ValueError for ids outside of the vocabulary."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         ends = f"the vocabulary has ids 0 to {vocabulary - 1}"
@@ -64,19 +94,22 @@ def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") ->
 
 
 def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows: int | None = None) -> None:
-    """Raises ValueError for a memory of another model, for another number of sequences, on another device, without
-    room, or that lacks what the rows need; and for a static one while gradients are recorded. Looks at nothing but
-    numbers that the host knows."""
+    """Raise ValueError for a memory that this call cannot use.
+
+    Reasons: another type, model, number of sequences or device; no room; rows that need tokens computed for fewer rows;
+    a static memory while gradients are recorded; a memory of inference mode outside of it. Reads host data only.
+    """
+    check_type("memory", memory, Memory, "start() of this model, or Output.memory")
     batch, length = tokens.shape
     if memory.batch != batch:
         raise ValueError(
             f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
         )
-    own = memory.ledger.layout
-    if own is not layout and own != layout:
+    actual = memory.ledger.layout
+    if actual is not layout and actual != layout:
         raise ValueError(
-            "memory was made by another model, or one of other sizes or dtype"
-            f"{first_difference(own, layout)}; use start() of this model"
+            "memory was made by another model, or by a model with other sizes or dtype"
+            f"{first_difference(actual, layout)}; use start() of this model, or a new Engine"
         )
     if memory.document_B.device != tokens.device:
         raise ValueError(
@@ -84,35 +117,43 @@ def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows
         )
     if memory.capacity is not None and torch.is_grad_enabled():
         raise ValueError(
-            f"memory of capacity {memory.capacity} is written in place, which gradients do not survive; call the model "
-            "under torch.no_grad(), or use start() without a capacity"
+            f"memory of capacity {memory.capacity} is not allowed while gradients are recorded because it is written "
+            "in place. Use torch.no_grad(), or a growing memory from start(), where gradients end"
         )
+    traced = torch.compiler.is_compiling()  # a compiled graph cannot query inference mode
+    if not traced and memory.document_B.is_inference() and not torch.is_inference_mode_enabled():
+        if torch.is_grad_enabled() or memory.capacity is not None:
+            raise ValueError(
+                "memory was made in torch.inference_mode(), which gradients and writes outside of it do not allow; "
+                "make it under torch.no_grad(), or stay in inference mode"
+            )
     memory.ledger.require(length)
     memory.ledger.require_rows(length, length if rows is None else rows)
 
 
 def first_difference(got: tuple[tuple, ...], want: tuple[tuple, ...]) -> str:
-    """The first store in which two layouts differ, in words."""
-    for one, other in zip(got, want, strict=False):
-        if one != other:
-            return f" (it has {describe(one)} where this model has {describe(other)})"
+    """Describe the first store in which two layouts differ."""
+    for actual, expected in zip(got, want, strict=False):
+        if actual != expected:
+            return f" (it has {describe(actual)} where this model has {describe(expected)})"
     return f" (it has {len(got)} stores, this model {len(want)})"
 
 
 def describe(store: tuple) -> str:
-    """A line of a layout in words."""
+    """Describe one store of a layout."""
     kind, size, width, dtype = store
     return f"{kind} {size} x {width} {str(dtype).removeprefix('torch.')}"
 
 
 def check_room(capacity: int | None, prompt: int, new: int, used: int = 0) -> None:
-    """Raises ValueError for fewer new tokens than 1, and for a capacity that does not hold what is used, a prompt, and
-    the new tokens after it. The last new token is not read, so it needs no room."""
-    if new < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {new}")
+    """Raise ValueError for fewer new tokens than 1, or for a capacity below used + prompt + new tokens - 1.
+
+    The last new token is not read, so it needs no room.
+    """
+    whole("max_new_tokens", new)
     needed = used + prompt + new - 1
     if capacity is not None and needed > capacity:
-        after = f", after {used} that are used" if used else ""
+        after = f", after {used} used tokens" if used else ""
         raise ValueError(
             f"capacity {capacity} does not hold a prompt of {prompt} tokens and {new} new ones{after}; "
             f"use capacity={needed} or more, or None for a memory that grows"

@@ -1,4 +1,4 @@
-"""A decoder-only language model of any sequence mixers: what GSM and the baseline are compared with.
+"""A decoder-only language model of any sequence mixers, the comparator of GSM and the baseline.
 
     tokens
       |  embedding
@@ -6,8 +6,8 @@
       |
     norm -> head
 
-Depth, model width, residual and feed-forward are those of the baseline. Heads and query rank are chosen so that the
-number of parameters is, too; how near that comes tells ``parameter_note``.
+Depth, model width, residual and feed-forward equal the baseline's. Heads and query rank are chosen so that the number
+of parameters matches too; ``parameter_note`` reports the remaining difference.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm.costs.primitives import Layer
 from gsm.layers.block import SlotMixer
+from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.base import Trace
@@ -38,15 +38,15 @@ class DecoderOnly(ParameterMatched):
     Args:
         geometry: widths and depths; encoder and decoder layers together are the depth.
         mixers: the kinds of mixers by name; each called with ``shape, geometry=..., name=...``.
-        layers: their names in order, repeated over the depth.
-        query_rank: rank of the queries; None: as many parameters as the baseline has.
-        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        layers: names of mixers in order, repeated over the depth.
+        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        heads: query heads; None: the geometry's, or fewer if matching requires it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+        recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
-        ValueError: for layers that name no mixer, mixers that no layer names, or fewer layers than are listed.
+        ValueError: for layers that name no mixer, mixers that no layer names, or more names than layers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DecoderOnly(ParameterMatched):
         super().__init__(geometry, partial(DecoderOnly, mixers=mixers, layers=layers), heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         blocks = []
-        self.reaches: list[int | None] = []  # of each layer
+        self.reaches: list[int | None] = []  # one per layer
         for layer, name in enumerate(names, 1):
             mixer = mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}")
             self.reaches.append(mixer.reach)
@@ -74,17 +74,17 @@ class DecoderOnly(ParameterMatched):
 
     @property
     def reach(self) -> int | None:
-        """How many positions back a token can change an output; None: any number."""
-        known = [reach for reach in self.reaches if reach is not None]
-        return sum(known) if len(known) == len(self.reaches) else None
+        """The largest distance in positions at which a token can change an output; None: unlimited."""
+        finite = [reach for reach in self.reaches if reach is not None]
+        return sum(finite) if len(finite) == len(self.reaches) else None
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Rows of each layer."""
+        """Return the rows of each layer."""
         _, *decoder = at_least_none(stack_rows(new, rows, self.reaches))
         return Schedule([], decoder, decoder_input=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """From embedded tokens to the last layer's output for the rows asked for."""
+        """Run the stack: from embedded tokens to the last layer's output for the requested rows."""
         rows = self.schedule(x_BTD.shape[1], span.rows).decoder
         streams = Streams.copies(x_BTD, self.decoder.streams)
         streams, decoded = self.decoder(streams, span, rows, memory.decoder)
@@ -92,22 +92,31 @@ class DecoderOnly(ParameterMatched):
         return Trace(streams.mixed_BTD, after, balances=balances_of(*decoded))
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run."""
+        """Return the costs of the layers in execution order."""
         return self.decoder.layer_costs("decoder")
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """What the mixers keep."""
+        """Return the empty caches of the mixers."""
         return {"decoder": self.decoder.start(batch, "decoder")}
 
 
 def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> list[str]:
-    """The name of each layer's mixer. Raises ValueError unless layers and mixers name one another."""
+    """Return the name of each layer's mixer. Raises ValueError unless ``layers`` names every mixer and no other."""
     unknown = sorted(set(layers) - set(mixers))
     if unknown or not layers:
-        raise ValueError(f"layers {list(layers)} must name mixers; there are {', '.join(sorted(mixers)) or 'none'}")
-    idle = sorted(set(mixers) - set(layers))
-    if idle:
-        raise ValueError(f"mixers {idle} are named by no layer of {list(layers)}; name them there or leave them out")
+        raise ValueError(
+            f"layers={list(layers)} is not allowed because layers must name mixers. Use some of "
+            f"{', '.join(sorted(mixers)) or 'none'}"
+        )
+    unused = sorted(set(mixers) - set(layers))
+    if unused:
+        raise ValueError(
+            f"layers={list(layers)} is not allowed because mixers {unused} are unused. Use them in layers, or remove "
+            "them from mixers"
+        )
     if len(layers) > depth:
-        raise ValueError(f"layers lists {len(layers)} mixers for {depth} layers; list at most as many")
+        raise ValueError(
+            f"layers={list(layers)} is not allowed because it lists {len(layers)} mixers for {depth} layers. Use at "
+            f"most {depth}"
+        )
     return [layers[layer % len(layers)] for layer in range(depth)]

@@ -20,14 +20,14 @@ def build_encoder(
     reads_bank: bool = True,
     recompute: Recompute = False,
 ) -> Stack:
-    """The encoder of a geometry.
+    """Build the encoder of a geometry.
 
     Args:
-        geometry: widths, depths and which layers own a bank.
+        geometry: widths, depths and the layers that own a bank.
         block: wraps an attention into a block.
-        indexer_training: how its indexers learn.
+        indexer_training: trains the encoder's indexers.
         reads_bank: whether the layers attend to the banks that they build.
-        recompute: recompute activations in the backward pass, or some of them.
+        recompute: recompute all or some activations in the backward pass.
     """
     shape = geometry.shape()
     window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()

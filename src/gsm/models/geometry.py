@@ -1,4 +1,4 @@
-"""The widths and depths of a model: one set per size, shared by all models, so that a comparison is matched by
+"""The widths and depths of a model. All models of one size share them, so that comparisons are matched by
 construction."""
 
 from __future__ import annotations
@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gsm.errors import within
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
 from gsm.layers.sparse import Role
+
+MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +21,10 @@ class Geometry:
     Attributes:
         vocabulary: rows of the embedding (V), at least the tokenizer's size.
         context: tokens of a training sequence.
-        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; of one with experts, that of all
-            which a token meets together.
-        experts, experts_per_token: of a feed-forward with experts, how many there are besides the shared one, and how
-            many of these a token is sent to.
+        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; with experts, the total hidden
+            width of a token's experts.
+        experts, experts_per_token: for a feed-forward with experts, the number of routed experts (without the shared
+            expert), and the number of routed experts per token.
         encoder_layers, decoder_layers: depth of the two halves.
         heads, entry_dim, rotary_dim: query heads (H), width of an entry (C), rotated channels of it.
         query_rank, output_groups, output_rank: low-rank query and grouped low-rank output projection.
@@ -30,15 +33,16 @@ class Geometry:
         encoder_ratio, decoder_ratio: tokens per bank entry (m) in the encoder, and in the baseline's decoder.
         bank_layers: encoder layers that own a bank (Full).
         stages: encoder layers that carry an aggregation stage (GSM).
-        decoder_full, decoder_reindex: decoder layers that build a bank, and that select anew (baseline).
-        candidate_blocks: blocks of 8 entries in the candidate pool, where one is asked for (baseline).
+        decoder_full, decoder_reindex: the decoder layer that builds a bank, and the layers with an indexer of their own
+            over it (baseline).
+        candidate_blocks: blocks of 8 entries in the candidate pool, if that is on (baseline).
         rope_base, bank_rope_base: rotation of layers without and with a bank.
         yarn_factor: scale of the context in layers with a bank; 1: off.
         yarn_original: context that YaRN starts from; null: ``context``.
         yarn_beta_fast, yarn_beta_slow, yarn_mscale: see ``Rope``; an mscale of 0 leaves attention as it is.
 
     Raises:
-        ValueError: for a field that cannot be, naming it.
+        ValueError: naming a field with an invalid value.
     """
 
     vocabulary: int
@@ -79,14 +83,24 @@ class Geometry:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        within(1, MOST_LAYERS, encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers)
+        within(1, rope_base=self.rope_base, bank_rope_base=self.bank_rope_base)
         if self.heads % self.output_groups:
-            raise ValueError(f"output_groups {self.output_groups} must divide heads {self.heads}")
+            raise ValueError(
+                f"output_groups={self.output_groups} is not allowed because it must divide heads={self.heads}"
+            )
         if self.rotary_dim > min(self.entry_dim, self.index_dim):
             limit = min(self.entry_dim, self.index_dim)
-            raise ValueError(f"rotary_dim {self.rotary_dim} must fit into entry_dim and index_dim: at most {limit}")
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} is not allowed because it must fit into entry_dim and index_dim. Use at "
+                f"most {limit}"
+            )
         check_layers("bank_layers", self.bank_layers, 1, self.encoder_layers)
         if not self.bank_layers:
-            raise ValueError("bank_layers is empty: at least one encoder layer must own a bank")
+            raise ValueError(
+                "bank_layers=[] is not allowed because at least one encoder layer must own a bank. Use a list of "
+                "encoder layers"
+            )
 
     @property
     def depth(self) -> int:
@@ -94,15 +108,15 @@ class Geometry:
         return self.encoder_layers + self.decoder_layers
 
     def shape(self) -> Shape:
-        """The widths that attention layers share."""
+        """Return the widths that attention layers share."""
         return Shape(**{name: getattr(self, name) for name in Shape.__dataclass_fields__})
 
     def window_rope(self) -> Rope:
-        """Rotation in window-only layers and in GSM's decoder: short base, never YaRN."""
+        """Return the rotation of window-only layers and of GSM's decoder: short base, never YaRN."""
         return Rope(self.rotary_dim, base=self.rope_base)
 
     def bank_rope(self) -> Rope:
-        """Rotation in layers with a bank, and in the stages."""
+        """Return the rotation of layers with a bank, and of the stages."""
         return Rope(
             self.rotary_dim,
             base=self.bank_rope_base,
@@ -114,19 +128,21 @@ class Geometry:
         )
 
     def encoder_roles(self) -> list[Role]:
-        """Window-only layers first, then groups that a Full layer leads."""
+        """Return the role of each encoder layer: window-only layers first, then groups that a Full layer leads."""
         first = min(self.bank_layers)
         layers = range(1, self.encoder_layers + 1)
         return ["full" if i in self.bank_layers else "window" if i < first else "reuse" for i in layers]
 
 
 def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> None:
-    """Raises ValueError unless ``layers`` ascend inside [first, last]."""
+    """Raise ValueError unless ``layers`` ascend inside [first, last]."""
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"{field} {list(layers)} must ascend without repetition")
+        raise ValueError(f"{field}={list(layers)} is not allowed because layers must ascend without repetition")
     outside = [layer for layer in layers if not first <= layer <= last]
     if outside:
-        raise ValueError(f"{field} {outside} lie outside of layers {first} to {last}")
+        raise ValueError(
+            f"{field}={list(layers)} is not allowed because {outside} lie outside of layers {first} to {last}"
+        )
 
 
 _POSITIVE = (

@@ -9,9 +9,9 @@ decoder that reads it.
                                                          |                     ^  ^  ^
                                                          '--> state, the last M entries: read by every layer
 
-The encoder keeps the history; the decoder owns no entries, no index and no cache: each of its layers reads the same M
-entries with a new query. (So the paper's; what other ``state_reader``s do differs. With ``decoder_start: streams`` the
-encoder's streams go on beside z.)
+The encoder keeps the history. The decoder owns no entries, no index and no cache: each of its layers reads the same M
+entries with a new query. (This is the paper's ``state_reader``; the others differ. With ``decoder_start: streams`` the
+decoder also gets the encoder's streams.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm.costs.primitives import Layer
+from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -55,25 +55,25 @@ class GSM(LanguageModel):
 
     Args:
         geometry: widths and depths.
-        stages: encoder layers that carry an aggregation stage; None: those of the geometry, []: no aggregation.
+        stages: encoder layers that carry an aggregation stage; None: the geometry's stages, []: no aggregation.
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
-        encoder_reading: what the encoder's own attention reads.
-        retriever: which bank entries a stage reads; called with ``dim_in, shape, top_k=..., stage=...``.
-        stage_input: what h of a stage is.
-        stage_query: what a stage asks with.
-        writer: how retrieved history enters the state; called with ``shape, state_size=..., rope=..., parts=...``, and
-            with ``stages=...``, how many there are, if it takes that.
-        decoder_start: what the decoder's residual streams start from.
-        state_reader: how decoder layers read the state.
+        encoder_reading: selects the banks that the encoder's own attention reads.
+        retriever: selects the bank entries of a stage; called with ``dim_in, shape, top_k=..., stage=...``.
+        stage_input: selects h of a stage.
+        stage_query: computes the query input of a stage.
+        writer: writes the retrieved history into the state; called with ``shape, state_size=..., rope=...,
+            parts=...``, and with ``stages=...``, their number, if it takes that argument.
+        decoder_start: makes the initial residual streams of the decoder.
+        state_reader: defines how decoder layers read the state.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        indexer_training: how indexers learn.
-        indexer_weight: weight of the indexers' loss, where they have one.
-        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+        indexer_training: the loss, or the straight-through score, that trains the indexers.
+        indexer_weight: weight of the indexers' loss, if they have one.
+        recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
         ValueError: for stages on layers that do not exist or have no bank, a state without entries, a retriever that
-            follows an encoder which selects nothing, or a writer of what no stage retrieves.
+            follows an encoder without selections, or a writer that needs stages in a model without them.
     """
 
     def __init__(
@@ -99,7 +99,10 @@ class GSM(LanguageModel):
         self.geometry, self.indexer_training = geometry, indexer_training or KL()
         self.state_size = geometry.window + geometry.top_k if state_size is None else state_size
         if self.state_size < 1:
-            raise ValueError(f"state_size must be at least 1 entry, got {state_size}; null means window + top_k")
+            raise ValueError(
+                f"state_size={state_size} is not allowed because a state has at least 1 entry. Use a positive number, "
+                "or null for window + top_k"
+            )
         layers = check_stages(geometry.stages if stages is None else stages, geometry)
         shape, rope = geometry.shape(), geometry.window_rope()
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
@@ -122,8 +125,8 @@ class GSM(LanguageModel):
         if not reads_bank:
             check_retrievers(self.aggregation)
         reader = state_reader or Shared()
-        counted = {"stages": len(layers)} if takes(writer, "stages") else {}
-        self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts, **counted)
+        stage_count = {"stages": len(layers)} if takes(writer, "stages") else {}
+        self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts, **stage_count)
         check_writer(self.writer, layers)
         blocks, self.reaches = [], []
         for layer in range(1, geometry.decoder_layers + 1):
@@ -143,7 +146,7 @@ class GSM(LanguageModel):
         self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Rows of each layer, of the stages and of the state."""
+        """Return the rows of each layer, of the stages and of the state."""
         return gsm_schedule(
             new,
             rows,
@@ -156,7 +159,7 @@ class GSM(LanguageModel):
         )
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """From embedded tokens to the decoder's output for the rows asked for."""
+        """Run encoder, stages, writer and decoder: from embedded tokens to the output of the requested rows."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
@@ -186,13 +189,13 @@ class GSM(LanguageModel):
         )
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run."""
+        """Return the costs of the layers in execution order."""
         encoder = self.encoder.layer_costs("encoder")
         return [*encoder, *self.aggregation.layer_costs(encoder), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Windows and banks of the encoder, index keys of separate indexers, the shared state, and what the decoder's
-        reader remembers: the paper's, nothing."""
+        """Return the empty windows and banks of the encoder, index keys of separate indexers, the shared state, and the
+        caches of the state reader (the paper's has none)."""
         return {
             "encoder": self.encoder.start(batch, "encoder"),
             "stages": self.aggregation.start(batch),
@@ -201,12 +204,12 @@ class GSM(LanguageModel):
         }
 
     def state_bytes(self, memory: Memory) -> int:
-        """Bytes of the shared state, and of what the decoder's layers keep beside it."""
+        """Return the bytes of the shared state and of the caches of the decoder's layers."""
         sizes = memory.breakdown()
         return sum(size for kind, size in sizes.items() if kind == "shared_state" or kind.startswith("decoder"))
 
     def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """In training: the mean length of what has been retrieved up to each stage."""
+        """Return, in training, the mean norm of the sum of the increments up to each stage."""
         if not self.training or not increments:
             return {}
         retrieved_SBRD = torch.stack(increments).detach().cumsum(dim=0)
@@ -215,38 +218,39 @@ class GSM(LanguageModel):
 
 
 def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
-    """The stages as a list. Raises ValueError unless they ascend inside the encoder, on layers that read a bank."""
+    """Return the stages as a list. Raises ValueError unless they ascend inside the encoder, on layers with a bank."""
     first = min(geometry.bank_layers)
-    bare = [layer for layer in stages if layer < first]
-    if bare:
+    bankless = [layer for layer in stages if layer < first]
+    if bankless:
         raise ValueError(
-            f"stages {bare} stand on window-only layers, which have no bank; the first layer with one is {first}"
+            f"stages={list(stages)} is not allowed because window-only layers {bankless} have no bank. Use layers from "
+            f"{first} on"
         )
     check_layers("stages", stages, first, geometry.encoder_layers)
     return list(stages)
 
 
 def check_retrievers(aggregation: Aggregation) -> None:
-    """Raises ValueError for a retriever that would take over the selection of layers that select nothing."""
-    following = [stage.retriever for stage in aggregation if stage.retriever.follows_encoder]
-    if following:
+    """Raise ValueError for a retriever that follows the selection of encoder layers that select nothing."""
+    followers = [stage.retriever for stage in aggregation if stage.retriever.follows_encoder]
+    if followers:
         raise ValueError(
-            f"retriever {type(following[0]).__name__} reads what the encoder layer has selected, but with "
-            "encoder_reading window_only it selects nothing; use a retriever that selects by itself, such as "
-            "separate_indexer, or stages [] for none"
+            f"retriever {type(followers[0]).__name__} is not allowed with encoder_reading=window_only because it "
+            "follows the encoder layer's selection, and that layer selects nothing. Use a retriever with a selection "
+            "of its own, such as separate_indexer, or stages=[]"
         )
 
 
 def takes(factory: Callable[..., object], name: str) -> bool:
-    """Whether a keyword can be given to it."""
+    """Return whether ``factory`` takes the keyword ``name``."""
     parameters = inspect.signature(factory).parameters.values()
-    return any(one.name == name or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def check_writer(writer: StateWriter, stages: Sequence[int]) -> None:
-    """Raises ValueError for a writer that has no use without stages in a model without them."""
+    """Raise ValueError for a writer that needs stages in a model without them."""
     if writer.needs_stages and not stages:
         raise ValueError(
-            f"writer {type(writer).__name__} needs what stages retrieve, but model.stages is []; name encoder layers "
-            "there, or use writer additive, which without stages writes the encoder's output"
+            f"writer {type(writer).__name__} is not allowed with model.stages=[] because it writes the increments of "
+            "stages. Use a list of encoder layers, or writer additive, which without stages writes the encoder's output"
         )

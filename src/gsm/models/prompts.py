@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one batch: padded on the left, so that all of them end where the new tokens begin."""
+"""Prompts of different lengths in one batch, padded on the left so that all of them end at the same position."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 Ids = Tensor | Sequence[int]  # token ids of one sequence
-Prompt = Ids | Sequence[Ids]  # one sequence, a batch of them as a tensor [B, T], or one each
+Prompt = Ids | Sequence[Ids]  # one sequence, a batch as a tensor [B, T], or a list of sequences
 
 
 def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """One batch of prompts of different lengths.
+    """Pad prompts of different lengths into one batch.
 
     Args:
         prompts: token ids, each 1-D and not empty.
-        device: where to put the result.
+        device: device of the result.
 
     Returns:
-        tokens: int64 [B, T], T of the longest, the others filled up on the left with id 0.
-        documents: int64 [B, T], 0 for the prompts, -1 for what fills them up: with these the filling is not seen.
+        tokens: int64 [B, T], T the length of the longest prompt; id 0 is the padding on the left.
+        documents: int64 [B, T], 0 for prompts, -1 for padding, which hides the padding from the model.
 
     Raises:
-        ValueError: for no prompts, or one that is empty, not 1-D or not of whole numbers.
+        ValueError: for no prompts, or a prompt that is empty, not 1-D or not of whole numbers.
     """
     rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     if not rows:
@@ -43,12 +43,22 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
 
 
 def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, T] and documents of what a user may give as a prompt: a tensor [B, T] or [T], a sequence of ids, or a
-    sequence of prompts, which may differ in length. Documents are None where nothing had to be filled up. Raises
-    ValueError as ``left_pad`` does."""
+    """Return tokens [B, T] and documents of a prompt in any form; documents are None if nothing was padded.
+
+    A prompt is a tensor [B, T] or [T], a sequence of ids, or a sequence of prompts of any lengths. Raises ValueError as
+    ``left_pad`` does, and for anything without ids.
+    """
     if isinstance(prompt, Tensor) and prompt.is_meta and device.type != "meta":
-        raise ValueError("prompt lies on the meta device, where tensors have no values: give one with values")
-    if isinstance(prompt, Tensor) or (len(prompt) and torch.as_tensor(prompt[0]).ndim == 0):
-        return torch.atleast_2d(torch.as_tensor(prompt, device=device)), None
-    tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            "prompt is not allowed on the meta device because tensors there have no values. Use a tensor with values"
+        )
+    try:
+        if isinstance(prompt, Tensor) or (len(prompt) and torch.as_tensor(prompt[0]).ndim == 0):
+            return torch.atleast_2d(torch.as_tensor(prompt, device=device)), None
+        tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]
+    except (TypeError, KeyError, RuntimeError, OverflowError) as error:  # a text, a set, a generator
+        raise ValueError(
+            f"prompt={prompt!r:.40} is not allowed because a prompt holds ids. Use a tensor [B, T] or [T], a list of "
+            "ids, a list of lists, or encode() of a tokenizer for a text"
+        ) from error
     return tokens, documents if len({len(row) for row in prompt}) > 1 else None  # pyright: ignore[reportArgumentType]

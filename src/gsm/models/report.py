@@ -1,4 +1,4 @@
-"""Where a model's parameters are: total, active for one token, and by part."""
+"""The parameter counts of a model: total, active for one token, and by part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PARTS = (
     ("routed experts", r"\.feed_forward\.experts\."),
     ("feed-forward", r"\.feed_forward\."),
     ("norms", r"norm\.weight$"),
-    ("attention, other", r"\.attention\."),  # what a mixer has that no other has
+    ("attention, other", r"\.attention\."),  # parts of one mixer only
     ("other", r""),
 )
 
@@ -38,8 +38,8 @@ class Report:
 
     Attributes:
         total: all parameters, tied ones once.
-        active: those that take part in the computation of one token: all but the experts that it is not sent to.
-        parts: by part; sums to ``total``.
+        active: parameters in the computation of one token: all but the experts that it is not sent to.
+        parts: by part; they sum to ``total``.
     """
 
     total: int
@@ -52,7 +52,7 @@ class Report:
 
 
 def count_parameters(model: nn.Module) -> Report:
-    """Counts a model's parameters by part; what belongs to none of the named ones is ``other``."""
+    """Count a model's parameters by part; parameters of no named part count as ``other``."""
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))

@@ -1,16 +1,17 @@
-"""How many rows each layer has to produce: prefill is pruned by asking for fewer, never by a second code path.
+"""The number of rows that each layer computes. Prefill requests fewer rows; it has no code path of its own.
 
-    GSM, one row asked for, W = 4, M = 7, banks up to layer 3, T = 20 new positions:
+    GSM, one requested row, W = 4, M = 7, banks up to layer 3, T = 20 new positions:
 
     layer       1    2    3    4    state   decoder
     rows       20   20   10    7      7        1
 
-    the first 12 of them, a row asked for 8 positions later (R = 1 - 8)
+    the first 12 of these positions, with the requested row 8 positions later (R = 1 - 8):
 
     rows       12   12    2    0      0        0
 
-A layer that produces R rows reads R + W - 1 positions of the layer below (its window), so ranges shrink upwards by W
-- 1 a layer; banks need every position, so nothing shrinks below the last bank (paper, equation 14).
+A layer that computes R rows reads R + W - 1 positions of the layer below (its window), so the number of rows falls by W
+- 1 per layer upwards. Banks need every position, so no layer below the last bank can compute fewer (paper, equation
+14).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Schedule:
     """Rows of one call.
 
     Attributes:
-        encoder, decoder: rows that each of their layers produces, at least 0.
+        encoder, decoder: rows of each layer, at least 0.
         writer: positions that enter stages and state writer: the rows of the last encoder layer.
-        state: of these, positions whose entries of the state are wanted.
+        state: trailing positions of these that get entries in the state.
         decoder_input: positions that enter the decoder's first layer.
     """
 
@@ -38,21 +39,22 @@ class Schedule:
 
 
 def at_least_none(rows: Sequence[int]) -> list[int]:
-    """0 where a row that is wanted comes so much later that nothing of a call is needed for it."""
-    return [max(0, one) for one in rows]
+    """Replace negative numbers of rows by 0: the requested row is so far ahead that this call need not compute any."""
+    return [max(0, count) for count in rows]
 
 
 def stack_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
-    """The rows of a stack of any mixers, pruned exactly, from the top downwards; before them, the positions that enter.
+    """Return the positions that enter a stack of mixers, then the rows of each layer, pruned exactly.
 
     Args:
         new: new positions of the call (T).
-        rows: rows asked for (R); R = T is training; R <= 0: a row 1 - R positions after these.
-        reaches: of each layer, how many positions back of its input a row needs; None: all of them.
+        rows: requested rows (R); R = T is training; R <= 0: a row 1 - R positions after these.
+        reaches: for each layer, the number of earlier positions of its input that a row needs; None: all of them.
 
     Returns:
-        One number more than there are layers: the positions that enter the first one, and the rows of each: those
-        asked for at the top; below a layer with reach c that produces R rows, min(T, R + c), which may be negative.
+        One number more than layers: the positions that enter the first layer, and the rows of each layer. The top layer
+        computes the requested rows. The layer below a layer with reach c and R rows computes min(T, R + c), which may
+        be negative.
     """
     wanted = [rows]
     for reach in reversed(reaches):
@@ -71,17 +73,17 @@ def gsm_schedule(
     reaches: Sequence[int],
     writer_reach: int = 0,
 ) -> Schedule:
-    """The schedule of GSM.
+    """Return the schedule of GSM.
 
     Args:
         new: new positions of the call (T).
-        rows: rows asked for (R), as of ``stack_rows``.
+        rows: requested rows (R), as in ``stack_rows``.
         encoder_layers: depth of the encoder.
         last_bank: last encoder layer that owns a bank (the paper's l*).
         window: entries of an encoder layer's window (W).
-        state_size: positions whose entries a decoder row sees: M, or M / J if the writer writes J for each.
-        reaches: of each decoder layer, how many positions back of its input a row needs.
-        writer_reach: positions before those of the state that the state writer needs.
+        state_size: number of positions with entries that a decoder row sees: M, or M / J if the writer writes J each.
+        reaches: for each decoder layer, the number of earlier positions of its input that a row needs.
+        writer_reach: number of positions before those of the state that the state writer needs.
     """
     decoder_input, *decoder = stack_rows(new, rows, reaches)
     state = min(new, max(state_size + decoder[0] - 1, decoder_input))
@@ -94,9 +96,9 @@ def gsm_schedule(
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:
-    """Positions back that nothing but a bank reaches beyond, in GSM and in the baseline alike.
+    """Return the distance in positions beyond which only a bank reaches, in GSM and in the baseline.
 
-    GSM's windows carry something through the encoder one after another, and then the state once more, with the
-    ``reach`` of its writer and of its reader; the baseline's windows carry it through all layers.
+    In GSM, the windows of all encoder layers add up, then the state, and the ``reach`` of its writer and reader. In the
+    baseline, the windows of all layers add up.
     """
     return max(encoder_layers * (window - 1) + state_size + reach, (encoder_layers + decoder_layers) * (window - 1))

@@ -1,4 +1,4 @@
-"""A stack of blocks, run row schedule by row schedule. Encoders and decoders of all models are stacks."""
+"""A stack of blocks, run by a row schedule. Encoders and decoders of all models are stacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gsm.costs.primitives import Layer
 from gsm.layers.block import Block, LayerOutput, Mixer
+from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.residual import Residual, Streams
 from gsm.models.geometry import Geometry
@@ -20,11 +20,11 @@ from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
 Recompute = bool | Literal["selective"]
-# Saved: products with weights, attention and searches, which are dear to compute, and kernels that have these inside.
-# Recomputed: norms, rotations, activations and the mixing of streams, which are cheap, and most of what a block would
-# have to keep; and batched products: of those with weights there is a small one in a layer, and plain forms write over
-# the results of the others.
-KEPT = {
+# Saved: matmuls with weights, attention, searches and kernels that contain them, because they are expensive to compute.
+# Recomputed: norms, rotations, activations and the mixing of streams, which are cheap and most of a block's
+# activations. Batched matmuls are recomputed as well: the only one with weights is small, and the reference kernels
+# overwrite the others' outputs.
+SAVED = {
     *(f"aten.{name}" for name in ("mm", "addmm", "_grouped_mm", "topk", "sort")),
     *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -39,14 +39,14 @@ class Stack(nn.Module):
 
     Args:
         blocks: the layers.
-        recompute: run every block a second time in the backward pass instead of keeping its activations (training
-            only). ``selective``: keep what is dear to compute (``KEPT``), and run the rest of it a second time.
+        recompute: run every block a second time in the backward pass instead of saving its activations (training
+            only). ``selective``: save the outputs of expensive operations (``SAVED``), and recompute the others.
     """
 
     def __init__(self, blocks: Sequence[Block], *, recompute: Recompute = False):
         super().__init__()
         if recompute not in (False, True, "selective"):
-            raise ValueError(f"recompute is {recompute!r}, but has to be true, false or selective")
+            raise ValueError(f"recompute={recompute!r} is not allowed. Use true, false or selective")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
 
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         return (cast(Block, block) for block in self.blocks)
 
     def start(self, batch: int, kind: str) -> tuple[Any, ...]:
-        """Empty caches of all layers, their bytes labelled ``kind``."""
+        """Return the empty caches of all layers, with their bytes labelled ``kind``."""
         return tuple(block.attention.start(batch, kind) for block in self)
 
     @property
@@ -63,7 +63,7 @@ class Stack(nn.Module):
         return next(iter(self)).attention_residual.streams
 
     def layer_costs(self, place: str) -> list[Layer]:
-        """What each layer costs; ``place`` is ``encoder`` or ``decoder``."""
+        """Return the cost of each layer; ``place`` is ``encoder`` or ``decoder``."""
         layers, below = [], None
         for block in self:
             below = block.work(place, below)
@@ -73,52 +73,53 @@ class Stack(nn.Module):
     def forward(
         self, streams: Streams, span: Span, rows: Sequence[int], caches: Sequence[Any], below: Any = None
     ) -> tuple[Streams, list[LayerOutput]]:
-        """Runs every block for its rows.
+        """Run every block for its rows.
 
         Args:
             streams: residual streams of the new positions.
-            span: these positions.
+            span: the new positions.
             rows: rows of each layer; must not grow upwards.
-            caches: what each layer remembers.
-            below: what the first layer may attend to besides what is its own.
+            caches: the cache of each layer.
+            below: entries from outside of the stack that the first layer may attend to.
 
         Returns:
-            the residual streams of the last layer's rows, and what else each layer gives back.
+            The residual streams of the last layer's rows, and the other outputs of each layer.
         """
         outputs: list[LayerOutput] = []
-        for block, wanted, cache in zip(self, rows, caches, strict=True):
-            span = span.last(wanted)
-            if not span.position_BT.shape[1]:  # nothing enters it: what is below goes on to those above
+        for block, layer_rows, cache in zip(self, rows, caches, strict=True):
+            span = span.last(layer_rows)
+            if not span.position_BT.shape[1]:  # no positions enter the layer: pass ``below`` on
                 nothing_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=nothing_BTD, layer_output_BRD=nothing_BTD)
-            elif self.recompute and self.training and not patching():  # backward may come when nobody patches any more
-                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **self._kept())
+            elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
+                options = self._checkpoint_options()
+                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
                 streams, out = block(streams, span, cache, below)
             outputs.append(out)
             below, span = out.attended, span.cut()
         return streams, outputs
 
-    def _kept(self) -> dict[str, Any]:
-        """What a checkpoint is told about this."""
+    def _checkpoint_options(self) -> dict[str, Any]:
+        """Return the options of ``torch.utils.checkpoint`` for selective recomputation."""
         if self.recompute != "selective":
             return {}
         return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
 
 
 def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(operation.overloadpacket) in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    save = str(operation.overloadpacket) in SAVED
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def block_of(
     geometry: Geometry, *, feed_forward: Callable[[int, int], FeedForward], residual: Callable[[int], Residual]
 ) -> Callable[[Mixer], Block]:
-    """What makes a block of a geometry's widths around a mixer.
+    """Return a function that wraps a mixer into a block of the geometry's widths.
 
     Args:
-        geometry: gives model width and hidden width.
-        feed_forward: called with both for every block.
+        geometry: defines model width and hidden width.
+        feed_forward: called with both widths for every block.
         residual: called with the model width for every site.
     """
 
@@ -129,16 +130,16 @@ def block_of(
 
 
 def caches_of(outputs: Sequence[LayerOutput]) -> tuple[Any, ...]:
-    """What each layer remembers after the call."""
+    """Return the cache of each layer after the call."""
     return tuple(out.cache for out in outputs)
 
 
 def losses_of_indexers(outputs: Sequence[LayerOutput], name: str, first: int = 1) -> list[tuple[str, IndexerLoss]]:
-    """In training: loss and recall of each layer's indexer, by layer: ``encoder3``."""
+    """Return, in training, loss and recall of each layer's indexer, by layer: ``encoder3``."""
     numbered = enumerate(outputs, first)
     return [(f"{name}{layer}", out.indexer_loss) for layer, out in numbered if out.indexer_loss is not None]
 
 
 def balances_of(*outputs: LayerOutput) -> list[Balance]:
-    """In training: of every layer with experts what was sent to them."""
+    """Return, in training, the expert loads of every layer with experts."""
     return [out.balance for out in outputs if out.balance is not None]

@@ -2,17 +2,17 @@
 
     tokens
       |  embedding
-    self-decoder layer 1 .. L_E      each: a mixer of its own, which knows the past by a few numbers
+    self-decoder layer 1 .. L_E      each: a mixer with a memory of fixed size
       |---- norm, projection ----> keys and values of every token, made once
       v                                |   |   |
     cross-decoder layer 1 .. L_D     each: queries on these, nothing stored
       |
     norm -> head
 
-As in GSM all layers of the second half read one memory, and prefill needs that half for the last row alone; but the
-memory holds every token of the history, and nothing selects or gathers. The self-decoder stands where GSM has its
-encoder, and is called so in memories and taps. Its mixer is a choice: the paper has sliding windows, and gated
-retention, in whose place a gated DeltaNet stands here (``configs/model/yoco_gated_delta_net.yaml``).
+As in GSM, all layers of the second half read one memory, and prefill runs that half for the last row only. But the
+memory holds every token of the history, and nothing selects or gathers. The self-decoder takes the place of GSM's
+encoder, and has its name in memories and taps. Its mixer is a choice: the paper has sliding windows and gated
+retention; here a gated DeltaNet replaces the latter (``configs/model/yoco_gated_delta_net.yaml``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import DenseCache, Memory
-from gsm.costs.primitives import Layer, LayerCost, products
 from gsm.layers.attention import CrossAttention
 from gsm.layers.block import SlotMixer
+from gsm.layers.costs import Layer, LayerCost, products
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.key_value import KeyValue
 from gsm.layers.norm import RMSNorm
@@ -47,13 +47,13 @@ class YOCO(ParameterMatched):
     Args:
         geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
         self_decoder: makes the mixers of the self-decoder; called with ``shape, geometry=..., name=...``.
-        window: tokens that a row of the self-decoder sees, for mixers with windows; None: as they say themselves.
-        key_value_heads: key and value heads of the cache; None: as many as ``KeyValue`` says.
-        query_rank: rank of the queries; None: as many parameters as the baseline has.
-        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        window: tokens that a row of the self-decoder sees, for mixers with windows; None: the mixer's default.
+        key_value_heads: key and value heads of the cache; None: the default of ``KeyValue``.
+        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        heads: query heads; None: the geometry's, or fewer if matching requires it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+        recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class YOCO(ParameterMatched):
         )
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Rows of each layer: what is cached needs every position, the cross-decoder the rows asked for alone."""
+        """Return the rows of each layer: all positions for the cached keys and values, requested rows above them."""
         depths = self.geometry
         wanted = max(0, rows)
         return Schedule([new] * depths.encoder_layers, [wanted] * depths.decoder_layers, decoder_input=wanted)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """From embedded tokens to the cross-decoder's output for the rows asked for."""
+        """Run both decoders: from embedded tokens to the cross-decoder's output for the requested rows."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
@@ -111,13 +111,13 @@ class YOCO(ParameterMatched):
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run."""
-        kept = self.key_value.work("decoder_cache")
-        cache = Layer("cache", kept + LayerCost(per_token={"keys and values": products(self.cache_norm)}))
-        decoder = [Layer("decoder", block.work("decoder", kept)) for block in self.decoder]
+        """Return the costs of the layers in execution order."""
+        key_value = self.key_value.work("decoder_cache")
+        cache = Layer("cache", key_value + LayerCost(per_token={"keys and values": products(self.cache_norm)}))
+        decoder = [Layer("decoder", block.work("decoder", key_value)) for block in self.decoder]
         return [*self.encoder.layer_costs("encoder"), cache, *decoder]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """What the self-decoder's mixers keep, and the one cache that all layers of the cross-decoder read."""
+        """Return the empty caches of the self-decoder's mixers, and of the whole cross-decoder."""
         cache = DenseCache.empty("decoder_cache", self.key_value.entry(batch))
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}

@@ -1,4 +1,4 @@
-"""YOCO++ (Wu et al., 2026): half of the layers read one layer's cache, and the others' caches hold some of the first's.
+"""YOCO++ (Wu et al., 2026): half of the layers read one layer's cache; the other caches contain part of the first one.
 
     tokens
       |  embedding
@@ -10,8 +10,8 @@
       |
     norm -> head
 
-After the code of the paper: its first half has dense attention, where YOCO's (``gsm.models.yoco``) has windows or a
-recurrence, and nothing is projected for the second half alone. So it keeps half of what a Transformer keeps.
+The first half follows the paper's code: it has dense attention, where YOCO's (``gsm.models.yoco``) has windows or a
+recurrence. The second half has no key and value projection, so the cache is half of a Transformer's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm.costs.primitives import Layer
 from gsm.layers.attention import CrossAttention
+from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.layers.residual_attention import ResidualAttention
@@ -42,13 +42,13 @@ class YOCOPlus(ParameterMatched):
 
     Args:
         geometry: widths and depths; encoder layers are the first half, decoder layers the cross-decoder's.
-        key_value_heads: key and value heads of the caches; None: as many as ``KeyValue`` says.
+        key_value_heads: key and value heads of the caches; None: the default of ``KeyValue``.
         scale: see ``ResidualAttention``.
-        query_rank: rank of the queries; None: as many parameters as the baseline has.
-        heads: query heads; None: the geometry's, or fewer where the baseline's parameters ask for it.
+        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        heads: query heads; None: the geometry's, or fewer if matching requires it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
-        recompute: recompute activations of every block in the backward pass, or some of them, see ``Stack``.
+        recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class YOCOPlus(ParameterMatched):
         )
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Rows of each layer: the last layer of the first half caches every position, and need produce no others than
-        the rows asked for."""
+        """Return the rows of each layer: the last layer of the first half caches every position, but computes outputs
+        for the requested rows only."""
         depths, wanted = self.geometry, max(0, rows)
         encoder = [new] * (depths.encoder_layers - 1) + [wanted]
         return Schedule(encoder, [wanted] * depths.decoder_layers, decoder_input=wanted)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
-        """From embedded tokens to the cross-decoder's output for the rows asked for."""
+        """Run both halves: from embedded tokens to the cross-decoder's output for the requested rows."""
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
@@ -94,13 +94,13 @@ class YOCOPlus(ParameterMatched):
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))
 
     def layer_costs(self) -> list[Layer]:
-        """What each layer costs, in the order in which they run."""
+        """Return the costs of the layers in execution order."""
         *_, last = self.encoder
         assert isinstance(last.attention, ResidualAttention)
-        kept = last.attention.key_value.work("encoder_cache")
-        decoder = [Layer("decoder", block.work("decoder", kept)) for block in self.decoder]
+        key_value = last.attention.key_value.work("encoder_cache")
+        decoder = [Layer("decoder", block.work("decoder", key_value)) for block in self.decoder]
         return [*self.encoder.layer_costs("encoder"), *decoder]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """What the first half keeps; the second keeps nothing."""
+        """Return the empty caches of the first half; the second half has none."""
         return {"encoder": self.encoder.start(batch, "encoder")}

@@ -1,6 +1,6 @@
-"""What the residual streams of the decoder start from: the slot ``model/decoder_start`` (paper, section 3.3).
+"""The initial residual streams of the decoder: the slot ``model/decoder_start`` (paper, section 3.3).
 
-The paper initialises the decoder's representation with z, and leaves open what becomes of the encoder's streams.
+The paper initialises the decoder's representation with z, and does not specify the use of the encoder's streams.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ class DecoderStart(ABC):
 
     @abstractmethod
     def __call__(self, encoded: Streams, z_BRD: Tensor) -> Streams:
-        """The streams that enter the decoder's first layer.
+        """Return the streams that enter the decoder's first layer.
 
         Args:
-            encoded: the streams that leave the encoder's last layer, and e, which is read of them; of the R positions
-                that enter the decoder.
-            z_BRD: what the state's entries of these positions are made of.
+            encoded: the streams after the encoder's last layer, and their read-out e, for the R positions that enter
+                the decoder.
+            z_BRD: output of the writer's ``fuse`` for these positions.
         """
 
 
 class State(DecoderStart):
-    """z, copied to all streams; the decoder inherits nothing else."""
+    """z, copied to all streams; the decoder gets nothing else."""
 
     def __call__(self, encoded: Streams, z_BRD: Tensor) -> Streams:
-        """Equal copies, of which the first site reads the first."""
+        """Return equal copies of z; the decoder's first site reads the first copy."""
         return Streams.copies(z_BRD, encoded.value_BTXD.shape[2])
 
 
 class EncoderStreams(DecoderStart):
-    """The encoder's streams go on; what the stages retrieve reaches the decoder through the state alone."""
+    """The encoder's streams; retrieved history reaches the decoder only through the state."""
 
     def __call__(self, encoded: Streams, z_BRD: Tensor) -> Streams:
-        """The streams as they are, of which the first site reads what it would read in one stack."""
+        """Return the streams unchanged; the decoder's first site reads them as in one stack."""
         return encoded

@@ -1,6 +1,6 @@
-"""What the encoder's own attention reads besides its window: the slot ``model/encoder_reading``.
+"""The banks that the encoder's own attention reads beside its window: the slot ``model/encoder_reading``.
 
-Whatever is chosen, the banks are built, because the aggregation stages read them.
+Every variant builds the banks, because the aggregation stages read them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 class EncoderReading:
     """Base of all variants."""
 
-    # Whether a layer attends to bank entries that its indexer selects. If not, it reads its window alone and no
-    # indexer is built.
+    # Whether a layer attends to the bank entries that its indexer selects. If false, it reads its window only, and has
+    # no indexer.
     reads_bank: bool
 
 
@@ -21,6 +21,6 @@ class TopK(EncoderReading):
 
 
 class WindowOnly(EncoderReading):
-    """A control: only the stages bring history from beyond the windows. Needs a retriever that selects by itself."""
+    """A control: only the stages read history beyond the windows. It needs a retriever with its own selection."""
 
     reads_bank = False

@@ -1,7 +1,7 @@
-"""What the paper's h of a stage is: the slot ``model/stage_input`` (paper, section 3.1, before equation 7).
+"""The input h of a stage: the slot ``model/stage_input`` (paper, section 3.1, before equation 7).
 
-In the paper h is a mixture of the residual streams of the stage's layer; whether of those that enter the layer or of
-those that leave it, is open.
+In the paper, h is a mixture of the residual streams of the stage's layer. It does not specify whether these are the
+streams before or after the layer.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from gsm.layers.block import LayerOutput
 
 
 class StageInput(ABC):
-    """Base of all variants: a stage reads something that its encoder layer has read or made."""
+    """Base of all variants: h is an input or output of the stage's encoder layer."""
 
     @abstractmethod
     def __call__(self, layer: LayerOutput) -> Tensor:
-        """h_s, [B, T or R, D], of at least the rows that the layer gives back.
+        """Return h_s, [B, T or R, D], for at least the rows of the layer's output.
 
         Args:
-            layer: what the stage's encoder layer gives back besides its output.
+            layer: output of the stage's encoder layer, without its streams.
         """
 
 
 class BeforeLayer(StageInput):
-    """What the layer's attention reads of the streams, before its norm: the layer's own query is made of the same."""
+    """The input of the layer's attention, before its norm. The layer's own query is computed from the same input."""
 
     def __call__(self, layer: LayerOutput) -> Tensor:
-        """The layer's input."""
-        assert layer.layer_input_BTD is not None  # a block says it
+        """Return the layer's input."""
+        assert layer.layer_input_BTD is not None  # set by Block
         return layer.layer_input_BTD
 
 
 class AfterLayer(StageInput):
-    """What the streams are read as once attention and feed-forward of the layer have written to them; after the last
-    layer, the encoder's output e."""
+    """The read-out of the streams after attention and feed-forward of the layer; after the last layer, the encoder's
+    output e."""
 
     def __call__(self, layer: LayerOutput) -> Tensor:
-        """The layer's output."""
-        assert layer.layer_output_BRD is not None  # a block says it
+        """Return the layer's output."""
+        assert layer.layer_output_BRD is not None  # set by Block
         return layer.layer_output_BRD

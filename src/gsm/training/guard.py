@@ -1,4 +1,4 @@
-"""Finds the first step whose loss or gradient is not finite, and the batch that it was computed from.
+"""Find the first step with a loss or gradient that is not finite, and its batch.
 
 A batches accumulated to a step, B sequences, T positions.
 """
@@ -22,11 +22,11 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Broken:
-    """What was found.
+    """A step with a loss or gradient that is not finite.
 
     Attributes:
         what: "loss" or "gradient norm".
-        step: steps that had been done before.
+        step: optimiser steps before it.
         first, last: the batches in question, counted from 0 over the whole run.
         batch: their content, int64 [B,T] each; several batches one below the other.
     """
@@ -42,9 +42,9 @@ class NonFiniteGuard:
     """Sees every loss and the gradients of every step of a Lightning module.
 
     On a CPU it refuses at once, before the optimiser's step. On a GPU, where looking would make the GPU wait, it notes
-    what happens there and looks when ``check`` is called: at the end of a logging interval, before a validation and
-    before a checkpoint. What it keeps of the first broken step is chosen with ``torch.where`` at every step, so that
-    the batch can still be shown many steps later.
+    the values and looks at them when ``check`` is called: at the end of a logging interval, before a validation and
+    before a checkpoint. At every step ``torch.where`` chooses the batch to keep, so that the batch of the first broken
+    step can still be shown many steps later.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class NonFiniteGuard:
         self._kept: dict[str, Tensor] = {}
 
     def see_loss(self, module: lightning.LightningModule, loss: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Notes the loss of a batch. Raises FloatingPointError."""
+        """Note the loss of a batch. Raises FloatingPointError."""
         self._losses.append(loss.detach())
         self._batches.append(batch)
         alone = module.trainer.world_size == 1  # several ranks have to stop at the same place: at their gradients
@@ -63,7 +63,7 @@ class NonFiniteGuard:
             refuse(Broken("loss", module.global_step, number, number, dict(batch)), module.trainer)
 
     def see_gradients(self, module: lightning.LightningModule, norms: Sequence[Tensor]) -> None:
-        """Notes the norms of a step's gradients, which end the step. Raises FloatingPointError."""
+        """Note the norms of a step's gradients, which end the step. Raises FloatingPointError."""
         self.note(norms, module.trainer.fit_loop.total_batch_idx, module.global_step)
         if module.device.type == "cpu":
             self.check(module)
@@ -75,7 +75,7 @@ class NonFiniteGuard:
             refuse(broken, module.trainer)
 
     def note(self, norms: Sequence[Tensor], number: int, step: int) -> None:
-        """Notes the norms of a step's gradients, after its last batch ``number``, without waiting for a GPU."""
+        """Note the norms of a step's gradients, after its last batch ``number``, without waiting for a GPU."""
         losses_A, batches = torch.stack(self._losses), self._batches
         self._losses, self._batches = [], []
         batch = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
@@ -107,9 +107,9 @@ class NonFiniteGuard:
 
 
 def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
-    """Writes the batch to ``broken_batch.pt`` in the run's folder and raises FloatingPointError, which says so.
+    """Write the batch to ``broken_batch.pt`` in the run's folder and raise FloatingPointError, which names the file.
 
-    Of several ranks, which have found it together, the one whose loss it is says what they all raise.
+    Several ranks come here together, and all raise the sentence of the rank with the loss.
     """
     speaker = 0
     if trainer.world_size > 1:
@@ -121,8 +121,10 @@ def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
 
 
 def _written(broken: Broken, trainer: lightning.Trainer) -> str:
-    """Writes the batch, and says where it comes from: the places of its sequences in the order of the data, and their
-    numbers if the data have an ``order``; of several ranks, this rank's share of each batch."""
+    """Write the batch; return a sentence with the places of its sequences in the order of the data.
+
+    Their numbers come with it if the data have an ``order``. Of several ranks, this is the rank's share of each batch.
+    """
     size = len(next(iter(broken.batch.values()))) // (broken.last - broken.first + 1)
     batches = range(broken.first, broken.last + 1)
     world, rank = sharing(trainer)

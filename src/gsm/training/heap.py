@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Keep freed memory in the C library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-OLDER = 1 << 25  # bytes; what older releases take at most for the first of these
-BLOCK, UNUSED = 1 << 30, (1 << 31) - 1  # bytes: from which a block is the system's own, and of which there may be left
+OLDER = 1 << 25  # bytes: the largest value that older releases take for the second
+BLOCK, UNUSED = 1 << 30, (1 << 31) - 1  # bytes: smallest block of the system; most that is kept
 
 
 def keep_freed() -> bool:
-    """Keeps what is freed for what is asked for next; for this process, until it ends.
+    """Keep freed memory for the next allocation, in this process, until it ends.
 
     By default glibc gives large blocks back to the system, and the next step gets them page by page, each filled with
     zeros: a fifth of the time of a step on 16,384 tokens. In return a process holds more than it uses (there 13 %).

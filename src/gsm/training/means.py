@@ -1,4 +1,4 @@
-"""Means of what is measured batch by batch, and the weights of batches that are accumulated to a step."""
+"""Means over batches, and the weights of batches that are accumulated to a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightedMean(Metric):
 
 
 class Means:
-    """Weighted means by name, computed and then begun anew."""
+    """Weighted means by name; computing them begins new ones."""
 
     def __init__(self) -> None:
         self._means: dict[str, WeightedMean] = {}
@@ -49,7 +49,7 @@ class Means:
         self._means[name].update(value.detach(), weight)
 
     def compute(self) -> dict[str, Tensor]:
-        """The means of what was added since the last call, over all ranks."""
+        """Return the means of all values since the last call, over all ranks."""
         found = {name: mean.compute() for name, mean in self._means.items() if mean.update_called}
         for mean in self._means.values():
             mean.reset()
@@ -72,12 +72,12 @@ class OverTargets:
         count = count.to(torch.promote_types(loss.dtype, torch.float32))
         if self._total is None or self._unit is None:
             self._total = self._unit = count
-        else:  # what came before, if it had none, weighed nothing, in whatever unit
+        else:  # earlier batches without targets weigh nothing, in any unit
             self._total, self._unit = self._total + count, torch.where(self._unit > 0, self._unit, count)
         return loss * (count / self._unit.clamp(min=1))
 
     def correct(self, parameters: Iterable[nn.Parameter], divisor: int) -> None:
-        """Ends a step whose losses were weighed, and divided by ``divisor`` as if they counted alike."""
+        """End a step: correct the gradients of losses that were weighed, and divided by ``divisor`` as if equal."""
         if self._total is None or self._unit is None:
             return
         factor = divisor * self._unit.clamp(min=1) / self._total.clamp(min=1)

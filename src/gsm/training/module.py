@@ -1,4 +1,4 @@
-"""Training of any of the models: loss, metrics, optimiser. Nothing here knows what model it trains.
+"""Training of any of the models: loss, metrics, optimiser. Nothing here depends on the kind of model.
 
 B sequences, T positions, V vocabulary, L layers, E experts.
 """
@@ -13,8 +13,6 @@ import lightning
 import torch
 from torch import Tensor, nn
 
-from gsm.cache.pieces import Context
-from gsm.exchange import summed
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
@@ -31,13 +29,13 @@ class LanguageModeling(lightning.LightningModule):
     ``train/<name>`` for every auxiliary loss and metric of the model, ``train/gradient_norm`` and
     ``train/indexer_gradient_norm`` (before clipping), ``train/learning_rate``. Logged after each validation:
     ``val/loss``, ``val/perplexity``, ``val/bits_per_byte``, ``val/accuracy``. Losses are in nats per token; means are
-    weighted by the number of targets, so a ragged last batch counts for what it holds.
+    weighted by the number of targets, so a shorter last batch counts for less.
 
     A metric of one's own is one line: ``self.log("train/mine", value)`` in ``training_step``, or
     ``pl_module.log(...)`` in a callback.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         optimizer: settings of the optimiser.
         config: the composed configuration as plain containers; travels in the checkpoint's ``hyper_parameters``.
         notes: plain containers that are added to every checkpoint, such as the tokenizer's state.
@@ -91,7 +89,7 @@ class LanguageModeling(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Sets the rate of the first step: a checkpoint has that of its own run, whose length may have been another."""
+        """Set the rate of the first step: a checkpoint has the rate of its own run, which may have another length."""
         for configured in self.trainer.lr_scheduler_configs:
             schedule = configured.scheduler
             if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
@@ -109,10 +107,10 @@ class LanguageModeling(lightning.LightningModule):
         tokens_BT, document_BT, target_BT = batch["tokens"], batch.get("documents"), batch.get("targets")
         if target_BT is None:
             target_BT = next_tokens(tokens_BT, document_BT)
-        given: dict[str, Any] = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
-        if self._sequences is not None:
-            given = self.model.divided(self._sequences, **given)
-        return self.model(**given), given["targets"]
+        given = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
+        if self._context is not None:
+            return self._context.call(self.model, **given)
+        return self.model(**given), target_BT
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
         """Cross-entropy plus the losses that the model adds to it, weighted by the batch's share of the step's targets.
@@ -129,11 +127,11 @@ class LanguageModeling(lightning.LightningModule):
             loss = self._over_targets.weigh(loss, total)
         self.guard.see_loss(self, loss, batch)
         self.train_means.update("train/loss", out.loss, count)
-        shared = self._sum_over_pieces(count)
+        shared = count if self._context is None else self._context.total(count)  # losses are means of all its ranks
         for name, value in {**out.losses, **out.metrics}.items():
             self.train_means.update(f"train/{name}", value, shared)
-        if out.load_LE is not None:
-            self._load_LE = out.load_LE if self._load_LE is None else self._load_LE + out.load_LE
+        if (load_LE := out.load_LE) is not None:
+            self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return {"loss": loss, "cross_entropy": out.loss.detach()}
 
     def configure_gradient_clipping(
@@ -212,19 +210,14 @@ class LanguageModeling(lightning.LightningModule):
         checkpoint |= self.notes
 
     def _log_step(self, metrics: Mapping[str, Tensor]) -> None:
-        """Logs metrics of the step that has just ended, at its number: Lightning counts from 0 where it is not told."""
+        """Log metrics of the step that has just ended, at its number; by default Lightning counts steps from 0."""
         self.log_dict({**metrics, "step": torch.tensor(float(self.global_step), dtype=torch.float64)})
 
     @property
-    def _sequences(self) -> Context | None:
-        """The ranks that divide this rank's sequences (None: it has whole ones)."""
+    def _context(self) -> Any:
+        """The ranks that divide the sequences of this rank (None: it has whole ones)."""
         strategy = self.trainer.strategy if self._trainer is not None else None
         return strategy.sequences if isinstance(strategy, Sharded) else None
-
-    def _sum_over_pieces(self, count: Tensor) -> Tensor:
-        """The sum over ranks that divide the same sequences: what else is measured of these is a mean of theirs, which
-        counts alike on each, however many of the targets it has."""
-        return count if self._sequences is None else summed(count, self._sequences.group)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all ranks; unlike Lightning's ``reduce``, this makes no host wait for its GPU."""
@@ -237,15 +230,15 @@ class LanguageModeling(lightning.LightningModule):
 def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Scales gradients down to a norm of ``limit`` in all; returns the norm they had. Ranks may divide them in several
     ways."""
-    alike: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     parts = [
         undivided(nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])).detach()
-        for some in alike.values()
+        for some in by_mesh.values()
     ]
     norm = torch.stack(parts).norm() if len(parts) > 1 else parts[0]
-    for some in alike.values():
+    for some in by_mesh.values():
         nn.utils.clip_grads_with_norm_(some, limit, norm)
     return norm
 

@@ -20,10 +20,10 @@ class AdamW:
         learning_rate: peak learning rate.
         warmup_steps: steps of linear warm-up; never more than a quarter of the run, so that very short runs learn too.
         final_fraction: learning rate of the last step, as a fraction of the peak.
-        weight_decay: decay of the groups whose name does not end in ``no_decay``.
+        weight_decay: decay of all groups but those with a name that ends in ``no_decay``.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
-        schedule: what the rate does after the warm-up: ``cosine``, ``linear`` or ``wsd``.
+        schedule: course of the rate after the warm-up: ``cosine``, ``linear`` or ``wsd``.
         decay_fraction: part of all steps in which ``wsd`` falls, the last ones; 0: it never does. The others ignore it.
     """
 
@@ -73,7 +73,7 @@ class AdamW:
         ]
 
     def factor(self, step: int, steps: int) -> float:
-        """What the peak learning rate is multiplied with at ``step`` (counted from 0) of ``steps``."""
+        """Return the factor of the peak learning rate at ``step`` (counted from 0) of ``steps``."""
         warmup = min(self.warmup_steps, steps // 4)
         if step < warmup:
             return (step + 1) / warmup
@@ -83,17 +83,17 @@ class AdamW:
 
 
 def cosine(step: int, last: int, decaying: float) -> float:
-    """Half a wave from 1 to 0, at ``step`` after the warm-up, of which ``last`` is the last one."""
+    """Return half a wave from 1 to 0, at ``step`` after the warm-up; ``last`` is the last step."""
     return (1 + math.cos(math.pi * min(1.0, step / last))) / 2
 
 
 def linear(step: int, last: int, decaying: float) -> float:
-    """A straight line from 1 to 0."""
+    """Return a straight line from 1 to 0."""
     return 1 - min(1.0, step / last)
 
 
 def wsd(step: int, last: int, decaying: float) -> float:
-    """Warm-up, stable, decay: 1, and in the last ``decaying`` steps a straight line to 0."""
+    """Return 1 (stable), and in the last ``decaying`` steps a straight line to 0 (decay)."""
     return min(1.0, max(0, last - step) / decaying) if decaying else 1.0
 
 
@@ -108,7 +108,7 @@ class Muon(AdamW):
     it is about as long as one of AdamW (Liu et al., 2025): learning rate and weight decay mean the same for both.
 
     Left to AdamW: the embedding, which is the head too; norms, sinks, scales and biases; the filters of convolutions;
-    indexers, whose gradient is of another loss; and weights of three dimensions, experts and grouped projections:
+    indexers, which have a loss of their own; and weights of three dimensions, experts and grouped projections:
     ``torch.optim.Muon`` takes matrices only, and one by one, thousands of small experts would be thousands of chains
     of small products.
 
@@ -117,7 +117,7 @@ class Muon(AdamW):
     Attributes:
         momentum: decay rate of Muon's moment.
         iterations: of Newton and Schulz, towards singular values of 1.
-        adamw_factor: times the learning rate is that of what is left to AdamW. What is logged is Muon's.
+        adamw_factor: learning rate of AdamW's share over that of Muon, which is the one in the logs.
     """
 
     momentum: float = 0.95

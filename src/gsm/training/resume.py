@@ -1,11 +1,11 @@
-"""Exact resume: what a checkpoint needs beside weights and optimiser, and at which points one is taken.
+"""Exact resume: the content of a checkpoint beside weights and optimiser, and the points at which one is taken.
 
 A checkpoint to resume from is taken only where nothing is pending: after a step that ends a logging interval, once its
 metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. What
 is left are the random numbers and how far the data were read, which follows from the number of steps.
 
-This file also holds what depends on undocumented parts of Lightning: its loops' counters, and the options of the writer
-that its TensorBoard logger makes.
+This file also uses undocumented parts of Lightning, and no other file does: its loops' counters, and the options of
+the writer that its TensorBoard logger makes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from gsm.training.distributed.ranks import sharing
 
-FORMAT = 2  # of checkpoints; changes with what is in them
-STATE = "training_state"  # the key of a checkpoint that holds what is kept here
-ENTRIES = "optimizer_entries"  # for each optimiser, by parameter, the names of what is kept for it
+FORMAT = 2  # version of the content of checkpoints
+STATE = "training_state"  # key in a checkpoint of the state that this file adds
+ENTRIES = "optimizer_entries"  # key of the names of each parameter's entries in the optimiser's state
 
 
 def ends_step(trainer: lightning.Trainer) -> bool:
-    """Whether the batch just processed ended an optimiser step, rather than being accumulated into a later one."""
+    """Return whether the last batch ended an optimiser step; else it is accumulated into a later one."""
     accumulated = trainer.accumulate_grad_batches
     return (trainer.fit_loop.batch_idx + 1) % accumulated == 0 or trainer.is_last_batch
 
 
 def ends_interval(trainer: lightning.Trainer) -> bool:
-    """Whether it ended a step whose metrics are logged: every ``log_every_n_steps`` steps, and the last one."""
+    """Return whether the last batch ended a step with logged metrics: every ``log_every_n_steps``th, or the last."""
     step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
     return ends_step(trainer) and (step % every == 0 or 0 < trainer.max_steps <= step)
 
 
 class ResumeState(lightning.Callback):
-    """Adds to every checkpoint what an exact resume takes, and restores it.
+    """Add the state for an exact resume to every checkpoint, and restore it.
 
     Of several ranks, all get the random numbers of the one that writes the checkpoint: they begin with the same seed
-    and draw alike.
+    and draw the same numbers.
     """
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
     passes = fit_loop["epoch_progress"]
     passes["total"] = dict.fromkeys(passes["total"], passes["total"]["completed"])
     passes["current"] = dict.fromkeys(passes["current"], passes["current"]["completed"])
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # which decides what is logged
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # which decides about logging
 
 
 def hide_after(logger: TensorBoardLogger, step: int) -> None:
-    """Has TensorBoard hide what was logged after ``step``, before the logger's first event.
+    """Make TensorBoard hide events after ``step``; to be called before the logger's first event.
 
-    Lightning 2.6 keeps what is for its SummaryWriter in ``_kwargs`` from the logger's construction to its first event,
-    and has no other way to give it a ``purge_step`` in between.
+    Lightning 2.6 keeps the arguments of its SummaryWriter in ``_kwargs`` until the logger's first event, and has
+    no other way to give it a ``purge_step`` in between.
     """
     logger._kwargs["purge_step"] = step + 1
 

@@ -1,1 +1,1 @@
-"""Which bank entries an aggregation stage may read: the group `configs/model/retriever/`."""
+"""The selection of bank entries for aggregation stages: the group `configs/model/retriever/`."""

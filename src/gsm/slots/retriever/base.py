@@ -1,4 +1,4 @@
-"""Which bank entries an aggregation stage may read: the slot ``model/retriever``."""
+"""The selection of bank entries for an aggregation stage: the slot ``model/retriever``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gsm.costs.primitives import AttentionCost, LayerCost
 from gsm.layers.attended import Attended
+from gsm.layers.costs import AttentionCost, LayerCost
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
@@ -24,10 +24,10 @@ class Retriever(nn.Module, ABC):
         top_k: entries to select (K).
         stage: number of its stage, from 1.
 
-    One that searches calls its indexer ``indexer``: so it learns as indexers do.
+    A retriever that searches must name its indexer ``indexer``; then it is trained like the other indexers.
     """
 
-    # Whether this retriever takes over what the encoder layer has selected, so that the layer has to select.
+    # Whether this retriever uses the encoder layer's selection, so that the layer must have one.
     follows_encoder = False
 
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int):
@@ -35,33 +35,36 @@ class Retriever(nn.Module, ABC):
         self.top_k = top_k
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """What it costs: K bank entries for each row of the stage, or those of the encoder layer; and what searching
-        them takes, where it does.
+        """Return the cost of reading K bank entries for each row, or the encoder layer's entries.
+
+        A retriever that searches adds the cost of its search.
 
         Args:
-            bank: how rows of the encoder layer attend to their bank.
+            bank: cost of the encoder layer's attention to its bank.
         """
         read = bank if self.follows_encoder else replace(bank, limit=self.top_k)
         return LayerCost(looks=(read,), bank=read)
 
     def start(self, batch: int, ratio: int) -> Any:
-        """An empty cache for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens (None: this
-        retriever keeps nothing)."""
+        """Return an empty cache for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens.
+
+        None if this retriever has no cache.
+        """
         return None
 
     @abstractmethod
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """Selects for every row of a stage.
+        """Select bank entries for every row of a stage.
 
         Args:
             x_BRU: normed input of the stage's query.
-            attended: what the encoder layer looked at, for the same rows.
+            attended: window and bank of the encoder layer, for the same rows.
             position_BR: int64, document-local positions of the rows, -1 for padding.
             angles: rotation of the rows.
-            cache: what this retriever remembers.
+            cache: the cache of this retriever.
 
         Returns:
-            the selection, and the cache after the call.
+            The selection, and the cache after the call.
         """

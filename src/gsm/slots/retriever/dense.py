@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.costs.primitives import AttentionCost, LayerCost
 from gsm.layers.attended import Attended
+from gsm.layers.costs import AttentionCost, LayerCost
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
 
 
 class Dense(Retriever):
-    """Selects every visible entry.
+    """Select every visible entry.
 
-    The selection is as long as the bank, so that a call makes a tensor of rows x slots and costs as much: for sequences
-    of training, and for prefill in chunks, not for training on very long ones.
+    The selection is as long as the bank, so a call needs memory and time for rows x slots. Use it for training
+    sequences of ordinary length and for prefill in chunks, but not for training on very long sequences.
     """
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """What it costs: all entries for each row."""
+        """Return the cost of reading all entries for each row."""
         read = replace(bank, limit=sys.maxsize)
         return LayerCost(looks=(read,), bank=read)
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """All visible slots, ascending; without a bank, nothing."""
+        """Select all visible slots, ascending; without a bank, none."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache

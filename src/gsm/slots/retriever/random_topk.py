@@ -1,4 +1,4 @@
-"""A control: as many entries as the paper's retriever reads, but any."""
+"""A control: the same number of entries as the paper's retriever, drawn at random."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gsm.errors import within
 from gsm.hashing import mixed
 from gsm.layers.attended import Attended
 from gsm.layers.projections import Shape
@@ -15,37 +16,37 @@ from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
 from gsm_kernels.device import scratch_elements
 
-LAST = (1 << 31) - 1  # above every ordinal of a bank: stands for none
-NEVER = (1 << 63) - 1  # behind every hash, and LAST in its low bits
+LAST = (1 << 31) - 1  # larger than every ordinal of a bank: no entry
+NEVER = (1 << 63) - 1  # larger than every hash, with LAST in its low bits
 
 
 class RandomTopK(Retriever):
-    """Draws K visible slots for every row, without replacement.
+    """Draw K visible slots for every row, without replacement.
 
     The draw is a function of the seed, the stage, the row's position in its document and the entry's number in its
-    document: training, prefill, decoding and packed documents see the same one, and a row's draws do not change as the
-    text goes on.
+    document. So it is the same in training, prefill, decoding and packed documents, and later tokens do not change it.
 
     Args:
         dim_in, shape: unused.
         top_k: entries to draw (K).
         stage: number of its stage; stages draw independently.
-        seed: another seed, other draws.
+        seed: seed of the draws.
     """
 
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int, seed: int):
         super().__init__(dim_in, shape, top_k=top_k, stage=stage)
-        self.seed, self.stage = seed % (1 << 32), stage
+        within(0, 2**32 - 1, seed=seed)
+        self.seed, self.stage = seed, stage
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """The drawn slots, ascending, -1 where fewer than K are visible; without a bank, nothing."""
+        """Select the drawn slots, ascending, -1 where fewer than K are visible; without a bank, none."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache
         slots, count_BR = bank.entry_BFC.shape[1], bank.last_BR - bank.first_BR
-        # In chunks of rows, so that no tensor of rows x slots is made.
+        # In chunks of rows, to avoid a tensor of rows x slots.
         step = max(1, scratch_elements(position_BR.device) // max(1, slots * len(position_BR)))
         row_BR = mixed(mixed(mixed(position_BR.clamp(min=0)) ^ self.seed) ^ self.stage)
         chunks = zip(row_BR.split(step, dim=1), count_BR.split(step, dim=1), strict=True)
@@ -54,9 +55,9 @@ class RandomTopK(Retriever):
 
 
 def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:
-    """K of the first ``count_BR`` of the ordinals below ``slots``, ascending, then ``LAST``; rows are given as hashes.
+    """Draw K of the first ``count_BR`` of ``slots`` ordinals, ascending, padded with ``LAST``; ``row_BR`` are hashes.
 
-    The K lowest hashes win. An ordinal stands in the low bits of its hash, so that no two are equal.
+    The ordinals with the K lowest hashes are drawn. Each hash has its ordinal in the low bits, so no two are equal.
     """
     ordinal_F = torch.arange(slots, device=row_BR.device)
     hash_BRF = mixed(row_BR[..., None] ^ mixed(ordinal_F))

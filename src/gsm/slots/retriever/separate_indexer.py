@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gsm.cache.store import Column, ColumnStore
-from gsm.costs.primitives import AttentionCost, LayerCost, Store
 from gsm.layers.attended import Attended
+from gsm.layers.costs import AttentionCost, LayerCost, Store
 from gsm.layers.projections import Indexer, Shape
 from gsm.layers.rope import Angles
 from gsm.layers.search import Selection, search_bank
@@ -14,7 +14,7 @@ from gsm.slots.retriever.base import Retriever
 
 
 class SeparateIndexer(Retriever):
-    """Searches with its own index queries, weights and keys; the keys are made from the bank's latents before rotation.
+    """Search with its own index queries, weights and keys; the keys come from the bank's latents before rotation.
 
     Args:
         dim_in: width of the stage's query input.
@@ -28,19 +28,19 @@ class SeparateIndexer(Retriever):
         self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """What it costs: K entries for each row, a search of all, and index keys of its own."""
+        """Return the cost of K entries for each row, of a search of all entries, and of its own index keys."""
         keys = Store("index_keys", self.indexer.width, ratio=bank.ratio)
         return super().work(bank) + self.indexer.work(bank.ratio) + LayerCost(stores=(keys,))
 
     def start(self, batch: int, ratio: int) -> Column:
-        """No index keys yet."""
+        """Return an empty store of index keys."""
         like = self.indexer.query.weight
         return Column.empty("index_keys", ratio, like.new_empty(batch, self.indexer.width))
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: ColumnStore
     ) -> tuple[Selection, ColumnStore]:
-        """The K best visible slots by this indexer's own scores; without a bank, nothing."""
+        """Select the K best visible slots by this indexer's own scores; without a bank, none."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache

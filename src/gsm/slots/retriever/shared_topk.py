@@ -1,4 +1,4 @@
-"""The paper's retriever: a stage reads what the encoder layer has selected (section 3.1)."""
+"""The paper's retriever: a stage reads the encoder layer's selection (section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gsm.slots.retriever.base import Retriever
 
 
 class SharedTopK(Retriever):
-    """Reuses the Top-K of the encoder layer; owns no parameters, and uses none of the widths."""
+    """Reuse the Top-K of the encoder layer. It has no parameters and ignores the widths."""
 
     follows_encoder = True
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """The layer's own selection."""
+        """Return the layer's own selection."""
         return Selection.by_layer(attended), cache

@@ -1,8 +1,8 @@
 """How decoder layers read the shared state: the slot ``model/state_reader`` (paper, section 3.3).
 
-A reader says which parts it wants of the state (``parts``), and makes the attention of each decoder layer (``layer``).
-To add one, write both: memory, cost, parameters and taps follow from them. An attention that reads otherwise than the
-paper's overrides ``mix``.
+A reader declares the parts of the state that it needs (``parts``), and builds the attention of each decoder layer
+(``layer``). To add a reader, define both: memory, cost, parameters and taps follow from them. An attention that differs
+from the paper's overrides ``mix``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.costs.primitives import AttentionCost, LayerCost, attention
 from gsm.layers.attended import ENTRIES, SharedState, StatePart
 from gsm.layers.block import LayerOutput
+from gsm.layers.costs import AttentionCost, LayerCost, attention
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
@@ -24,22 +24,22 @@ from gsm.span import Span
 
 
 class StateAttention(LatentAttention):
-    """A decoder layer's attention: a new query on the last M entries of the shared state, and nothing to remember.
+    """A decoder layer's attention: a new query on the last M entries of the shared state, without a cache.
 
     Args:
         shape: shared widths.
         state_size: entries that a row sees (M), its own included.
         slots: entries of a position (J), side by side in the state.
         rope: rotation of the state's entries.
-        name: what its taps are called, e.g. ``decoder/5``.
+        name: prefix of its taps, e.g. ``decoder/5``.
         part: the part of the state that it reads.
     """
 
-    # How many positions back of its input a row needs: the state has what lies before.
+    # Number of earlier positions of its input that a row needs; the past comes from the state.
     reach = 0
-    # Entries of its own that a row sees besides those of the state, its own included.
+    # Number of entries of the layer's own window that a row sees in addition to the state, including its own entry.
     own_size = 0
-    # Parts of the state that ``mix`` reads for each entry which a row sees.
+    # Parts of the state that ``mix`` reads for each visible entry.
     parts_per_entry = 1
 
     def __init__(self, shape: Shape, *, state_size: int, slots: int, rope: Rope, name: str, part: str = ENTRIES.name):
@@ -47,18 +47,18 @@ class StateAttention(LatentAttention):
         self.slots, self.part = slots, part
 
     def start(self, batch: int, kind: str) -> Any:
-        """Nothing to remember: the state belongs to the writer."""
+        """Return None: the state belongs to the writer, and this layer has no cache."""
         return None
 
     def forward(self, x_BTD: Tensor, span: Span, cache: Any, below: SharedState) -> tuple[Tensor, LayerOutput]:
-        """Reads the state, ``below``, for the last R of T positions, and hands it on."""
+        """Read the state, ``below``, for the last R of T positions, and pass it on."""
         angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
         query_BRHC, _ = self.query(last(x_BTD, span.rows))
         mixed_BRHC = self.mix(query_BRHC, below, span.row_position_BR, angles)
         return self.output(mixed_BRHC), LayerOutput(cache, below)
 
     def mix(self, query_BRHC: Tensor, state: SharedState, position_BR: Tensor, angles: Angles) -> Tensor:
-        """What the rows take from the state, [B, R, H, C]; arguments as of ``attend``."""
+        """Return the attention output on the state, [B, R, H, C]; arguments as in ``attend``."""
         return self.attend(query_BRHC, state.parts[self.part], position_BR, angles)
 
     def attend(
@@ -72,10 +72,10 @@ class StateAttention(LatentAttention):
         *,
         tap_name: str = "weights",
     ) -> Tensor:
-        """One softmax over the last M entries, with the sink in the denominator. [B, R, H, C].
+        """Attend with one softmax over the last M entries, with the sink in the denominator; returns [B, R, H, C].
 
-        Attention moves its band on by one entry a row. Where a position has J entries, it gets J rows, equal but for
-        where they stand; the last of them sees all J, and is the one that counts:
+        The band of the attention advances by one entry per row. A position with J entries therefore gets J rows, which
+        differ only in their place. The last of these rows sees all J entries, and its output is used:
 
             entries     a0 b0 | a1 b1 | a2 b2          J = 2, M = 4
             rows of 2      '-----------'                sees b0 .. a2: dropped
@@ -86,8 +86,8 @@ class StateAttention(LatentAttention):
             state_BEC: stored and new entries in stream order.
             position_BR: int64, positions of the rows.
             angles: rotation of the rows.
-            entry_BFC, chosen_BRK: other entries in the same softmax, and which of them each row sees; None: none.
-            tap_name: what the weights are called, where ``mix`` attends more than once: ``weights/second``.
+            entry_BFC, chosen_BRK: other entries in the same softmax, and the visible ones of each row; None: none.
+            tap_name: tap of the weights, for a ``mix`` that attends more than once: ``weights/second``.
         """
         count = self.slots
         if count > 1:
@@ -100,11 +100,11 @@ class StateAttention(LatentAttention):
         return self.mix_entries(*band, entry_BFC, chosen_BRK, repeats=count, tap_name=tap_name)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs: all parameters for each row, and the last M entries."""
+        """Return the cost of all parameters for each row, and of the last M entries."""
         return LayerCost(self.cost_of_rows(), looks=(self.state_cost(),))
 
     def state_cost(self) -> AttentionCost:
-        """What a row sees of the state: the last M entries, J of each position."""
+        """Return the cost of reading the last M entries of the state, J of each position."""
         inner, count = self.query.width, self.slots
         width = self.parts_per_entry * inner // self.query.heads
         return attention(inner, width, self.window_size // count, each=count, nearest=True)
@@ -113,15 +113,15 @@ class StateAttention(LatentAttention):
 class StateReader(ABC):
     """Base of all readers."""
 
-    # What is asked of the state writer.
+    # Parts of the state that the writer must write.
     parts: tuple[StatePart, ...] = (ENTRIES,)
 
     @abstractmethod
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
-        """The attention of one decoder layer.
+        """Build the attention of one decoder layer.
 
         Args:
             shape: shared widths.
-            layer, layers: number of this decoder layer, from 1, and how many there are.
-            common: ``state_size``, ``slots``, ``rope`` and ``name``, as of ``StateAttention``.
+            layer, layers: number of this decoder layer, from 1, and the number of decoder layers.
+            common: ``state_size``, ``slots``, ``rope`` and ``name`` of ``StateAttention``.
         """

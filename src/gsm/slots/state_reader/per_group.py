@@ -1,4 +1,5 @@
-"""A state for each group of decoder layers: what the first ones want of the past need not be what the last ones do."""
+"""A state for each group of decoder layers, because lower and upper layers may need different information of the
+past."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class PerGroup(StateReader):
-    """G states, written by projections of their own from the same z; the decoder's layers read them in G runs of
-    neighbours. ``model.state_size`` divided by G makes them as large as one.
+    """G states, written by separate projections of the same z. Each is read by one of G groups of consecutive layers.
+    With ``model.state_size`` divided by G, they take the bytes of a single state.
 
     Args:
         groups: G.
@@ -22,13 +23,16 @@ class PerGroup(StateReader):
 
     def __init__(self, groups: int):
         if groups < 1:
-            raise ValueError(f"state_reader.groups must be at least 1, got {groups}")
+            raise ValueError(f"state_reader.groups={groups} is not allowed because there must be at least 1 group")
         self.groups = groups
         self.parts = tuple(StatePart(f"group{group}") for group in range(1, groups + 1))
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
-        """Reads the state of its group."""
+        """Build the attention to the state of the layer's group."""
         if self.groups > layers:
-            raise ValueError(f"state_reader.groups is {self.groups}, more than the {layers} decoder layers; say fewer")
+            raise ValueError(
+                f"state_reader.groups={self.groups} is not allowed because there are only {layers} decoder layers. Use "
+                f"at most {layers}"
+            )
         part = self.parts[(layer - 1) * self.groups // layers].name
         return StateAttention(shape, part=part, **common)

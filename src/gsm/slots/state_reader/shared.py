@@ -9,8 +9,8 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class Shared(StateReader):
-    """One state for all layers, whose entries are keys and values at once."""
+    """One state for all layers; each entry is key and value at once."""
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
-        """Reads the last M entries."""
+        """Build the attention to the last M entries."""
         return StateAttention(shape, **common)

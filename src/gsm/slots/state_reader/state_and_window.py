@@ -1,4 +1,4 @@
-"""The shared state beside a small window of each layer's own: what the decoder has made of the last few positions."""
+"""The shared state and, for each decoder layer, a small window of its own entries of the last positions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gsm.cache.store import Window, WindowStore
-from gsm.costs.primitives import LayerCost, Store, products
 from gsm.layers.attended import SharedState
 from gsm.layers.block import LayerOutput
+from gsm.layers.costs import LayerCost, Store, products
 from gsm.layers.projections import Entry, Shape
 from gsm.shapes import last
 from gsm.slots.state_reader.base import StateAttention, StateReader
@@ -20,11 +20,11 @@ from gsm.span import Span
 class StateAndWindow(StateReader):
     """The paper's state, and in the same softmax the last W_d entries that the layer has written itself.
 
-    Each layer then remembers W_d entries, so that the decoder has a cache after all; at equal bytes the state has as
-    many fewer.
+    Each layer then stores W_d entries, so the decoder does have a cache. For equal bytes, make the state smaller by the
+    number of these entries.
 
     Args:
-        window: entries of a layer's own that a row sees (W_d), its own included.
+        window: entries of a layer's own window that a row sees (W_d), including its own entry.
 
     Raises:
         ValueError: for a window below 1.
@@ -32,20 +32,23 @@ class StateAndWindow(StateReader):
 
     def __init__(self, window: int):
         if window < 1:
-            raise ValueError(f"state_reader.window must be at least 1, got {window}; for none take state_reader=shared")
+            raise ValueError(
+                f"state_reader.window={window} is not allowed because it must be at least 1. Use state_reader=shared "
+                "for no window"
+            )
         self.window = window
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
-        """Reads the state and its own window."""
+        """Build the attention to the state and to the layer's own window."""
         return WindowedStateAttention(shape, window=self.window, **common)
 
 
 class WindowedStateAttention(StateAttention):
-    """Attention on the state and on a window of the layer's own.
+    """Attention to the state and to a window of the layer's own entries.
 
     Args:
-        shape, common: as of ``StateAttention``.
-        window: entries of its own that a row sees (W_d).
+        shape, common: as in ``StateAttention``.
+        window: entries of the layer's window that a row sees (W_d).
     """
 
     def __init__(self, shape: Shape, *, window: int, **common: Any):
@@ -54,12 +57,12 @@ class WindowedStateAttention(StateAttention):
         self.window = Entry(shape)
 
     def start(self, batch: int, kind: str) -> Window:
-        """A window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        """Return a window without entries; ``kind`` labels its bytes (``decoder_window``)."""
         like = self.window.projection.weight
         return Window.empty(f"{kind}_window", self.own_size, like.new_empty(batch, like.shape[0]))
 
     def forward(self, x_BTD: Tensor, span: Span, cache: WindowStore, below: SharedState) -> tuple[Tensor, LayerOutput]:
-        """Writes entries of all T positions, and reads for the last R of them."""
+        """Write the entries of all T positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         own_BFC, cache = cache.extend(self.window(x_BTD, angles))
         query_BRHC, _ = self.query(last(x_BTD, span.rows))
@@ -73,9 +76,9 @@ class WindowedStateAttention(StateAttention):
         return self.output(mixed_BRHC), LayerOutput(cache, below)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """What it costs: the state, and its own window."""
+        """Return the cost of the state and of the layer's own window."""
         near = self.look_cost(self.own_size, nearest=True)
-        kept = Store(f"{kind}_window", near.width, self.own_size)
+        store = Store(f"{kind}_window", near.width, self.own_size)
         per_token = {"entries": products(self.window)}
         looks = (self.state_cost(), near)
-        return LayerCost(self.cost_of_rows(self.window), per_token, looks=looks, stores=(kept,))
+        return LayerCost(self.cost_of_rows(self.window), per_token, looks=looks, stores=(store,))

@@ -3,8 +3,8 @@
 
 e, increments --fuse--> z --norm, projection, norm, rotation--> state entry
 
-Which entries there are says the slot ``model/state_reader``: the paper's reader wants one for a position, others want
-keys and values, or a state for each group of layers (``StatePart``). A writer makes all of them from the same z.
+The slot ``model/state_reader`` decides which entries exist: one per position for the paper's reader, keys and values,
+or a state for each group of layers (``StatePart``). A writer makes all of them from the same z.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from gsm.span import Span
 
 
 class StateWriter(nn.Module, ABC):
-    """Base of all writers. A variant overrides ``fuse``, and no more than that if it writes one entry for a position,
-    from that position alone.
+    """Base of all writers.
 
-    One that writes otherwise overrides ``write`` too; if it keeps more than the last M entries, ``start_part`` and
-    ``stored``; and if it computes more than products with its own matrices, ``multiply_adds`` and ``reads``.
+    A variant that writes one entry per position, from that position only, overrides ``fuse`` and nothing else. Any
+    other overrides ``write`` as well. If it stores more than the last M entries, it overrides ``start_part`` and
+    ``stored``. If it computes more than products with its own matrices, it overrides ``multiply_adds`` and ``reads``.
 
     Args:
         shape: shared widths.
         state_size: entries of each part that a decoder row sees (M).
-        rope: rotation of the entries, that of the decoder's queries.
-        parts: what the state reader asks for.
-        stages: how many aggregation stages there are, which is the length of ``increments``.
+        rope: rotation of the entries, equal to that of the decoder's queries.
+        parts: parts of the state that the reader needs.
+        stages: number of aggregation stages, the length of ``increments``.
     """
 
-    # Entries that this writer writes for a position (J), side by side in the state; M is a multiple of it.
+    # Number of entries that this writer writes per position (J), adjacent in the state; it divides M.
     slots = 1
-    # Positions before the first one that an entry is wanted for which this writer needs as well.
+    # Number of positions that this writer needs before the first position with an entry.
     reach = 0
-    # Whether a model without stages has no use for this writer.
+    # Whether this writer is useless in a model without stages.
     needs_stages = False
 
     def __init__(
@@ -54,7 +54,7 @@ class StateWriter(nn.Module, ABC):
         state_size: int,
         rope: Rope,
         parts: Sequence[StatePart] = (ENTRIES,),
-        stages: int | None = None,  # None: a constructor of a subclass does not take it
+        stages: int | None = None,  # None: the constructor of the subclass does not take it
     ):
         super().__init__()
         self.stages = stages
@@ -64,75 +64,77 @@ class StateWriter(nn.Module, ABC):
 
     @property
     def positions(self) -> int:
-        """Positions whose entries a decoder row sees, M / J."""
+        """Number of positions with entries that a decoder row sees, M / J."""
         return self.state_size // self.slots
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """A state without entries, part by part."""
+        """Return an empty state, part by part."""
         return tuple(self.start_part(batch) for _ in self.parts)
 
     def start_part(self, batch: int) -> Any:
-        """What is remembered of one part: its last M entries, none yet."""
+        """Return the empty cache of one part: a window of M entries."""
         return self.window(batch, self.state_size)
 
     def window(self, batch: int, size: int) -> Window:
-        """No entries yet, of which the last ``size`` will be kept."""
+        """Return an empty window for the last ``size`` entries."""
         like = self.projection(self.parts[0]).projection.weight
         return Window.empty("shared_state", size, like.new_empty(batch, self.width))
 
     def stored(self, tokens: int) -> int:
-        """Numbers that one part holds for one sequence after so many tokens."""
+        """Return the number of elements that one part holds for one sequence after ``tokens`` tokens."""
         return min(self.slots * tokens, self.state_size) * self.width
 
     def multiply_adds(self, first: int, last: int) -> dict[str, int]:
-        """What writing one part's entries of positions [first, last) takes, by kind, besides the products with this
-        writer's matrices: those are counted by themselves, each once for every position that comes in."""
+        """Return the multiply-adds of writing one part's entries of positions [first, last), by kind.
+
+        Products with this writer's matrices are not included: the cost model counts each once per input position.
+        """
         return {}
 
     def reads(self, first: int, last: int) -> int:
-        """Numbers that these products look at, each once."""
+        """Return the number of elements that these products read, each counted once."""
         return 0
 
     @abstractmethod
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """From the encoder's output and what each stage retrieved to ``z_BTD`` (equation 11)."""
+        """Combine the encoder's output and the stages' increments into ``z_BTD`` (equation 11)."""
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: Any) -> tuple[Tensor, Any]:
-        """Entries of one part (equation 12).
+        """Write the entries of one part (equation 12).
 
         Args:
-            part: which.
+            part: the part.
             x_BTD: z, normed.
-            span: the positions; entries are wanted for the last ``span.rows``, which are all unless there is a reach.
-            cache: what is remembered of this part.
+            span: the positions; the last ``span.rows`` of them get entries. These are all unless there is a reach.
+            cache: the cache of this part.
 
         Returns:
-            ``state_BEC``, stored and new entries in stream order, the J of a position side by side; the cache after.
+            ``state_BEC``, stored and new entries in stream order, the J entries of a position adjacent; the next cache.
         """
         return cache.extend(self.projection(part)(x_BTD, self.angles(part, span, x_BTD.dtype)))
 
     def projection(self, part: StatePart) -> Entry:
-        """What makes a part's entries of z."""
+        """Return the projection that makes a part's entries from z."""
         return cast(Entry, self.entry[part.name])
 
     def angles(self, part: StatePart, span: Span, dtype: torch.dtype) -> Angles:
-        """The rotation of a part's entries at these positions; by nothing where it has none."""
+        """Return the rotation of a part's entries at these positions; the identity for a part without rotation."""
         angles = self.rope.at(span, dtype)
         return angles if part.rotated else Angles(torch.ones_like(angles.cos_BTP), torch.zeros_like(angles.sin_BTP))
 
     def forward(
         self, encoded_BTD: Tensor, increments: tuple[Tensor, ...], span: Span, caches: Sequence[Any]
     ) -> tuple[Tensor, SharedState, tuple[Any, ...]]:
-        """Fuses and writes.
+        """Compute z and write the state.
 
         Args:
             encoded_BTD: the encoder's output.
             increments: one [B, T, D] per stage.
-            span: the positions, and for how many of them entries are wanted.
-            caches: what is remembered of each part.
+            span: the positions; the last ``span.rows`` of them get entries.
+            caches: the cache of each part.
 
         Returns:
-            ``z_BTD``, from which the decoder starts; the state, stored and new entries; the caches after.
+            ``z_BTD``, the input of the decoder; the state, stored and new entries; the next caches.
         """
         z_BTD = tap("state/z", self.fuse(encoded_BTD, increments))
         x_BTD, state, after = self.norm(z_BTD), {}, []
@@ -144,5 +146,5 @@ class StateWriter(nn.Module, ABC):
 
 
 def retrieved(increments: tuple[Tensor, ...]) -> Tensor:
-    """r, the sum of what the stages retrieved (equation 10); there must be a stage."""
+    """Return r, the sum of the stages' increments (equation 10); there must be at least one stage."""
     return sum(increments[1:], increments[0])

@@ -1,4 +1,4 @@
-"""A learned projection of the encoder's output beside what the stages retrieved."""
+"""A learned projection of the encoder's output and the stages' increments, concatenated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gsm.slots.writer.base import StateWriter, retrieved
 class Concat(StateWriter):
     """z = W [e ; r] with W = [1 1] + V, where 1 is the identity and V is learned from zero.
 
-    So it starts as the paper's writer, with every stage at work from the first step; a W drawn at random would have to
-    learn first that the streams pass through, and weight decay, which pulls V to zero, would pull it to silence.
+    So it starts as the paper's writer, with every stage active from the first step. A random W would first have to
+    learn the identity. Weight decay pulls V to zero here; it would pull such a W to zero output.
 
     Args:
-        shape, common: as for every writer.
+        shape, common: as in ``StateWriter``.
     """
 
     needs_stages = True
@@ -29,7 +29,7 @@ class Concat(StateWriter):
         self.correction = Linear(2 * shape.dim, shape.dim, gain=0.0)
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """Projects the encoder's output and the sum of all increments."""
+        """Project the encoder's output and the sum of all increments."""
         retrieved_BTD = retrieved(increments)
         both_BTU = torch.cat([encoded_BTD, retrieved_BTD], dim=-1)
         return encoded_BTD + retrieved_BTD + self.correction(both_BTU)

@@ -1,14 +1,14 @@
-"""Write only what the state does not already predict, against the bottleneck that the paper names (section 2.3):
-entries that repeat one another waste what little room there is.
+"""A writer that subtracts the state's prediction from each entry. It addresses the bottleneck that the paper names
+(section 2.3): redundant entries waste the small state.
 
     z -- norm, projection, norm --> plain entry --------------------- minus --> norm --> rotation --> state entry
                                          |                              ^
                                          '--> the M - 1 plain entries --'
                                               before: beta x prediction
 
-The delta rule of fast-weight memories (Schlag et al., 2021) also subtracts what is there already from what is written.
-There a write depends on the corrected ones before it, one after another; here it depends on the plain ones, so that all
-positions are corrected in one parallel step.
+The delta rule of fast-weight memories (Schlag et al., 2021) also subtracts the stored content from each write. There a
+write depends on the previous corrected ones, so writes are sequential. Here it depends on the plain entries, so that
+all positions are corrected in one parallel step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from gsm_kernels import rotate
 
 @dataclass(frozen=True)
 class DeltaCache:
-    """What is remembered of one part.
+    """The cache of one part.
 
     Attributes:
-        plain: the last M - 1 plain entries, for the predictions of those to come.
+        plain: the last M - 1 plain entries, for the predictions of later entries.
         corrected: the last M corrected entries, which the decoder reads.
     """
 
@@ -51,54 +51,56 @@ class Delta(Additive):
 
         p_t = RMSNorm( W x_t )                                                  the plain entry
         a_ti = exp(q_t . RoPE_{i-t} p_i / sqrt(C)) / (exp(sink) + the sum of these over i),    q_t = W_q x_t
-        s_t = sum_i a_ti RoPE_{i-t} p_i                                         what the entries before t predict
+        s_t = sum_i a_ti RoPE_{i-t} p_i                                         the prediction from entries before t
         beta_t = sigmoid(w . x_t + b)
         entry_t = RoPE_t RMSNorm( p_t - beta_t s_t )
 
-    The sink takes the weight where nothing fits; the first position of a document predicts nothing. The norm gives what
-    is new the whole range of an entry, and keys a fixed scale. w starts at zero and b below it: the model starts near
-    the paper's entries, as long as W_q is random and s_t no prediction, but far enough from beta = 0 for W_q to learn.
-    Where the state has several parts, each is corrected by its own.
+    The sink takes the weight if no entry fits; the first position of a document has no prediction. The norm gives the
+    difference the full range of an entry, and keys a fixed scale. w starts at zero and b is negative. So the model
+    starts near the paper's entries, because s_t predicts nothing while W_q is random; but beta is large enough for W_q
+    to learn. If the state has several parts, each has its own correction.
 
-    A row sees M corrected entries, the first of which needs M - 1 plain ones more: the state carries something over
-    2 M - 1 positions, and so many entries are its memory.
+    A row sees M corrected entries, and the first of them needs M - 1 more plain entries. So the state carries
+    information over 2 M - 1 positions, and stores 2 M - 1 entries.
 
     Args:
-        shape, state_size, common: as for every writer.
-        bias: b at the start; -2.0 means that beta is 0.12.
+        shape, state_size, common: as in ``StateWriter``.
+        bias: initial b; -2.0 makes beta 0.12.
 
     Raises:
-        ValueError: for a state of one entry, before which there is nothing that could predict it.
+        ValueError: for a state of one entry, which has no entries before it that could predict it.
     """
 
     def __init__(self, shape: Shape, *, state_size: int, bias: float, **common: Any):
         super().__init__(shape, state_size=state_size, **common)
         if state_size < 2:
             raise ValueError(
-                f"state_size must be at least 2 for writer delta, got {state_size}; for one entry take writer additive"
+                f"state_size={state_size} is not allowed with writer delta because it must be at least 2. Use writer "
+                "additive for one entry"
             )
         self.reach = state_size - 1
         self.correction = nn.ModuleDict({part.name: Correction(shape, self.reach, bias) for part in self.parts})
 
     def start_part(self, batch: int) -> DeltaCache:
-        """No entries of either kind."""
+        """Return empty windows of plain and corrected entries."""
         return DeltaCache(self.window(batch, self.reach), self.window(batch, self.state_size))
 
     def stored(self, tokens: int) -> int:
-        """Plain and corrected entries: the state of this writer is both."""
+        """Return the number of elements of plain and corrected entries, which both are state."""
         return (min(tokens, self.reach) + min(tokens, self.state_size)) * self.width
 
     def multiply_adds(self, first: int, last: int) -> dict[str, int]:
-        """The predictions: logit and mixture for every entry before a position, at most M - 1."""
+        """Return the multiply-adds of the predictions: logit and mixture for at most M - 1 entries before a
+        position."""
         seen = sum(min(position, self.reach) for position in range(first, last))
         return {"attention": 2 * self.width * seen}
 
     def reads(self, first: int, last: int) -> int:
-        """The plain entries of those predictions."""
+        """Return the number of elements of the plain entries that the predictions read."""
         return self.width * max(0, min(last - 1, last - 1 - first + self.reach))
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: DeltaCache) -> tuple[Tensor, DeltaCache]:
-        """Plain entries of all positions; corrected ones of the last ``span.rows``, which have theirs before them."""
+        """Write plain entries of all positions, and corrected entries of the last ``span.rows``."""
         angles, correction = self.angles(part, span, x_BTD.dtype), cast(Correction, self.correction[part.name])
         plain_BTC = self.projection(part).latent(x_BTD)
         plain_BEC, plain = cache.plain.extend(rotate(plain_BTC, *angles))
@@ -109,12 +111,12 @@ class Delta(Additive):
 
 
 class Correction(nn.Module):
-    """What the entries before a position predict of its own, and how much of that is taken off.
+    """Subtracts a part (beta) of the prediction from previous entries from each entry.
 
     Args:
         shape: shared widths.
-        reach: positions before a row that are looked at.
-        bias: of beta, at the start.
+        reach: number of positions before a row that predict its entry.
+        bias: initial bias of beta.
     """
 
     def __init__(self, shape: Shape, reach: int, bias: float):
@@ -129,7 +131,7 @@ class Correction(nn.Module):
     def forward(
         self, x_BTD: Tensor, plain_BTC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles
     ) -> Tensor:
-        """Corrected entries of the rows before their rotation, [B, R, C].
+        """Return the corrected entries of the rows before their rotation, [B, R, C].
 
         Args:
             x_BTD: z, normed.
@@ -142,13 +144,13 @@ class Correction(nn.Module):
         beta_BT1 = torch.sigmoid(self.rate(x_BTD) + self.bias)
         predicted_BRC = self.predict(last(self.query(x_BTD), rows), plain_BEC, position_BR, angles)
         new_BRC = last(plain_BTC, rows) - last(beta_BT1, rows) * predicted_BRC
-        return self.norm(new_BRC).type_as(plain_BTC)  # autocast leaves beta wider than the entries
+        return self.norm(new_BRC).type_as(plain_BTC)  # under autocast beta has a wider dtype than the entries
 
     def predict(self, query_BRC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles) -> Tensor:
-        """s of the rows, [B, R, C], rotated back.
+        """Return s of the rows, [B, R, C], rotated back.
 
-        Attention sees a row's own entry and those before it. So each row stands one entry farther back, and one
-        position, where its own is out of sight; at position 0 that leaves nothing.
+        Attention sees a row's own entry and the previous ones. To exclude its own, each row is moved back by one entry
+        and one position; at position 0 nothing remains.
         """
         before_BEC = pad(plain_BEC[:, :-1], (0, 0, 1, 0))
         position_BR = (position_BR - 1).clamp(min=-1)

@@ -1,4 +1,4 @@
-"""A control: the state holds the encoder's output alone, and what the stages retrieve is lost."""
+"""A control: the state holds only the encoder's output; the stages' increments are discarded."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class EncoderOnly(StateWriter):
     """z = e. With or without stages, the model computes the same."""
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """The encoder's output, unchanged."""
+        """Return the encoder's output unchanged."""
         return encoded_BTD

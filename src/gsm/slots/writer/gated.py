@@ -1,4 +1,4 @@
-"""A gate that decides, channel by channel, how much of the retrieval enters the state."""
+"""A writer with a learned gate on each channel of the retrieval."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gsm.slots.writer.base import StateWriter, retrieved
 
 
 class Gated(StateWriter):
-    """z = e + g * r with g = sigmoid(W RMSNorm([e ; r]) + b), as wide as the model.
+    """z = e + g * r with g = sigmoid(W RMSNorm([e ; r]) + b), one gate per channel of the model.
 
-    W starts at zero, so that at first all gates are sigmoid(b). They start mostly open: a stage's gradient passes its
-    gate, and a stage behind a closed one would hardly learn what there is to let through. The input is normed like
-    that of a stage's query, for the streams of the encoder have no fixed scale.
+    W starts at zero, so that at first all gates are sigmoid(b). They start mostly open because a stage's gradient
+    passes the gate; a stage behind a closed gate would hardly learn. The input is normed like that of a stage's query,
+    because the encoder's streams have no fixed scale.
 
     Args:
-        shape, common: as for every writer.
-        bias: b at the start; 2.0 opens the gates to 0.88.
+        shape, common: as in ``StateWriter``.
+        bias: initial b; 2.0 opens the gates to 0.88.
     """
 
     needs_stages = True
@@ -35,7 +35,7 @@ class Gated(StateWriter):
         self.bias = nn.Parameter(torch.full((shape.dim,), float(bias)))
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """Adds as much of the sum of all increments as the gates let through."""
+        """Add the gated sum of all increments to the encoder's output."""
         retrieved_BTD = retrieved(increments)
         both_BTU = torch.cat([encoded_BTD, retrieved_BTD], dim=-1)
         gate_BTD = tap("state/gate", torch.sigmoid(self.gate(self.gate_norm(both_BTU)) + self.bias))

@@ -1,5 +1,5 @@
-"""Several entries for a position, against the bottleneck that the paper names (section 2.3): one write of fixed width
-has to hold all that a position has found.
+"""Several entries per position, against the bottleneck that the paper names (section 2.3): one write of fixed width
+must hold everything that was retrieved for a position.
 
     position        0       1       2       3              J = 2, M = 4
     state        a0 b0 | a1 b1 | a2 b2 | a3 b3
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.store import WindowStore
+from gsm.errors import within
 from gsm.layers.attended import StatePart
 from gsm.layers.projections import Entry, Shape
 from gsm.slots.writer.additive import Additive
@@ -22,35 +23,36 @@ from gsm.span import Span
 
 class MultiSlot(Additive):
     """z = e + r, and J entries RoPE_t( RMSNorm_j( W_j RMSNorm(z_t) ) ), j = 0 .. J - 1; entry 0 is the paper's.
-    The decoder starts from z, as ever; only what it reads is more.
+    The decoder starts from z, as with the other writers; only the number of entries differs.
 
-    All are made from z, not some from e or r alone: the sum loses little, being as wide as the model, but an entry has
-    D / C times fewer channels (16 at size 1p5b). That is the narrow place, and J projections widen it J times. The
-    state's size stays M, so that J trades how far a row sees for how much it sees of each position.
+    All entries are made from z, and none from e or r separately: the sum loses little because it is as wide as the
+    model, but an entry has D / C times fewer channels (16 at size 1p5b). That is the bottleneck, and J projections
+    widen it J times. The state's size stays M, so J trades the distance that a row sees for the detail of each
+    position.
 
     Args:
-        shape, state_size, common: as for every writer.
-        slots: entries of a position (J); must divide the state's size.
+        shape, state_size, common: as in ``StateWriter``.
+        slots: entries per position (J); must divide the state's size.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if ``slots`` does not divide the state's size.
     """
 
     def __init__(self, shape: Shape, *, state_size: int, slots: int, **common: Any):
         super().__init__(shape, state_size=state_size, **common)
-        if slots < 1 or state_size % slots:
+        within(1, 1024, slots=slots)
+        if state_size % slots:
             raise ValueError(
-                f"state_size {state_size} must be a multiple of the {slots} slots of a position; "
-                "change model.state_size or model.writer.slots"
+                f"model.writer.slots={slots} is not allowed because it must divide state_size={state_size}. Use "
+                "another model.state_size or model.writer.slots"
             )
         self.slots = slots
         further = {part.name: nn.ModuleList(Entry(shape) for _ in range(slots - 1)) for part in self.parts}
         self.further = nn.ModuleDict(further)
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: WindowStore) -> tuple[Tensor, WindowStore]:
-        """All entries of all positions; those of one position share its rotation."""
+        """Write J entries for each position; the entries of one position share its rotation."""
         angles = self.angles(part, span, x_BTD.dtype)
-        made = [
-            entry(x_BTD, angles) for entry in (self.projection(part), *cast(nn.ModuleList, self.further[part.name]))
-        ]
-        return cache.extend(torch.stack(made, dim=2).flatten(1, 2))
+        projections = (self.projection(part), *cast(nn.ModuleList, self.further[part.name]))
+        entries = [projection(x_BTD, angles) for projection in projections]
+        return cache.extend(torch.stack(entries, dim=2).flatten(1, 2))

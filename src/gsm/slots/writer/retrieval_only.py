@@ -1,4 +1,4 @@
-"""A control: the state holds what the stages retrieve alone, and the encoder's output is lost."""
+"""A control: the state holds only the stages' increments; the encoder's output is discarded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gsm.slots.writer.base import StateWriter, retrieved
 
 
 class RetrievalOnly(StateWriter):
-    """z = r. The decoder starts from r too: all that it knows of a token has come through the stages."""
+    """z = r. The decoder starts from r too, so all its information comes through the stages."""
 
     needs_stages = True
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """The sum of the stages' increments."""
+        """Return the sum of the stages' increments."""
         return retrieved(increments)

@@ -1,4 +1,4 @@
-"""What happens beside training: checkpoints, throughput, progress, pictures, the run's summary."""
+"""Callbacks of training: checkpoints, throughput, progress, pictures, the run's summary."""
 
 from __future__ import annotations
 

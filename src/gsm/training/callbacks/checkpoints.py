@@ -35,10 +35,10 @@ class Latest(Checkpoint):
     Args:
         path: of the file.
         minutes: how much training an interruption may cost.
-        share: of the time, how much saving may take: what takes long is done less often than ``minutes`` say.
+        share: largest share of the time that saving may take; a slow save is done less often than every ``minutes``.
 
     Attributes:
-        saved: the step of the last save of this process, None before it.
+        saved: the step that the file is of, None before this process has saved it or gone on from it.
         settled: whether nothing is pending, between two batches.
     """
 
@@ -61,7 +61,7 @@ class Latest(Checkpoint):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes whether a logging interval ends; its metrics are logged after this hook."""
+        """Note whether a logging interval ends; its metrics are logged after this hook."""
         self.settled = ends_interval(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -112,7 +112,7 @@ class Best(Checkpoint):
         self.lowest = math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Judges. Raises ConfigError where validations do not find what is monitored: nothing would ever be saved."""
+        """Save a new best model. Raises ConfigError if no validation measures the monitored metric."""
         if trainer.sanity_checking:
             return
         if self.monitor not in trainer.callback_metrics:
@@ -130,7 +130,7 @@ class Best(Checkpoint):
         return {"lowest": self.lowest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint; in a folder without the file that the verdict is about, it starts anew."""
+        """Go on from a checkpoint; in a folder without ``best.ckpt`` any loss is the lowest."""
         self.lowest = state_dict["lowest"] if self.path.is_file() else math.inf
 
 
@@ -153,7 +153,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def save(trainer: lightning.Trainer, path: Path) -> None:
-    """``trainer.save_checkpoint``, once what loggers have written is on the disk.
+    """Call ``trainer.save_checkpoint``, once the files of all loggers are on the disk.
 
     What the one rank that writes cannot do, such as for an OSError, all ranks raise: those that wait for it would
     otherwise do so until a launcher ends them. Ranks that write their shares agree on those by themselves.
@@ -178,7 +178,7 @@ def save(trainer: lightning.Trainer, path: Path) -> None:
 
 
 def _all_or_none(trainer: lightning.Trainer, action: Callable[[], None]) -> None:
-    """Does something on all ranks; what the leading rank raises, all raise."""
+    """Do something on all ranks; an error of the leading rank is raised on all of them."""
     refused = None
     try:
         action()

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C: training ends where nothing is pending, and is saved there."""
+"""SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C: training ends where nothing is pending, and is saved there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import lightning
 import torch
 
-from gsm.signals import SIGNALS
+from gsm.signals import answered
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
 
@@ -34,23 +35,26 @@ class Interruption(lightning.Callback):
 
     After the first one training goes on to the end of the logging interval, and of a validation that follows it, is
     saved there and ends; so nothing that was trained is lost. Where whoever has sent it cannot wait so long and kills
-    the process, the run goes back to its last checkpoint. A second signal ends the process at once.
+    the process, the run goes back to its last checkpoint. A second signal ends the process at once, after the
+    ``farewell``.
 
     A handler for SIGUSR1 or SIGUSR2 that somebody else put there before, such as submitit's, stays: it restarts the
     job.
 
     Attributes:
         signal: the number of the first signal, None as long as there was none.
+        farewell: makes the last words of the process.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.farewell: Callable[[], str] = str
         self._notice = ""
         self._since = 0.0
         self._foreign: set[signal.Signals] = set()
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Notes who handles them, before Lightning puts handlers of its own; it restores all of them in the end."""
+        """Note foreign handlers, before Lightning installs its own, which it removes in the end."""
         warnings = (signal.SIGUSR1, signal.SIGUSR2)
         self._foreign = {number for number in warnings if callable(signal.getsignal(number))}
 
@@ -60,7 +64,7 @@ class Interruption(lightning.Callback):
         if trainer.is_global_zero and find(trainer, Latest):
             self._notice = f"goes on to the end of its logging interval, a multiple of {every} steps, is saved and ends"
         if threading.current_thread() is threading.main_thread():
-            for number in set(SIGNALS) - self._foreign:
+            for number in set(answered()) - self._foreign:
                 signal.signal(number, self._remember)
 
     def on_train_batch_start(
@@ -93,5 +97,7 @@ class Interruption(lightning.Callback):
                     said = f"\n{signal.Signals(number).name}: training {self._notice}; a second signal ends it at once"
                     print(said, file=sys.stderr, flush=True)
         elif time.monotonic() - self._since > SAME:
+            with contextlib.suppress(RuntimeError):
+                print(self.farewell(), file=sys.stderr, flush=True)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

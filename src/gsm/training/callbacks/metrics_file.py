@@ -15,22 +15,21 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from gsm.files import replacing
+from gsm.files import open_regular, regular, replacing
 
 HEADER = "step,name,value\n"
-LINE = re.compile(r"(\d+),[^,\n]+,[^,\n]+\n")
+LINE = re.compile(r"(\d{1,15}),[^,\n]+,[^,\n]+\n")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
-    """What such a file holds: by name and step, the value; of a step that stands there twice, the later line.
+    """Read such a file: values by name and step. Of two lines for a step, the later one counts.
 
     Lines that a killed process has garbled are left out, and so is a value that is no finite number. A file that is
-    not there holds nothing. Raises OSError where it cannot be read.
+    not there, or is no file, holds nothing. Raises OSError where it cannot be read.
     """
     metrics: dict[str, dict[int, float]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        for line in filter(LINE.fullmatch, text.splitlines(keepends=True)):
+    if os.path.isfile(path):
+        for line in filter(LINE.fullmatch, _lines(path)):
             step, name, value = line.rstrip("\n").split(",")
             with contextlib.suppress(ValueError):
                 if math.isfinite(number := float(value)):
@@ -51,7 +50,7 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
-        """Of this logger, for Lightning."""
+        """Name of this logger, for Lightning."""
         return "csv"
 
     @property
@@ -68,18 +67,17 @@ class MetricsFile(Logger):
         lines = [f"{step},{name},{value:.8g}\n" for name, value in sorted(metrics.items()) if name != "epoch"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=regular) as file:
                 file.write(("" if file.tell() else HEADER) + "".join(lines))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after ``step``, and what a killed process or a disk has garbled."""
+        """Drop the lines after ``step``, and lines that a killed process or a disk has garbled."""
         if not self.path.is_file():
             return
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        found = ((LINE.fullmatch(line), line) for line in lines[1:])
+        found = ((LINE.fullmatch(line), line) for line in _lines(self.path)[1:])
         kept = [line for match, line in found if match and int(match[1]) <= step]
         with replacing(self.path) as file:
             file.write("".join([HEADER, *kept]).encode())
@@ -92,4 +90,10 @@ class MetricsFile(Logger):
                 os.fsync(file.fileno())
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Nothing: the configuration lies beside the file."""
+        """Log nothing: the configuration lies beside the file."""
+
+
+def _lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of such a file, garbled bytes replaced. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace").splitlines(keepends=True)

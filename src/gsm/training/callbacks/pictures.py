@@ -1,4 +1,4 @@
-"""Pictures of a GSM in training: what its stages select, what its state is made of, what its decoder reads.
+"""Pictures of a GSM in training: the selections of its stages, the parts of its state, the reads of its decoder.
 
 Drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still there. They
 are those of ``gsm.analysis.views``, for which matplotlib is needed; a run without it has the numbers and histograms.
@@ -19,14 +19,14 @@ import lightning
 import torch
 from torch import Tensor
 
+from gsm import plots
+from gsm.analysis import overlap
 from gsm.analysis.attention import selected_distances
 from gsm.analysis.state import state_facts
 from gsm.analysis.views import TAPS as VIEWED
 from gsm.analysis.views import shares, views
-from gsm.evaluation import overlap, plots
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
-from gsm.training.callbacks.boards import boards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
@@ -37,7 +37,7 @@ TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 class Pictures(lightning.Callback):
     """Writes, where the model has it, and nothing for models other than GSM:
 
-    * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.evaluation.overlap``), of
+    * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.analysis.overlap``), of
       these few sequences; ``val/overlap/mean`` of the finished run, which its summary has too, is of more;
     * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, how much
       of the state comes by each way: scalars;
@@ -71,7 +71,7 @@ class Pictures(lightning.Callback):
             return
         if isinstance(trainer.strategy, Sharded):
             return
-        if boards(trainer) and not _can_draw():
+        if _boards(trainer) and not _can_draw():
             print(f"there will be no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
@@ -98,16 +98,17 @@ class Pictures(lightning.Callback):
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        told = {f"val/{name}": value for name, value in scalars(model, seen).items() if math.isfinite(value)}
-        task.log_dict(told, rank_zero_only=True)
-        shown = boards(trainer)
+        metrics = {f"val/{name}": value for name, value in scalars(model, seen).items() if math.isfinite(value)}
+        task.log_dict(metrics, rank_zero_only=True)
+        boards = _boards(trainer)
         for name, value_N in histograms(model, seen):
-            for board in shown:
-                board.show_histogram(f"view/{name}", value_N, step)
-        for name, picture in views(model, seen) if shown and _can_draw() else ():
+            for board in boards:
+                if log_histogram := getattr(board, "log_histogram", None):
+                    log_histogram(f"view/{name}", value_N, step)
+        for name, picture in views(model, seen) if boards and _can_draw() else ():
             pixels_YXC = plots.pixels(picture)
-            for board in shown:
-                board.show_image(f"view/{name}", pixels_YXC, step)
+            for board in boards:
+                board.log_image(f"view/{name}", [pixels_YXC], step)
 
     @torch.no_grad()
     def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Seen:
@@ -118,7 +119,7 @@ class Pictures(lightning.Callback):
         was_training = task.model.training
         task.model.eval()
         with record(*TAPS) as seen, trainer.precision_plugin.forward_context():
-            # Not __call__: a compiled model would be compiled anew to listen.
+            # Not __call__: a compiled model would be compiled once more to record.
             task.model.forward(batch["tokens"], documents=batch.get("documents"), rows=rows)
         task.model.train(was_training)
         restore_random_states(states, task.device)
@@ -140,6 +141,11 @@ def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:
         yield "state_gate", seen["state/gate"].float().flatten()
+
+
+def _boards(trainer: lightning.Trainer) -> list[Any]:
+    """The loggers that take pictures."""
+    return [logger for logger in trainer.loggers if hasattr(logger, "log_image")]
 
 
 def _can_draw() -> bool:

@@ -60,14 +60,14 @@ class Profile(lightning.Callback):
             self._end(pl_module.device)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Of a run that is shorter: writes what was seen, or says that nothing was."""
+        """End the profile of a shorter run: write it, or print that there is none."""
         if self._watching is not None:
             self._end(pl_module.device)
         elif self.enabled and trainer.is_global_zero and (self._first or 0) >= trainer.global_step:
             print(f"profile: nothing to see, as training ended before step {self._first}", flush=True)
 
     def on_exception(self, *_: Any) -> None:
-        """Stops watching; what was seen of steps that broke off is not written."""
+        """Stop watching, without writing the profile of a step that broke off."""
         if self._watching is not None:
             self._watching.__exit__(None, None, None)
             self._watching, self.enabled = None, False
@@ -80,8 +80,8 @@ class Profile(lightning.Callback):
         watched.export_chrome_trace(str(self.folder / "trace.json"))
         order = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
         averages = watched.key_averages()
-        said = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=WIDTH)
-        (self.folder / "operations.txt").write_text(said, encoding="utf-8")
+        table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=WIDTH)
+        (self.folder / "operations.txt").write_text(table, encoding="utf-8")
         names = ["trace.json", "operations.txt"]
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))

@@ -1,4 +1,4 @@
-"""One line that says where training stands: rewritten in place on a terminal, printed now and then elsewhere."""
+"""One line with the state of training: rewritten in place on a terminal, printed now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gsm.training.callbacks.throughput import Throughput
 from gsm.training.resume import ends_step
 
 CLEAR_LINE = "\r\x1b[2K"
+TIMED = 20  # steps that are timed before the time left is shown
 
 
 class Progress(lightning.Callback):
-    """Prints loss, validation bits per byte, tokens per second and the time left.
+    """Prints loss, validation bits per byte, tokens per second and, after twenty steps, the time left.
 
     Args:
         every: steps between two lines that stay; on a terminal the line in between is rewritten at each step.
@@ -51,7 +52,7 @@ class Progress(lightning.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """On a terminal, says that the pause is a validation."""
+        """Show the batch of the validation, on a terminal."""
         if trainer.is_global_zero and self._terminal:
             self._show(
                 f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {trainer.num_val_batches[0]}",
@@ -59,7 +60,7 @@ class Progress(lightning.Callback):
             )
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Prints what validation found."""
+        """Print the results of the validation."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             found = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
@@ -68,7 +69,7 @@ class Progress(lightning.Callback):
             )
 
     def _line(self, trainer: lightning.Trainer, loss: float) -> str:
-        """The parts of the line that are known already, within 80 columns."""
+        """Return the line, with the numbers that are known already, within 80 columns."""
         steps = trainer.max_steps
         parts = [f"step {trainer.global_step:>{len(str(steps))}}/{steps}", f"loss {loss:.3f}"]
         bits = trainer.callback_metrics.get("val/bits_per_byte")
@@ -78,7 +79,7 @@ class Progress(lightning.Callback):
         if speed:
             parts.append(f"{speed:,.0f} tokens/s")
         done, since = trainer.global_step - self._start[0], time.perf_counter() - self._start[1]
-        if done and steps > trainer.global_step:
+        if done >= TIMED and steps > trainer.global_step:
             parts.append(f"{clock(since / done * (steps - trainer.global_step))} left")
         return "  ".join(parts)
 

@@ -1,8 +1,9 @@
 """Training begins with dense selection: every visible bank entry is read, until indexers know which ones matter.
 
-A fresh indexer selects at random, so attention hardly ever sees what it should learn to look for, and the indexer,
-whose teacher is attention, has nothing to learn either. DeepSeek-V3.2 warms its indexer up under dense attention; here
-the number of selected entries (K) is then halved until it is the model's own, so that no step takes away much at once.
+A fresh indexer selects at random. So attention hardly ever sees the entries that it should learn to look for, and the
+indexer, which learns from attention, has nothing to learn either. DeepSeek-V3.2 warms its indexer up under dense
+attention. Here the number of selected entries (K) is then halved until it is the model's own, so that no step takes
+away much at once.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class DenseFirst(lightning.Callback):
             cast(Any, module).top_k = self.top_k(trainer.global_step / trainer.max_steps, own, slots)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Gives the model its own K back: what looks at it between two steps finds it as it is configured."""
+        """Give the model its own K back, for everything that looks at it between two steps."""
         for module, own in self._own.items():
             cast(Any, module).top_k = own
 
     def on_exception(self, *_: Any) -> None:
-        """The same when a step breaks off."""
+        """Give the model its own K back when a step breaks off."""
         self.on_train_batch_end()
 
     def top_k(self, progress: float, own: int, slots: int) -> int:

@@ -1,11 +1,10 @@
-"""``summary.json``: what a run was and what came out of it, in one file that tables are made from."""
+"""``summary.json``: facts and results of a run, in one file from which tables are made."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 
 from gsm import __version__
 from gsm.files import write_json
-from gsm.paths import ROOT
+from gsm.provenance import commit, sources
 from gsm.training.callbacks import find
 from gsm.training.callbacks.throughput import Throughput, peak_memory_bytes
 
-VALIDATION = {  # what validations find, by its key in the file
+VALIDATION = {  # key in the file: metric of a validation
     "val_loss": "val/loss",
     "val_perplexity": "val/perplexity",
     "bits_per_byte": "val/bits_per_byte",
@@ -31,43 +30,43 @@ VALIDATION = {  # what validations find, by its key in the file
 class Summary(lightning.Callback):
     """Writes the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
 
-    ``finished`` is for the run to say (``add``), when its conclusions are drawn too: what is cut off before goes on.
-    One that has ended before its last step, because a callback told it to, is ``stopped``.
+    The run sets ``finished`` (``add``) after its conclusions: a run that is cut off before goes on. A run that a
+    callback has ended before its last step is ``stopped``.
 
     Args:
         path: of the file.
-        facts: what is known before training: experiment, arm, seed, size, parameters, data, kernels, ...
+        facts: facts from before training: experiment, arm, seed, size, parameters, data, kernels, ...
     """
 
     def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         self.path = Path(path)
-        self.facts = {**facts, "versions": versions(), "commit": commit()}
+        self.facts = {**facts, "versions": versions(), "commit": commit(), "sources": sources()}
         self._found: dict[str, float | None] = dict.fromkeys(VALIDATION)
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Takes the place of what an earlier part of this run, or an earlier run, has said."""
+        """Replace the file of an earlier part of this run, or of an earlier run."""
         self.add(trainer, status="running", reason=None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Writes what training has measured; conclusions come through ``add``, which writes the file once more."""
+        """Write the measurements of training; conclusions come through ``add``, which writes the file once more."""
         self.add(trainer)
 
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
-        """Writes what was measured until then, and what went wrong; on a full disk, that is what has to be heard."""
+        """Write the measurements so far and the error. A full disk hides no error: it is ignored here."""
         stopped = isinstance(exception, KeyboardInterrupt | SystemExit)  # Ctrl-C; SIGTERM, as Lightning raises it
         reason = None if stopped else f"{type(exception).__name__}: {exception}"
         with contextlib.suppress(OSError):
             self.add(trainer, status="interrupted" if stopped else "failed", reason=reason)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Takes what the validation found; it travels in the checkpoint that is written then."""
+        """Take the results of the validation; they travel in the checkpoint that is written then."""
         if not trainer.sanity_checking:
             self._found = {key: number(trainer.callback_metrics.get(name)) for key, name in VALIDATION.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the last validation found, for a resumed run that has only its conclusions left."""
+        """Return the results of the last validation, for a resumed run that has only its conclusions left."""
         return dict(self._found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,21 +96,10 @@ def number(value: torch.Tensor | float | None) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Return the versions that the numbers depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": version("lightning"),
         "gsm": __version__,
     }
-
-
-def commit() -> str | None:
-    """The commit of the repository; None outside of one, or where git is not installed."""
-    try:
-        asked = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None

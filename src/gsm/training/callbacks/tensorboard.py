@@ -1,5 +1,5 @@
-"""What TensorBoard shows of a run beside its curves: events that a resumed run continues, charts that compare runs, and
-a table of hyper-parameters that begins with what differs."""
+"""TensorBoard's view of a run beside its curves: events that a resumed run continues, charts that compare runs, and a
+table of hyper-parameters that begins with those that differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from gsm.training.resume import hide_after
 
-# The CUSTOM SCALARS tab: what belongs together on one chart, of all runs at once. tab -> chart -> tags, as regular
+# The CUSTOM SCALARS tab: tags that share a chart, of all runs at once. tab -> chart -> tags, as regular
 # expressions. A run adds the charts for which it has something. TensorBoard 2.21 drops charts that a third run adds to
 # a tab which the second has begun: so a model has all charts of a tab but the first, or none.
 LAYOUT = {
@@ -57,9 +57,9 @@ METRICS = (  # of the HPARAMS tab, in this order; the first five are shown at fi
     "val/perplexity",
 )
 SHOWN = 5  # columns of hyper-parameters that TensorBoard 2.21 shows at first
-ALWAYS = ("arm", "seed")  # among them, and what fills them up where arms differ in less:
+ALWAYS = ("arm", "seed")  # among them; the next ones fill up the rest where arms differ in less
 USUALLY = ("parameters", "experiment", "steps")
-COLUMNS = {  # of the HPARAMS tab: where in the configuration; what a model does not have becomes "-"
+COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a missing value becomes "-"
     "experiment": "name",
     "arm": "arm",
     "seed": "seed",
@@ -101,16 +101,17 @@ class TensorBoard(TensorBoardLogger):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"purge_step": 0, **options})
 
-    def show_image(self, name: str, pixels_YXC: np.ndarray, step: int) -> None:
-        """A picture, uint8."""
-        self.experiment.add_image(name, pixels_YXC, step, dataformats="HWC")
+    def log_image(self, key: str, images: list[np.ndarray], step: int) -> None:
+        """Write pictures of uint8 [Y, X, C], as Lightning's logger of Weights & Biases does."""
+        for pixels_YXC in images:
+            self.experiment.add_image(key, pixels_YXC, step, dataformats="HWC")
 
-    def show_histogram(self, name: str, value_N: Tensor, step: int) -> None:
-        """How numbers are distributed."""
+    def log_histogram(self, name: str, value_N: Tensor, step: int) -> None:
+        """Write the distribution of numbers."""
         self.experiment.add_histogram(name, value_N, step)
 
     def rewind(self, step: int) -> None:
-        """Hides what was logged after ``step``; has to be called before anything is logged."""
+        """Hide events after ``step``; to be called before anything is logged."""
         hide_after(self, step)
 
 
@@ -124,15 +125,15 @@ class Charts(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """After metrics were logged for the first time."""
+        """Write after the first metrics were logged."""
         self._write(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """After those of a validation were."""
+        """Write after the metrics of a validation were logged."""
         self._write(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """After the last step."""
+        """Write after the last step."""
         self._write(trainer)
 
     def _write(self, trainer: lightning.Trainer) -> None:
@@ -192,8 +193,11 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
 
 
 def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[str]) -> list[Any]:
-    """What the HPARAMS tab reads of a run, protobufs: the columns, those in ``first`` marked as different among runs,
-    and its values. No scalar is written, as ``add_hparams`` and Lightning's ``log_hyperparams`` do for every metric."""
+    """Return the protobufs that the HPARAMS tab reads of a run: its columns and values.
+
+    Columns in ``first`` are marked as different among runs. No scalar is written; ``add_hparams`` and Lightning's
+    ``log_hyperparams`` write one for every metric.
+    """
     columns, start, end = hparams(dict(values), dict.fromkeys(metrics))
     content = columns.value[0].metadata.plugin_data.content
     experiment = metadata.parse_experiment_plugin_data(content)

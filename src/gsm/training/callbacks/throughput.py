@@ -95,7 +95,7 @@ class Throughput(lightning.Callback):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak so far, in bytes: what PyTorch has allocated on a GPU, else the resident memory of this process."""
+    """Return the peak so far, in bytes: allocations of PyTorch on a GPU, else the resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

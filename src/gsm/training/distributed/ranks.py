@@ -1,4 +1,4 @@
-"""Which of several processes this one is, what all of them take from the one that leads, and which of them are gone."""
+"""The ranks of a run: the number of this process, decisions of the leading rank for all, and ranks that are gone."""
 
 from __future__ import annotations
 
@@ -8,32 +8,53 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from gsm.errors import ConfigError
+
 if TYPE_CHECKING:
     import lightning
 
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # torchrun's, that of processes which Lightning starts, srun's
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # torchrun's, Lightning's own, srun's, jsrun's
 BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
 PATIENCE = 5.0  # seconds that ranks wait for one another to answer
-# For what the leading rank does before it has decided: to go on, it may have to tokenise the text; and before it ends.
+# How long ranks wait for the leading one: while it decides (it may tokenise the text), and while it ends.
 PREPARING, ENDING = timedelta(days=7), timedelta(minutes=1)
 OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 Decision = TypeVar("Decision")
 
 
 def rank() -> int:
-    """This process among those that were started together, as whoever has started them says; 0 if there is only one."""
-    return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+    """Return the rank of this process, from the environment; 0 if it was started alone."""
+    return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0) if _started_together() else 0
+
+
+def _started_together() -> bool:
+    """Return whether torchrun, srun or Lightning has started this process as one of several."""
+    by_lightning = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys()
+    return by_lightning or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1"
+
+
+def refuse_leftover(alone: bool = False) -> None:
+    """Raises ConfigError for a rank in the environment of a process that trains ``alone``, or that nobody has started
+    as one of several: Lightning would take it for one of them, which writes no logs or waits for the others."""
+    for name in RANKS:
+        value = os.environ.get(name, "0")
+        if value != "0" and (alone or not _started_together()):
+            del os.environ[name]  # or this process would leave the sentence to the rank that leads
+            raise ConfigError(
+                f"{name}={value} in the environment is not allowed because this process trains alone. "
+                f"Use `unset {name}`, or start all ranks with torchrun or srun and trainer=ddp."
+            )
 
 
 def sharing(trainer: lightning.Trainer) -> tuple[int, int]:
-    """Among how many ranks the sequences of a step are shared out, and which of them this is: those that divide the
-    same sequences among themselves (``trainer=context``) count as one."""
+    """Return the number of ranks with different sequences, and the number of this one among them. Ranks that divide
+    the same sequences (``trainer=context``) count as one."""
     context: int = getattr(trainer.strategy, "context", 1)
     return trainer.world_size // context, trainer.global_rank // context
 
@@ -43,10 +64,10 @@ def agreed(
     group: torch.distributed.ProcessGroup | None = None,
     patience: timedelta = PREPARING,
 ) -> Decision:
-    """What the leading rank decides, on all ranks that have met; the others do not decide, and so change nothing.
+    """Return the decision of the leading rank, on all ranks that have met; the others do not call ``decide``.
 
-    Ranks that have not met yet decide for themselves. Raises on all of them what the decision has raised. They wait in
-    ``group``, or in one that is made for it and has that much ``patience``.
+    Ranks that have not met yet decide for themselves. An error of the decision is raised on all ranks. They wait in
+    ``group``, or in a new one with this ``patience``.
     """
     if not torch.distributed.is_initialized():
         return decide()
@@ -54,20 +75,52 @@ def agreed(
         made = torch.distributed.new_group(backend="gloo", timeout=patience)
         assert not isinstance(made, int)  # which it would be for a rank that is not in it
         group = made
-    said: list[Any] = [None]
+    decision: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            said = [decide()]
+            decision = [decide()]
         except Exception as error:  # whatever it is, the others wait for it
-            said = [portable(error)]
-    torch.distributed.broadcast_object_list(said, group=group)
-    if isinstance(said[0], Exception):
-        raise said[0]
-    return said[0]
+            decision = [portable(error)]
+    torch.distributed.broadcast_object_list(decision, group=group)
+    if isinstance(decision[0], Exception):
+        raise decision[0]
+    return decision[0]
+
+
+def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] = str) -> None:
+    """Refuses ranks that have met and would train with different values; they would train other weights, or hang.
+
+    Args:
+        make: gives the values of this rank, by their keys.
+        order: sorts the keys: the first that differs is named.
+
+    Raises, on all ranks, ConfigError, and whatever one of them raises while it makes its values.
+    """
+    if not torch.distributed.is_initialized():
+        make()
+        return
+    try:
+        mine: Any = dict(make())
+    except Exception as error:
+        mine = portable(error)
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    group = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+    torch.distributed.all_gather_object(values, mine, group=group)
+    for one in values:
+        if isinstance(one, Exception):
+            raise one
+    for number, one in enumerate(values):
+        here, there = ({**dict.fromkeys({*one, *values[0]}, "nothing"), **each} for each in (one, values[0]))
+        for key in sorted(here, key=order):
+            if here[key] != there[key]:
+                raise ConfigError(
+                    f"{key}={here[key]!s:.60} on rank {number} is not allowed because rank 0 has {there[key]!s:.60}, "
+                    "and they train one model. Use the same on all ranks."
+                )
 
 
 def portable(error: Exception) -> Exception:
-    """The same error, or one that says so, which another process can be told."""
+    """Return the error, or one with its words, that can be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # which attributes and constructors do not let themselves be copied, nobody knows
@@ -76,12 +129,12 @@ def portable(error: Exception) -> Exception:
 
 
 def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
-    """The ranks that do not answer any more, asked by those whose collective has broken with ``error``.
+    """Return the ranks that do not answer any more; to be called after a collective has failed with ``error``.
 
     At least one of them has ended; others may only be waiting for somebody and notice nothing (of four in a ring, rank
     1 hears that rank 0 is gone, and ranks 2 and 3 go on waiting).
 
-    Empty if the error says nothing of a connection: then it is this rank's own.
+    Return [] for an error that is not about a connection: it is this rank's own.
     """
     if not BROKEN.search(str(error)) or not torch.distributed.is_initialized():
         return []

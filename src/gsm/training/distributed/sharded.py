@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,13 +22,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from gsm.cache.pieces import Context
 from gsm.files import save_whole
 from gsm.layers.block import Block
 from gsm.layers.experts import Experts
 from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
 from gsm.training.distributed import ranks, shards
+
+if TYPE_CHECKING:
+    from gsm.context import Context
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,19 +44,19 @@ class Sharded(ModelParallelStrategy):
     travel to them; the other ranks that have the same ones divide their weights.
 
     With ``context`` N, that many neighbouring ranks divide every sequence among themselves, too: each has its pieces of
-    it, and layers exchange what they need of the others' (``gsm.cache.pieces``). The model is divided among all ranks
+    it, and layers exchange what they need of the others' (``gsm.context``). The model is divided among all ranks
     as before.
 
     Every rank builds the whole model in its host's memory first (the weights follow from the seed alone).
 
     Args:
-        gathered: in what blocks' weights travel and are used. None: as they are stored, float32, so that arithmetic is
-            that of one device. ``bfloat16`` halves the traffic; then also what asks for float32 (norms, routers, mixing
-            coefficients of the streams) computes with rounded weights.
-        reduced: in what gradients are averaged; None: as they are.
+        gathered: dtype in which the weights of blocks travel and are used. None: as they are stored, float32, with the
+            arithmetic of one device. ``bfloat16`` halves the traffic; then norms, routers and mixing coefficients of
+            the streams, which compute in float32, have rounded weights too.
+        reduced: dtype in which gradients are averaged; None: their own.
         reshard_after_forward: give a block's weights back between its forward and its backward. Without, they are
             gathered once instead of twice, and all stay in memory during the step.
-        process_group_backend: None: what Lightning chooses for the device.
+        process_group_backend: None: Lightning chooses it for the device.
         context: ranks that divide the same sequences.
         experts: ranks that divide the experts of a layer.
     """
@@ -82,10 +84,9 @@ class Sharded(ModelParallelStrategy):
         self.reshard_after_forward, self.context = reshard_after_forward, context
         self.experts = experts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
+        self._pending: Future[None] | None = None
         self._context: Context | None = None
         self._group: Any = None  # of its own: collectives of two threads must not meet in one
-        self._upload: tuple[tuple[int, Path], str, Future[Any]] | None = None  # the last parts: of what, name, future
         self._names: list[str] = []  # of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
@@ -96,15 +97,17 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def sequences(self) -> Context | None:
-        """The ranks that have the pieces of this rank's sequences (None: it has whole ones)."""
+        """The ranks that divide the sequences of this rank (None: it has whole ones)."""
         if self.context == 1:
             return None
         if self._context is None:
+            from gsm.context import Context
+
             self._context = Context(self.device_mesh["tensor_parallel"].get_group())
         return self._context
 
     def shard(self, model: LanguageModel) -> None:
-        """Divides the parameters of every block and stage, and together what is in none; a second time does nothing."""
+        """Divide the parameters of every block and stage, and all others together; a second call does nothing."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return
         # What a block returns may be a view: that is harmless as long as nothing is changed in place, and nothing is.
@@ -139,46 +142,46 @@ class Sharded(ModelParallelStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Notes what the optimiser's parameters are called, while those are in place that it has got."""
+        """Note the names of the optimiser's parameters, while the model still has these parameters."""
         super().setup_optimizers(trainer)
         names = {id(parameter): name for name, parameter in self._parameters().items()}
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         self._names = [names[id(parameter)] for group in groups for parameter in group["params"]]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights and buffers; of what is divided, this rank's share."""
+        """Return weights and buffers; this rank's share of divided ones."""
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As the optimiser has it; of what is divided, this rank's share."""
+        """Return the state of the optimiser; this rank's share of divided tensors."""
         return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Copies this rank's share to the host and writes it in a thread of its own; ``finish`` waits for that.
+        """Copy this rank's share to the host and write it in a thread of its own; ``finish`` waits for that.
 
-        A second one of the same step, beside it, shares the parts of the first. Raises OSError, of an earlier one too.
+        Raises OSError, of an earlier checkpoint too.
         """
-        path, step = Path(filepath), checkpoint["global_step"]
-        parts = step, path.parent
+        self.finish()
+        path = Path(filepath)
         tensors, rest = shards.take_apart(checkpoint, self._names)
-        if self._upload is None or self._upload[0] != parts:
-            self.finish()
-            self._upload = parts, *self._begin(tensors, path.parent / shards.FOLDER, step)
-        _, name, upload = self._upload
+        name = self.broadcast(f"{checkpoint['global_step']:08}-{uuid.uuid4().hex[:8]}")
+        writer = dcp.HuggingFaceStorageWriter(str(path.parent / shards.FOLDER / name), save_distributed=True)
+        upload = dcp.async_save(shards.separate(tensors), storage_writer=writer, process_group=self._host_group())
+        assert isinstance(upload, Future)
         rest = copy.deepcopy(rest)  # now: training changes what it holds
-        self._pending.append(self._writer.submit(self._commit, upload, path, rest, name))
+        self._pending = self._writer.submit(self._commit, upload, path, rest, name)
 
     def finish(self) -> None:
-        """Waits until all that was begun is on the disk. Raises OSError."""
-        pending, self._pending = self._pending, []
-        for one in pending:
-            try:
-                one.result()
-            except CheckpointException as error:  # which is no Exception
-                causes = [cause for cause, _ in error.failures.values()]
-                refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
-                raise refused or RuntimeError(f"a checkpoint could not be written: {causes[0]}") from error
+        """Wait until the last checkpoint is on the disk. Raises OSError."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except CheckpointException as error:  # which is no Exception
+            causes = [cause for cause, _ in error.failures.values()]
+            refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
+            raise refused or RuntimeError(f"a checkpoint could not be written: {causes[0]}") from error
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
         """Takes up weights and the optimiser's state: of parts or of one file, from any number of ranks."""
@@ -186,7 +189,7 @@ class Sharded(ModelParallelStrategy):
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
         owners = {key: value for key, value in self._parameters().items() if isinstance(value, DTensor)}
         if shards.FOLDER in checkpoint:
-            kinds = shards.kinds(checkpoint).items()
+            kinds = shards.kinds(checkpoint, path).items()
             tensors = {key: _room(size, dtype, _owner(owners, key, size)) for key, (size, dtype) in kinds}
             shards.fill(tensors, checkpoint, path, process_group=self._host_group())
         else:
@@ -201,32 +204,27 @@ class Sharded(ModelParallelStrategy):
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}
 
     def teardown(self) -> None:
-        """Nothing that was saved is left half written."""
+        """Finish the last checkpoint."""
         try:
             self.finish()
         finally:
             super().teardown()
 
-    def _begin(self, tensors: shards.Tensors, folder: Path, step: int) -> tuple[str, Future[Any]]:
-        """Starts to write the parts; where, and when they are all there."""
-        name = self.broadcast(f"{step:08}-{uuid.uuid4().hex[:8]}")
-        writer = shards.Writer(folder / name)
-        upload = dcp.async_save(tensors, storage_writer=writer, process_group=self._host_group())
-        assert isinstance(upload, Future)
-        return name, upload
-
     def _commit(self, upload: Future[Any], path: Path, rest: dict[str, Any], name: str) -> None:
-        """The small file, once the parts of all ranks are there; what it stood for before may go.
+        """Write the small file, once the parts of all ranks are there, and remove parts that no file stands for.
 
-        All ranks wait for it (launchers kill the one that writes as soon as another has ended for a signal), and all
-        raise what has kept it from being written.
+        All ranks wait for it (launchers kill the rank that writes as soon as another has ended for a signal), and all
+        raise its error.
         """
-        metadata = upload.result()
+        upload.result()
+        own = shards.described(path.parent / shards.FOLDER / name, self.global_rank)
+        of_ranks: list[dict[str, list[int]]] = [{}] * self.world_size
+        torch.distributed.all_gather_object(of_ranks, own, self._host_group())
+        files = {part: known for of_rank in of_ranks for part, known in of_rank.items()}
 
         def write() -> None:
-            parts = shards.described(metadata, path.parent / shards.FOLDER / name, self._names)
-            save_whole({**rest, shards.FOLDER: parts}, path)
-            shards.sweep(path.parent, keep=name)
+            save_whole({**rest, shards.FOLDER: {"folder": name, "names": self._names, "files": files}}, path)
+            shards.sweep(path.parent)
 
         ranks.agreed(write, self._host_group())
 
@@ -241,7 +239,7 @@ class Sharded(ModelParallelStrategy):
 
 
 def _owner(parameters: Mapping[str, DTensor], key: str, shape: Sequence[int]) -> DTensor | None:
-    """The parameter that a tensor of a checkpoint belongs to, if it is divided like it."""
+    """Return the parameter that a tensor of a checkpoint belongs to, if the tensor is divided like it."""
     name = key.removeprefix(shards.WEIGHTS)
     if key.startswith(shards.OPTIMIZER):
         name = key.removeprefix(shards.OPTIMIZER).rpartition("/")[0]
@@ -250,17 +248,17 @@ def _owner(parameters: Mapping[str, DTensor], key: str, shape: Sequence[int]) ->
 
 
 def _room(size: Sequence[int], dtype: torch.dtype, owner: DTensor | None) -> Tensor:
-    """Where this rank's share is read to."""
+    """Return an empty tensor for this rank's share."""
     return torch.empty(size, dtype=dtype) if owner is None else torch.zeros_like(owner, dtype=dtype).detach()
 
 
 def _share(value: Tensor, owner: DTensor | None) -> Tensor:
-    """This rank's share of a tensor that every rank has read."""
+    """Return this rank's share of a tensor that every rank has read."""
     if owner is None:
         return value
     return distribute_tensor(value.to(owner.device), owner.device_mesh, owner.placements, src_data_rank=None)
 
 
 def undivided(value: Tensor) -> Tensor:
-    """A tensor that may be divided among ranks, as a whole on each of them."""
+    """Return a tensor that may be divided among ranks as a whole, on each of them."""
     return value.full_tensor() if isinstance(value, DTensor) else value

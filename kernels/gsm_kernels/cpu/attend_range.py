@@ -1,0 +1,74 @@
+"""Attention of a few rows over ranges of slots on a CPU, by compiled loops, for decoding.
+
+They read the slots that a row sees, and no others, as they lie in the memory: the cost follows what is filled, where
+that of a mask follows what there is room for. The slots of one row are shared among threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attend_range import attend_range as operation
+from ..attend_range.inputs import Inputs
+from ..device import in_dtype
+from ..dispatch import Impl
+from ..inputs import learns, schema
+from ..register import register
+from .native import loops, missing, places, run, unfit, wide
+
+NARROW = "for a few rows that need no gradient, as in decoding"
+ROWS = 8  # each of which reads the slots anew: more of them are faster as matrix products
+THREAD = 1 << 18  # numbers of keys and values that are worth a thread
+LINE = 16  # channels that are computed at once
+
+
+def refuses(inputs: Inputs) -> str | None:
+    """Why this call is not for the loops."""
+    query, key, value = inputs[:3]
+    if query.shape[1] > ROWS:
+        return f"is for at most {ROWS} rows, got {query.shape[1]}"
+    if learns(query, key, value):
+        return "has no gradient"
+    if key.shape[3] % LINE:
+        return f"needs a multiple of {LINE} channels, got {key.shape[3]}"
+    if key.dtype is torch.float16 or value.dtype is not key.dtype:
+        return f"reads keys and values in float32 or bfloat16, got {key.dtype} and {value.dtype}"
+    return unfit(query, key, value)
+
+
+def attend_range(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.attend_range`."""
+    return _operator(*inputs)
+
+
+def _forward(query, key, value, first, last, width=None, whole=False) -> Tensor:
+    (batch, each, heads, channels), (_, slots, groups, _) = query.shape, key.shape
+    own, given, rows = loops("attend_range"), wide(query), batch * each
+    key, value, first, last = *_side_by_side(key, value), places(first), places(last)
+    shares = min(-(-slots // own.PART), own.SHARES)  # of slots, not of what rows see: a recorded call is for all ranges
+    items, out = shares * rows, torch.empty_like(given)
+    part = given.new_empty(items * heads * (channels + 2))
+    least = -(-THREAD * items // max(2 * groups * channels * rows * slots, 1))
+    sizes = (rows, shares, each, slots, heads, groups, channels, key.element_size(), *key.stride()[:2])
+    run(own.forward, items, *sizes, given, key, value, first, last, part, out, least=max(least, 1))
+    if items > least:  # else it was one piece, which has done this too
+        run(own.combine, rows, rows, shares, heads, channels, part, out, least=max(rows, 1))
+    return in_dtype(out, query.dtype)
+
+
+def _side_by_side(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with their heads side by side; slots and sequences may lie any distance apart, if it is the same."""
+    strides = key.stride()
+    if strides == value.stride() and strides[2:] == (key.shape[3], 1):
+        return key, value
+    return key.contiguous(), value.contiguous()
+
+
+def _like(query, *_):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+_operator = register("attend_range", _forward, _like, takes=schema(Inputs), on_cpu=True)
+
+operation.add(Impl("numba", attend_range, refuses, missing, narrow=NARROW), before="sdpa")

@@ -1,0 +1,79 @@
+"""The choice of slots on a CPU: what heads fire by PyTorch's matrix product, the rest by compiled loops, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import at_least_float32
+from ..dispatch import Impl
+from ..index_top_k import candidate_pool as pooling
+from ..index_top_k import index_top_k as selection
+from ..index_top_k.inputs import Inputs
+from ..index_top_k.reference import row_slices
+from ..inputs import schema
+from ..register import noted, register
+from .native import loops, missing, places, run, unfit
+
+LEAST = 1 << 13  # slots that are worth a thread
+
+
+def index_top_k(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    return _index_top_k(*inputs)
+
+
+def candidate_pool(inputs: Inputs) -> Tensor:
+    """See `gsm_kernels.index_top_k`."""
+    return _candidate_pool(*inputs)
+
+
+@torch.no_grad()
+def _slots(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    pool = inputs.pool_BRN
+    pooled = (-1, inputs.block) if pool is None else (pool.shape[2], inputs.block)
+    return _chosen(loops("index_top_k").top_k, inputs, pooled, (0 if pool is None else places(pool),))
+
+
+@torch.no_grad()
+def _blocks(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    return _chosen(loops("index_top_k").blocks, inputs, (inputs.block,), ())
+
+
+def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
+    """What a loop chooses for every row, k of them; rows in chunks whose products fit the scratch memory, each with the
+    slots up to the last one that it sees: in a long text half of all, in a bank with room ahead what is written. Not
+    where notes are taken: in a repeat more of them are."""
+    batch, rows, heads, width = inputs.query_BRJI.shape
+    query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
+    weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]
+    first_BR, last_BR = places(inputs.first_BR), places(inputs.last_BR)
+    chosen_BRK = first_BR.new_empty(batch, rows, inputs.k)
+    least, parts = LEAST // max(slots, 1) + 1, row_slices(inputs)
+    scratch = query_BRJI.new_empty(max((part.stop - part.start for part in parts), default=0) * batch * heads * slots)
+    for part in parts:
+        length = part.stop - part.start
+        seen = slots if noted() else min(slots, max(0, int(last_BR[:, part].max()))) if batch else 0
+        query = query_BRJI[:, part].reshape(batch, length * heads, width)
+        fired = scratch[: batch * length * heads * seen].view(batch, length * heads, seen)
+        torch.bmm(query, key_BFI[:, :seen].mT, out=fired)
+        sizes = (length, part.start, rows, seen, heads, inputs.k, *numbers)
+        given = (fired, weight_BRJ, first_BR, last_BR, *tensors, chosen_BRK)
+        run(loop, batch * length, *sizes, *given, least=least)
+    return chosen_BRK
+
+
+def _shape(*arguments: Any) -> Tensor:
+    inputs = Inputs(*arguments)
+    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)
+
+
+_index_top_k = register("index_top_k", _slots, _shape, takes=schema(Inputs), on_cpu=True)
+_candidate_pool = register("candidate_pool", _blocks, _shape, takes=schema(Inputs), on_cpu=True)
+
+selection.add(Impl("numba", index_top_k, unfit, missing))
+pooling.add(Impl("numba", candidate_pool, unfit, missing))

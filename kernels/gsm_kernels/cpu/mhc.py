@@ -1,0 +1,87 @@
+"""The hyper-connections on a CPU: compiled loops, and matrix products by PyTorch.
+
+Kept for backward: the inputs, and a token's numbers and inverse rms (100 bytes for four streams). Sinkhorn's divisors
+are computed again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..device import in_dtype
+from ..dispatch import Impl
+from ..inputs import schema
+from ..mhc import mhc_boundary as operation
+from ..mhc.inputs import LEARNED, Inputs
+from ..register import register
+from .native import loops, missing, run, unfit, wide
+
+STREAMS = 4
+LEAST = 64  # tokens that are worth a thread
+
+
+def refuses(inputs: Inputs) -> str | None:
+    """Why this call is not for the loops."""
+    if inputs.streams_BRXD.shape[2] != STREAMS:
+        return f"made for {STREAMS} streams, got {inputs.streams_BRXD.shape[2]}"
+    return unfit(*inputs[:5])
+
+
+def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """See `gsm_kernels.mhc`."""
+    return _operator(*inputs)[:2]
+
+
+def _forward(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
+    """Both results, and what backward needs of a token: numbers and inverse rms."""
+    streams, update, phi, bias, scale = map(wide, (streams_BRXD, update_BRD, phi, bias, scale))
+    tokens, width = update.shape[:2].numel(), update.shape[2]
+    number = linear(streams.view(tokens, STREAMS * width), phi)
+    inverse, left, mixed = number.new_empty(tokens), torch.empty_like(streams), torch.empty_like(update)
+    sizes, given = (tokens, width, rounds, eps, hc_eps), (streams, update, bias, scale, number, inverse)
+    run(loops("mhc").forward, tokens, *sizes, *given, left, mixed, least=LEAST)
+    return in_dtype(left, streams_BRXD.dtype), in_dtype(mixed, streams_BRXD.dtype), number, inverse
+
+
+def _backward(left_grad, mixed_grad, number, inverse, *arguments):
+    """The gradients of the five tensors among the inputs."""
+    *_, rounds, _, hc_eps = arguments
+    streams, update, phi, bias, scale, *grads = map(wide, (*arguments[:5], left_grad, mixed_grad))
+    tokens, width = inverse.numel(), update.shape[-1]
+    logit_grad, number_grad = torch.empty_like(number), torch.empty_like(number)
+    streams_grad, update_grad = torch.empty_like(streams), torch.empty_like(update)
+    sizes, given = (tokens, width, rounds, hc_eps), (streams, update, bias, scale, number, inverse, *grads)
+    found = (logit_grad, number_grad, streams_grad, update_grad)
+    run(loops("mhc").backward, tokens, *sizes, *given, *found, least=LEAST)
+    streams_grad.view(tokens, STREAMS * width).addmm_(number_grad, phi)
+    phi_grad = number_grad.T @ streams.view(tokens, STREAMS * width)
+    read, write, mix = (logit_grad * number).sum(0).split((STREAMS, STREAMS, STREAMS * STREAMS))
+    scale_grad = torch.stack((read.sum(), write.sum(), mix.sum()))
+    results = (streams_grad, update_grad, phi_grad, logit_grad.sum(0), scale_grad)
+    return tuple(grad.to(x.dtype) for grad, x in zip(results, arguments, strict=False))
+
+
+def _results(streams, update, phi, *_):
+    tokens, whole = streams.shape[:2].numel(), torch.contiguous_format
+    number = streams.new_empty(tokens, phi.shape[0], dtype=torch.float32)
+    mixed = torch.empty_like(update, dtype=streams.dtype, memory_format=whole)
+    return torch.empty_like(streams, memory_format=whole), mixed, number, number.new_empty(tokens)
+
+
+TAKES = schema(Inputs)
+_operator = register(
+    "mhc_boundary",
+    _forward,
+    _results,
+    _backward,
+    learned=LEARNED,
+    takes=TAKES,
+    outputs=4,
+    results=2,
+    saved=2,
+    on_cpu=True,
+)
+
+operation.add(Impl("numba", mhc_boundary, refuses, missing))

@@ -1,0 +1,169 @@
+"""Conditions for loops on the CPU, their compilation, and their call.
+
+Every operation with such loops has two files. The one in this folder has its refusals, shapes and autograd; it imports
+no Numba, so that the package can be imported without it. The one in `loops` has the compiled functions, which the first
+imports when it runs. Numba compiles a loop at its first call, in 1 to 7 seconds, and caches the code on disk.
+
+A loop takes addresses and makes arrays of them, because Numba needs a microsecond for each array argument, and a
+decoded token makes a hundred calls. A loop processes the items from first to last. `torch.get_num_threads()` threads
+share the items (see `gsm_kernels.cpu.threads`), and the results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import KernelBuildError
+from ..register import take_note
+from .threads import share
+
+HERE = Path(__file__).parent
+_decorating = threading.Lock()  # Numba's setting of the cache folder is global
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences for colours and bold
+
+
+def missing() -> str | None:
+    """Return why compiled loops can take no call on this machine, or None."""
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed"
+    try:
+        numba = importlib.import_module("numba")
+    except (ImportError, OSError, RuntimeError) as error:  # e.g. NumPy is too new, or a library cannot be loaded
+        return f"Numba cannot be imported ({error})"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+
+
+# A graph cannot query it; see `gsm_kernels.launch`.
+missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def unfit(*given: Any, **named: Any) -> str | None:
+    """Return why a call cannot go to a compiled loop, or None: its tensors are on a CPU, and none is in float64.
+
+    Args:
+        given, named: the arguments of an operation, or its `Inputs`; all but tensors are ignored.
+    """
+    arguments = given[0] if given and isinstance(given[0], tuple) else given
+    for x in (*arguments, *named.values()):
+        if not isinstance(x, Tensor):
+            continue
+        if not x.is_cpu:
+            return f"runs on a CPU, got a tensor on {x.device.type}"
+        if x.dtype is torch.float64:
+            return "computes in float32, which is too coarse for float64"
+    return None
+
+
+def places(x: Tensor) -> Tensor:
+    """Return integers as loops read them: int64, contiguous."""
+    return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return numbers as loops read them: float32, contiguous."""
+    return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
+
+
+@functools.cache
+def loops(operation: str) -> ModuleType:
+    """Return the compiled functions of an operation; they are imported at the first call."""
+    return importlib.import_module(f".loops.{operation}", __package__)
+
+
+def compiled(function: Callable[..., Any], inline: bool = False) -> Any:
+    """Decorate a loop, to be compiled at its first call or read from the cache.
+
+    Sums may be reordered; infinities and NaN are preserved.
+    """
+    import numba
+    from numba.core import config
+
+    settings: Any = config  # its attributes are defined at import
+    folder, fast = cache_folder(), {"reassoc", "contract", "arcp", "nsz"}
+    with _decorating:
+        before, settings.CACHE_DIR = settings.CACHE_DIR, folder
+        try:
+            how = {"nogil": True, "error_model": "numpy", "fastmath": fast, "forceinline": inline}
+            return numba.njit(cache=bool(folder), **how)(function)
+        finally:
+            settings.CACHE_DIR = before
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Decorate a function that loops call, to be compiled into each of them.
+
+    Otherwise, a process that compiles would call the separately compiled function, and a process that reads the cache
+    would run the one compiled with the loop. Their sums may have different orders, so that a resumed run would differ
+    in its last bits.
+    """
+    return compiled(function, inline=True)
+
+
+@functools.cache
+def cache_folder() -> str:
+    """Return the folder of compiled code; empty if no folder is writable.
+
+    Its name is a hash of the sources, because Numba does not detect changes of inlined functions in other files, and of
+    the processor, because machines with a shared disk must not use each other's code. It is in NUMBA_CACHE_DIR if that
+    is set, else next to these files, or in the user's cache folder if that is not writable.
+    """
+    from llvmlite import binding
+
+    sources = sorted([*HERE.glob("loops/*.py"), HERE / "arrays.py", HERE / "native.py"])
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    content = b"".join(file.read_bytes() for file in sources) + processor.encode()
+    name = f"numba-{hashlib.sha256(content).hexdigest()[:16]}"
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for folder in [Path(chosen) / name] if chosen else [HERE / "__pycache__" / name, Path(user) / "gsm" / name]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return str(folder)
+        except OSError:
+            continue
+    return ""
+
+
+def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least: int = 1) -> None:
+    """Run loop(first, last, *arguments) over all items, on PyTorch's number of threads.
+
+    Args:
+        loop: the compiled loop.
+        items: number of items.
+        arguments: numbers, and contiguous tensors, which the loop gets as addresses.
+        least: smallest number of items per OpenMP thread; a thread's items begin at a multiple of it.
+
+    Raises:
+        KernelBuildError: if Numba cannot compile it.
+    """
+    words = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    try:
+        share(loop, items, words, least)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "numba":
+            raise
+        first = str(error).strip().partition("\n")[0]
+        first = COLOUR.sub("", first)  # Numba writes in bold if colorama is installed
+        raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference avoids it") from error
+    take_note(functools.partial(share, loop, items, words, least), arguments)

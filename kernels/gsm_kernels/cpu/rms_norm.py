@@ -1,0 +1,49 @@
+"""RMSNorm on a CPU by compiled loops, which keep nothing for backward but the inputs.
+
+PyTorch's own `F.rms_norm` is six operations there: forward twice the time of these loops for a thousand rows of 128
+numbers, and as much for one row; backward three times theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import in_dtype
+from ..dispatch import Impl
+from ..register import register
+from ..rms_norm import rms_norm as operation
+from .native import loops, missing, run, unfit, wide
+
+LEAST = 1 << 16  # numbers that are worth a thread
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """See `gsm_kernels.rms_norm`."""
+    return _operator(x, weight, eps)
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    given, width = wide(x), x.shape[-1]
+    rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(given)
+    run(loops("rms_norm").forward, rows, width, eps, given, wide(weight), out, least=least)
+    return in_dtype(out, x.dtype)
+
+
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    given, own, width = [wide(one) for one in (grad, x, weight)], loops("rms_norm"), x.shape[-1]
+    rows = x.numel() // max(width, 1)
+    blocks = -(-rows // own.ROWS)
+    x_grad, part_PD = torch.empty_like(given[1]), given[1].new_empty(blocks, width)
+    least = LEAST // (max(width, 1) * own.ROWS) + 1
+    run(own.backward, blocks, rows, width, eps, *given, x_grad, part_PD, least=least)
+    return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
+
+
+def _like(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_operator = register("rms_norm", _forward, _like, _backward, learned=("x", "weight"), on_cpu=True)
+
+operation.add(Impl("numba", rms_norm, unfit, missing))

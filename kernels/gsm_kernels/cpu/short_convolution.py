@@ -1,0 +1,59 @@
+"""The short convolution on a CPU by compiled loops, each one pass, which keep nothing for backward but the inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import in_dtype
+from ..dispatch import Impl
+from ..register import register
+from ..short_convolution import short_convolution as operation
+from .native import loops, missing, places, run, unfit, wide
+
+LEAST = 1 << 15  # numbers that are worth a thread
+ROWS = 32  # of a block at least, for which backward adds up the gradient of the weight
+
+
+def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
+    """See `gsm_kernels.short_convolution`."""
+    return _operator(seen_BEC, weight, position_BT)
+
+
+def _forward(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
+    given, (batch, length), (channels, width) = wide(seen_BEC), position_BT.shape, weight.shape
+    out_BTC, least = given.new_empty(batch, length, channels), LEAST // max(channels, 1) + 1
+    sizes = batch, length, given.shape[1], channels, width
+    numbers = given, wide(weight), places(position_BT), out_BTC
+    run(loops("short_convolution").forward, batch * length, *sizes, *numbers, least=least)
+    return in_dtype(out_BTC, seen_BEC.dtype)
+
+
+def _backward(grad_BTC: Tensor, seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+    given, (batch, entries, channels) = [wide(one) for one in (grad_BTC, seen_BEC, weight)], seen_BEC.shape
+    width = weight.shape[1]
+    rows = max(ROWS, 8 * width)  # sums of blocks then take at most an eighth of the memory of what comes in
+    blocks, least = -(-batch * entries // rows), LEAST // (max(channels, 1) * rows) + 1
+    seen_grad_BEC, part_PWC = torch.empty_like(given[1]), given[1].new_empty(blocks, width, channels)
+    sizes = rows, batch, position_BT.shape[1], entries, channels, width
+    run(
+        loops("short_convolution").backward,
+        blocks,
+        *sizes,
+        *given,
+        places(position_BT),
+        seen_grad_BEC,
+        part_PWC,
+        least=least,
+    )
+    weight_grad_CW = in_dtype(part_PWC.sum(0).T.contiguous(), weight.dtype)
+    return in_dtype(seen_grad_BEC, seen_BEC.dtype), weight_grad_CW
+
+
+def _shape(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
+    return seen_BEC.new_empty(*position_BT.shape, seen_BEC.shape[2])
+
+
+_operator = register("short_convolution", _forward, _shape, _backward, learned=("seen_BEC", "weight"), on_cpu=True)
+
+operation.add(Impl("numba", short_convolution, unfit, missing))

@@ -1,0 +1,42 @@
+"""The clamped SwiGLU product on a CPU by compiled loops, which read their inputs once and keep nothing but them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import in_dtype
+from ..dispatch import Impl
+from ..register import register
+from ..swiglu import swiglu as operation
+from .native import loops, missing, run, unfit, wide
+
+LEAST = 1 << 13  # numbers that are worth a thread
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """See `gsm_kernels.swiglu`."""
+    return _operator(gate, up, limit)
+
+
+def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    given = wide(gate)
+    out = torch.empty_like(given)
+    run(loops("swiglu").forward, out.numel(), limit, given, wide(up), out, least=LEAST)
+    return in_dtype(out, gate.dtype)
+
+
+def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    given = [wide(x) for x in (grad, gate, up)]
+    gate_grad, up_grad = torch.empty_like(given[1]), torch.empty_like(given[2])
+    run(loops("swiglu").backward, gate_grad.numel(), limit, *given, gate_grad, up_grad, least=LEAST)
+    return in_dtype(gate_grad, gate.dtype), in_dtype(up_grad, up.dtype)
+
+
+def _like(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+_operator = register("swiglu", _forward, _like, _backward, learned=("gate", "up"), on_cpu=True)
+
+operation.add(Impl("numba", swiglu, unfit, missing))

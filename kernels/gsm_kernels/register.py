@@ -1,0 +1,144 @@
+"""Register a forward that PyTorch cannot trace, and its backward, as opaque operators.
+
+    swiglu = register("swiglu", forward, fake, backward, learned=("gate", "up"))
+
+`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import full_precision, once
+from .inputs import keep, kept, learns, schema
+from .inverse import keeping
+
+Function = Callable[..., Any]
+_thread = threading.local()  # `note`: the function of `notes` in this thread
+
+
+def register(
+    name: str,
+    forward: Function,
+    fake: Function,
+    backward: Function | None = None,
+    *,
+    learned: tuple[str, ...] = (),
+    takes: str | None = None,
+    outputs: int = 1,
+    results: int = 1,
+    saved: int = 0,
+    on_cpu: bool = False,
+) -> Function:
+    """Register the operator `gsm_kernels::name`, or `gsm_kernels::name_cpu` for a CPU, from functions on raw memory.
+
+    Args:
+        name: name of the operator.
+        forward: takes the arguments; returns the results, then tensors for backward.
+        fake: takes the arguments; returns tensors like those of forward, without data.
+        backward: takes gradients of the results, the saved outputs and the arguments; returns a gradient for each name
+            in `learned`, without elements if that argument is None. It has no derivative of its own.
+        learned: the arguments that get a gradient.
+        takes: schema of the arguments, as returned by `schema`; None: from the annotations of `forward`.
+        outputs: number of tensors that forward returns.
+        results: number of the first outputs, which callers use and autograd differentiates.
+        saved: number of the last outputs, which backward gets.
+        on_cpu: register for CPUs, and call `forward` directly without a gradient and without an observer. For a decoded
+            token, PyTorch's dispatcher takes longer than the operation.
+    """
+    parameters = takes or schema(forward)
+    names = [parameter.split()[1] for parameter in parameters.split(", ")]
+    options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu" if on_cpu else None}
+    full_name = f"gsm_kernels::{name}_cpu" if on_cpu else f"gsm_kernels::{name}"
+    op = torch.library.custom_op(full_name, forward, schema=f"({parameters}) -> {_tensors(outputs)}", **options)
+    op.register_fake(fake)
+    if backward is not None:
+        first = "".join(f"Tensor before{number}, " for number in range(results + saved))
+        shape = f"({first}{parameters}) -> {_tensors(len(learned))}"
+        back = torch.library.custom_op(f"{full_name}_backward", backward, schema=shape, **options)
+        back.register_fake(lambda *arguments: _like_learned(arguments[results + saved :], names, learned))
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)  # outputs that are not results have no gradient, and need no zeros
+            keep(ctx, inputs, *(output[outputs - saved :] if saved else ()))
+
+        op.register_autograd(_gradients_by(back, fake, names, learned, results), setup_context=save)
+    if not on_cpu:
+        return op
+    places = [names.index(argument) for argument in learned]
+
+    def call(*arguments: Any) -> Any:
+        visible = learns(*[arguments[place] for place in places]) or watched()
+        return (op if visible else forward)(*arguments)
+
+    return call
+
+
+def _tensors(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def _like_learned(arguments: tuple[Any, ...], names: list[str], learned: tuple[str, ...]) -> Any:
+    """Return gradients without data."""
+    empty = next(x for x in arguments if isinstance(x, Tensor)).new_empty(0)
+    by_name = dict(zip(names, arguments, strict=True))
+    tensors = (empty if by_name[name] is None else by_name[name] for name in learned)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+def _gradients_by(back: Function, fake: Function, names: list[str], learned: tuple[str, ...], results: int) -> Function:
+    """Return the backward that autograd calls: it returns a gradient for each argument, or None."""
+
+    @once
+    def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        arguments, *tensors = kept(ctx, lambda *inputs: inputs)
+        grads = grads[:results]
+        if any(grad is None for grad in grads):
+            empty = fake(*arguments)
+            grads = tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(empty, grads, strict=False))
+        with full_precision(arguments[0]), keeping():
+            by_name = dict(zip(learned, back(*grads, *tensors, *arguments), strict=True))
+        named = zip(names, arguments, strict=True)
+        return tuple(by_name.get(name) if isinstance(x, Tensor) else None for name, x in named)
+
+    return gradients
+
+
+def watched() -> bool:
+    """Return whether something observes the operators of this call: a compiler, selective recomputation, fake tensors.
+
+    Then a loop must be an operator, because a write through an address is invisible to an observer. Inside `notes` this
+    is not needed.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > noted()
+
+
+def noted() -> bool:
+    """Return whether this thread is inside `notes`."""
+    return getattr(_thread, "note", None) is not None
+
+
+def take_note(repeat: Callable[[], None], arguments: tuple[Tensor | float, ...]) -> None:
+    """Pass a replay of a loop, and the loop's arguments, to the function of `notes`, if there is one."""
+    if noted():
+        _thread.note(repeat, arguments)
+
+
+@contextmanager
+def notes(note: Callable[[Callable[[], None], tuple[Tensor | float, ...]], None]) -> Iterator[None]:
+    """Call `note` for each loop that this thread runs inside the block.
+
+    Its arguments are a function that repeats the loop on the same tensors, and the loop's arguments, which must live as
+    long. A dispatch mode needs this because it sees all operators except these loops.
+    """
+    before, _thread.note = getattr(_thread, "note", None), note
+    try:
+        yield
+    finally:
+        _thread.note = before

@@ -1,0 +1,183 @@
+"""The share of the aggregation stages' selection that the encoder selects too (paper, section 4.4.1 and the appendix on
+the retrieval ablation).
+
+Overlap is the number of bank entries that a stage and its encoder layer have both selected, divided by K: a mean over
+the queries that see more than K entries, since the others have nothing to choose. Two independent selections of K out
+of v visible entries overlap by K / v: `chance` is the mean of that over the same queries, and (overlap - chance) /
+(1 - chance) is the agreement beyond it. Chance falls with the length.
+
+B sequences, T positions, R rows, K slots that a layer selects, J those that a stage selects, N queries of all
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
+from gsm.observe import Seen, record
+from gsm.shapes import last
+from gsm.tables import grid_lines
+
+CHUNK = 4096  # tokens of a sequence read at a time
+AT_ONCE = 16384  # tokens of all sequences read at a time
+SEQUENCES = 16  # of each length, by default
+TAPS = ("position", "encoder/*/top_k", "stage/*/top_k")
+
+
+def selects_for_itself(model: LanguageModel) -> bool:
+    """Return whether there are stages that do not follow the encoder, and an encoder that selects too."""
+    if not isinstance(model, GSM) or all(stage.retriever.follows_encoder for stage in model.aggregation):
+        return False
+    return any(getattr(block.attention, "indexer", None) is not None for block in model.encoder)
+
+
+def measure(
+    model: LanguageModel,
+    sequences: Callable[[int], Sequence[Mapping[str, Tensor]]],
+    context: int,
+    lengths: Sequence[int] = (),
+) -> dict[str, Any] | None:
+    """Return the overlap by stage at each length; by default at a quarter of the context, half of it, all, twice it.
+
+    Args:
+        model: the model; other models than GSM, and stages or encoders that select nothing, have no overlap.
+        sequences: makes the sequences of a length: ``tokens`` and ``documents``, int64 [T] each; raises ValueError
+            where there are none of this length.
+        context: the length that the model was trained with, in tokens.
+        lengths: in tokens; each then needs sequences.
+
+    Returns:
+        ``mean`` over the stages at ``context`` (None where that is not among the lengths), and ``by_length``:
+        ``length``, counted ``queries``, ``chance`` and ``stages``, the means in order, None where no query sees more
+        than K entries; where all stages take the selection over, also ``by_construction``: true. None without any
+        overlap.
+    """
+    rows = []
+    for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
+        try:
+            found = sequences(length)
+        except ValueError:  # too long for the text that there is, or too short for the task
+            if lengths:
+                raise
+            continue
+        stages = overlaps(model, found)
+        if not stages:
+            return None
+        means = [float(one_N.mean()) if len(one_N) else None for one_N in stages.values()]
+        queries = max(map(len, stages.values()))
+        rows.append({"length": length, "queries": queries, "chance": chance(model, found), "stages": means})
+    whole = [value for row in rows if row["length"] == context for value in row["stages"] if value is not None]
+    taken_over = {} if selects_for_itself(model) else {"by_construction": True}
+    return {"mean": sum(whole) / len(whole) if whole else None, "context": context, "by_length": rows, **taken_over}
+
+
+def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> float | None:
+    """Return the mean of K / v over the queries of these sequences that see v > K bank entries; None without any."""
+    if not isinstance(model, GSM):
+        return None
+    shares = []
+    for row in sequences:
+        places_T = torch.arange(len(row["documents"]))
+        begins_T = torch.cat([places_T[:1] == 0, row["documents"].cpu().diff() != 0])
+        position_T = places_T - torch.where(begins_T, places_T, 0).cummax(0).values
+        visible_T = (position_T + 1) // model.geometry.encoder_ratio
+        shares.append(model.geometry.top_k / visible_T[visible_T > model.geometry.top_k].double())
+    shares_N = torch.cat(shares) if shares else torch.zeros(0)
+    return float(shares_N.mean()) if len(shares_N) else None
+
+
+@torch.no_grad()
+def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> dict[int, Tensor]:
+    """Return the overlap of every query that counts, by stage: float32 [N], on the CPU. Empty without a comparison.
+
+    Sequences are read in chunks, as a long prompt is; the model stays in its mode.
+
+    Args:
+        model: the model.
+        sequences: ``tokens`` and ``documents``, int64 [T] each, of one length.
+    """
+    if not isinstance(model, GSM):
+        return {}
+    found: dict[int, list[Tensor]] = {}
+    with model.evaluating():
+        for seen in _recordings(model, sequences):
+            for stage, one_N in overlaps_seen(model, seen).items():
+                found.setdefault(stage, []).append(one_N.cpu())
+    return {stage: torch.cat(parts) for stage, parts in sorted(found.items())}
+
+
+def overlaps_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
+    """Return the same for one recorded call: stage s against the encoder layer that it stands on."""
+    geometry, found = model.geometry, {}
+    for stage, layer in enumerate(model.aggregation.layers, 1):
+        own_BRJ, theirs_BTK = seen.get(f"stage/{stage}/top_k"), seen.get(f"encoder/{layer}/top_k")
+        if own_BRJ is None or theirs_BTK is None:
+            continue
+        rows = own_BRJ.shape[1]
+        visible_BR = (last(seen["position"], rows) + 1) // geometry.encoder_ratio
+        count_BR = shared_slots(own_BRJ, last(theirs_BTK, rows))
+        found[stage] = count_BR[visible_BR > geometry.top_k].float() / geometry.top_k
+    return found
+
+
+def shared_slots(own_BRJ: Tensor, theirs_BRK: Tensor) -> Tensor:
+    """Return the number of slots that two selections have in common, int64 [B, R]; -1 is no slot. Needs no [J, K] for a
+    row."""
+    if not theirs_BRK.shape[-1]:
+        return own_BRJ.new_zeros(own_BRJ.shape[:-1])
+    sorted_BRK = theirs_BRK.sort(dim=-1).values
+    place_BRJ = torch.searchsorted(sorted_BRK, own_BRJ.contiguous()).clamp(max=sorted_BRK.shape[-1] - 1)
+    return ((sorted_BRK.gather(-1, place_BRJ) == own_BRJ) & (own_BRJ >= 0)).sum(dim=-1)
+
+
+def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[Seen]:
+    """Yield the recorded selections of every chunk of all sequences."""
+    if not sequences:
+        return
+    length, device = len(sequences[0]["tokens"]), model.embedding.weight.device
+    at_once = max(1, AT_ONCE // length)
+    for first in range(0, len(sequences), at_once):
+        rows = sequences[first : first + at_once]
+        batch = {name: torch.stack([row[name] for row in rows]).to(device) for name in ("tokens", "documents")}
+        memory = model.start(len(rows))
+        for start in range(0, length, CHUNK):
+            tokens, documents = (batch[name][:, start : start + CHUNK] for name in ("tokens", "documents"))
+            with record(*TAPS) as seen:  # not __call__: a compiled model would be compiled again to be recorded
+                memory = model.forward(tokens, documents=documents, memory=memory).memory
+            yield seen
+
+
+def table(
+    facts: Mapping[str, Any] | None, published: Mapping[int, Sequence[float]] = MappingProxyType({})
+) -> list[str]:
+    """Return lengths by stages in percent of K, with chance and the agreement beyond it, as lines.
+
+    Args:
+        facts: the result of ``measure``.
+        published: the paper's percentages of each stage, by length; each stands below the row of its length.
+    """
+    if facts is None:
+        return ["  overlap with the encoder: none, for the stages or the encoder select nothing"]
+    grid = []
+    for row in facts["by_length"]:
+        grid.append(
+            [f"{row['length']:,} tokens", *("-" if value is None else f"{100 * value:.1f}" for value in row["stages"])]
+        )
+        if (by_chance := row.get("chance")) is not None and not facts.get("by_construction"):
+            beyond = ["-" if v is None else f"{(v - by_chance) / (1 - by_chance):.3f}" for v in row["stages"]]
+            grid.append([f"chance {100 * by_chance:.1f}, beyond it", *beyond])
+        if theirs := published.get(row["length"]):
+            grid.append(["the paper, 0.5B GSM", *(f"{value:.1f}" for value in theirs)])
+    width = max(map(len, grid), default=1)
+    head = ["overlap with the encoder, %", *(f"stage {stage}" for stage in range(1, width))]
+    lines = grid_lines([head, *(row + [""] * (width - len(row)) for row in grid)])
+    if facts.get("by_construction"):
+        lines.append("  100 % by construction: these stages read what the encoder has selected, and select nothing")
+    return lines

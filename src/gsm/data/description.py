@@ -1,0 +1,211 @@
+"""Read the description of a tokenizer, a tokenizer.json, check it, and give it to the library.
+
+A description can make the library end the process, as it asks for too much memory, or work without end, as a text grows
+at every step. Such descriptions are refused before the library sees them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gsm.files import open_regular
+from gsm.paths import at_home
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>")
+NAMES = ("tokenizer.json", "tokenizer.json.xz", "tokenizer.json.gz")
+OPEN = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}
+OF_A_CALL = ("truncation", "padding", "post_processor")  # settings that cut, fill up or repeat the ids of a text
+LARGEST = 1 << 27  # bytes of a description; the largest in use have 4e7
+IDS = 1 << 22
+LONGEST = 1 << 12  # characters of a piece, a pattern or an affix
+ADDED = 1 << 22  # characters of all added tokens together
+PARTS, DEEPEST = 64, 8  # of a normalizer, a pre-tokenizer or a decoder
+GROWTH = 64  # times as long as a text may become
+
+
+def read_description(given: str) -> dict[str, Any]:
+    """Return the content of a tokenizer.json (plain, .xz or .gz), or of the tokenizer.json in a folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a sound tokenizer.json.
+    """
+    path = Path(at_home(given))
+    if path.is_dir():
+        path = next((path / name for name in NAMES if (path / name).exists()), path / NAMES[0])
+    if not path.exists():
+        raise FileNotFoundError(
+            f"tokenizer file {str(path)!r} does not exist; set data.tokenizer to bpe, bytes or a tokenizer.json"
+        )
+    try:
+        with open_regular(path) as raw, OPEN.get(path.suffix.lower(), io.BufferedReader)(raw) as file:
+            return description(file.read(LARGEST + 1).decode("utf-8-sig"))
+    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{str(path)!r} is not the tokenizer.json of a Hugging Face tokenizer: {error}") from error
+
+
+def description(text: str) -> dict[str, Any]:
+    """Return the content of a tokenizer.json after the checks.
+
+    Raise ValueError: it is not JSON, has no model, or has a number or a length that no tokenizer needs.
+    """
+    if len(text) > LARGEST:
+        raise ValueError(f"it is larger than {LARGEST:,} bytes")
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError("it holds no 'model'")
+    _check_vocabulary(content["model"], content.get("added_tokens") or [])
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        parts = list(_parts(content.get(name), name))
+        if len(parts) > PARTS:
+            raise ValueError(f"its {name} has {len(parts)} parts, more than {PARTS}")
+        growth = 1
+        for part in parts:
+            _check_part(part, name)
+            growth *= _growth(part)
+        if growth > GROWTH:
+            raise ValueError(f"its {name} can make a text {growth} times as long, more than {GROWTH} times")
+    return content
+
+
+def opened(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a checked description. The ids of a text depend on the text alone.
+
+    A description also holds settings of the last call, which cut texts or pad them, a template around them, and a
+    probability of leaving out merges. They are off. Normalizer, pre-tokenizer, model and added tokens stay.
+
+    Raise ValueError: the library cannot read it.
+    """
+    import tokenizers
+
+    model = {key: value for key, value in content["model"].items() if key != "dropout"}
+    off = dict.fromkeys(OF_A_CALL)
+    if _type(content.get("post_processor")) == "ByteLevel":
+        del off["post_processor"]  # it moves offsets alone, and is part of the digest of cached text
+    with of_library(f"be read by tokenizers {tokenizers.__version__}"):
+        read = tokenizers.Tokenizer.from_str(json.dumps({**content, **off, "model": model}))
+    read.encode_special_tokens = True  # so that text which spells the end of text stays text
+    return read
+
+
+def mark_end(read: tokenizers.Tokenizer, end: str | None) -> str:
+    """Return the token that ends a document, and make it special: text can spell any other token.
+
+    Args:
+        read: a tokenizer.
+        end: the token; None: the first of `ENDS` that the tokenizer has.
+
+    Raise ValueError: the tokenizer has no such token.
+    """
+    chosen = end if end is not None else next((name for name in ENDS if read.token_to_id(name) is not None), None)
+    if chosen is None or read.token_to_id(chosen) is None:
+        lacks = f"none of {', '.join(ENDS)}" if chosen is None else f"no token {chosen!r}"
+        added = ", ".join(token.content for token in list(read.get_added_tokens_decoder().values())[:20]) or "none"
+        raise ValueError(
+            f"the tokenizer has {lacks} to end a document with; set data.end_of_text to one of its tokens, "
+            f"for instance an added one (they are: {added})"
+        )
+    read.add_special_tokens([chosen])
+    return chosen
+
+
+@contextmanager
+def of_library(task: str) -> Iterator[None]:
+    """Turn everything that the library raises into a ValueError. Its panics are no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        raise ValueError(f"the tokenizer cannot {task}: {error}") from error
+
+
+def _check_vocabulary(model: Mapping[str, Any], added: Any) -> None:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):  # of Unigram: pieces with their scores
+        vocabulary = {str(row[0]): place for place, row in enumerate(vocabulary) if isinstance(row, list) and row}
+    if not isinstance(vocabulary, dict):
+        raise ValueError("its model has no vocabulary")
+    if not isinstance(added, list) or not all(isinstance(row, dict) for row in added):
+        raise ValueError("its added_tokens are no list of tokens")
+    for token in (*vocabulary.values(), *(row.get("id") for row in added)):
+        if type(token) is not int or not 0 <= token < IDS:
+            raise ValueError(f"it has the id {token!r:.40}; ids lie between 0 and {IDS - 1}")
+    affixes = (model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"))
+    contents = [str(row.get("content")) for row in added]
+    for piece in (*vocabulary, *contents, *affixes):
+        _check_length(piece, "piece")
+    if type(most := model.get("max_input_chars_per_word", 0)) is not int or most > LONGEST:
+        raise ValueError(f"its model's max_input_chars_per_word is {most!r:.40}, out of range")
+    if sum(map(len, contents)) > ADDED:
+        raise ValueError(f"its added tokens have more than {ADDED:,} characters together")
+
+
+def _type(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else None
+
+
+def _parts(part: Any, name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield a normalizer, pre-tokenizer or decoder, or the parts of a sequence."""
+    if part is None:
+        return
+    if depth > DEEPEST or not isinstance(_type(part), str):
+        raise ValueError(f"its {name} has a part without a type, or deeper than {DEEPEST} levels")
+    if part["type"] != "Sequence":
+        yield part
+    for inner in (part.get(key) for key in ("normalizers", "pretokenizers", "decoders")):
+        for below in inner if isinstance(inner, list) else ():
+            yield from _parts(below, name, depth + 1)
+
+
+def _check_part(part: Mapping[str, Any], name: str) -> None:
+    for key, value in part.items():
+        if key == "precompiled_charsmap":
+            _check_table(value)
+        elif isinstance(value, dict):  # a pattern
+            _check_length(next(iter(value.values()), ""), f"{name}'s {key}")
+        elif isinstance(value, int | float) and not 0 <= value <= LONGEST or (key, value) == ("length", 0):
+            raise ValueError(f"its {name}'s {key} is {value!r:.40}, out of range")
+        else:
+            _check_length(value, f"{name}'s {key}")
+
+
+def _check_length(value: Any, name: str) -> None:
+    if isinstance(value, str) and len(value) > LONGEST:
+        raise ValueError(f"its {name} {value[:20]!r}... has {len(value):,} characters, more than {LONGEST:,}")
+
+
+def _check_table(value: Any) -> None:
+    """Check SentencePiece's table of characters. It begins with the length of its trie, which the library allocates."""
+    try:
+        raw = base64.b64decode(value or "", validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raw = b""
+    if not 0 < int.from_bytes(raw[:4], "little") <= len(raw) - 4:
+        raise ValueError("its normalizer's precompiled_charsmap is damaged")
+
+
+def _growth(part: Mapping[str, Any]) -> int:
+    """Return the factor by which a part can lengthen a text. An expression may match between any two characters."""
+    if part["type"] == "Prepend":
+        return max(1, len(str(part.get("prepend"))))
+    if part["type"] != "Replace":
+        return 1
+    pattern = part.get("pattern")
+    length = len(str(part.get("content")))
+    return max(1, length) if isinstance(pattern, dict) and pattern.get("String") else length + 1

@@ -1,0 +1,204 @@
+"""The entries ``arms``, ``seeds``, ``runs`` and ``table`` of a configuration, read and checked."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from gsm import paths
+from gsm.config.check import ConfigError, flat, unknown
+from gsm.config.compose import WORDS, quoted
+from gsm.evaluation import commands
+from gsm.experiments.compare import CONTENTS
+from gsm.experiments.table import COLUMNS
+from gsm.files import read_json
+
+# Keys of the parent; a run gets its own.
+OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "starter", "force", "table"}
+NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
+NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
+AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides
+RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets
+NAME = re.compile(r"[A-Za-z_][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of ``runs``: overrides to train with, arguments to measure with, or the path of a checkpoint."""
+
+    name: str
+    after: str | None = None
+    lines: tuple[str, ...] = ()
+    measures: bool = False
+    checkpoint: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains."""
+        return not (self.measures or self.checkpoint)
+
+
+def read_arms(arms: Any) -> dict[str, list[str]]:
+    """Return the arms of a configuration. An arm that is null is left out: so an experiment drops an arm of the
+    experiment that it builds on. Raises ConfigError."""
+    if not isinstance(arms, Mapping) or not arms:
+        raise ConfigError(
+            f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
+        )
+    arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
+    for name, overrides in arms.items():
+        _check_name("arms", str(name))
+        if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
+            raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
+        check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
+    return {str(name): list(overrides) for name, overrides in arms.items()}
+
+
+def parse_runs(runs: Any) -> list[Entry]:
+    """Return the runs of a configuration, in its order. Raises ConfigError."""
+    if not isinstance(runs, Mapping) or not runs:
+        raise ConfigError(
+            f"runs is {runs!r}, but maps names to what differs, for example "
+            "{train: null, extend: {after: train, data.context: 1024}}"
+        )
+    entries: dict[str, Entry] = {}
+    for name, value in runs.items():
+        entry = _parse_entry(str(name), value)
+        before = entries.get(entry.after) if entry.after is not None else None
+        if entry.after is not None and before is None:
+            raise ConfigError(
+                f"runs.{name} is after {entry.after}, but no run of that name stands before it ({', '.join(entries)}); "
+                f"runs.{entry.after}=PATH takes the weights of a checkpoint"
+            )
+        if before and before.measures:
+            raise ConfigError(f"runs.{name} is after {entry.after}, which measures, and so leaves no weights")
+        if entry.measures and entry.after is None:
+            raise ConfigError(f"runs.{name} measures, but names no run to measure: give it after: <run>")
+        entries[entry.name] = entry
+    if all(entry.checkpoint for entry in entries.values()):
+        raise ConfigError(
+            f"runs has {', '.join(entries)} alone, which are there already: one has to train or to measure"
+        )
+    return list(entries.values())
+
+
+def _parse_entry(name: str, value: Any) -> Entry:
+    _check_name("runs", name)
+    if isinstance(value, str):
+        return Entry(name, checkpoint=value)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"runs.{name} is {value!r}, but maps keys to values, or is the path of a checkpoint")
+    keys = dict(value or {})
+    after = keys.pop(AFTER, None)
+    after = after if after is None else str(after)
+    if EVALUATE not in keys:
+        lines = [_line(name, key, value) for key, value in flat_entries(f"runs.{name}", keys).items()]
+        check_overrides(f"runs.{name}", lines, NOT_FOR_RUNS)
+        return Entry(name, after, tuple(lines))
+    if len(keys) > 1:
+        raise ConfigError(f"runs.{name} has evaluate beside other keys: let one run train, and another evaluate it")
+    arguments = keys[EVALUATE] or {}
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"runs.{name}.evaluate is {arguments!r}, but maps arguments of evaluate.py to values")
+    lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments))
+    for word in commands.choose(lines)[1]:
+        if word.partition("=")[0] in RESERVED:
+            raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
+    try:  # an argument that evaluate.py refuses is refused before anything is trained
+        commands.asked(lines)
+    except ConfigError as error:
+        raise ConfigError(f"runs.{name}.evaluate: {error}") from error
+    return Entry(name, after, tuple(lines), measures=True)
+
+
+def flat_entries(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every value under its path, in the order of the yaml.
+
+    Where `a.b: 1` and `a: {b: 2}` are both there, the second counts: ++runs.<name>.a.b=2 sets that.
+    """
+    empty = [key for key, value in asked.items() if isinstance(value, Mapping) and not flat(value)]
+    if empty:
+        raise ConfigError(f"{where} has {empty[0]} without a value: give it one, or leave it out")
+    return flat(asked) | flat({key: value for key, value in asked.items() if "." not in key})
+
+
+def _line(run: str, name: str, value: Any) -> str:
+    """Return a key of a run as an override; a group has a slash in front, so that values below it can be given too."""
+    if isinstance(value, str) and is_group(name):
+        raise ConfigError(f"runs.{run}.{name} is '{value}', but {name} is a group: write /{name}: {value}")
+    return f"{name.removeprefix('/')}={quoted(value)}"
+
+
+def is_group(name: str) -> bool:
+    """Return whether a name is a group of variants, of the project or of the user."""
+    return any((place / name).is_dir() for place in paths.config_folders())
+
+
+def differing(config: Mapping[str, Any]) -> list[str]:
+    """Return the paths that arms of the run's experiment set differently, those of most arms first
+    (``choices.model/writer``, ``model.state_size``); nothing for a run without an experiment."""
+    contents = read_json(Path(config["logs"]) / str(config["name"]) / CONTENTS) or {}
+    try:
+        arms = [{key_of(line): line for line in lines} for lines in read_arms(contents.get("arms")).values()]
+    except ConfigError:  # there is no such file, or an experiment has not written it
+        return []
+    count = Counter(key for arm in arms for key in arm)
+    differ = [key for key, _ in count.most_common() if len({arm.get(key) for arm in arms}) > 1]
+    return [f"choices.{key}" if is_group(key) else key for key in differ]
+
+
+def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
+    """Return the arms that ``arm=`` picks. Raises ConfigError for an unknown arm."""
+    names = [str(name) for name in (wanted if isinstance(wanted, list) else [wanted])]
+    for name in names:
+        if name not in arms:
+            raise unknown("arm", name, arms, "the experiment")
+    return list(dict.fromkeys(names))
+
+
+def read_seeds(seeds: Any) -> list[int]:
+    """Return seeds, from a list, or from 3 for the first three. Raises ConfigError."""
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        return list(range(seeds))
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
+        raise ConfigError(f"seeds is {seeds!r}, but takes a list such as [0,1,2], or how many: seeds=3")
+    return list(dict.fromkeys(seeds))
+
+
+def read_columns(table: Any) -> list[str]:
+    """Return the keys that the table shows. Raises ConfigError."""
+    if table is None:
+        return list(COLUMNS)
+    if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
+        raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
+    return table
+
+
+def _check_name(where: str, name: str) -> None:
+    if not NAME.fullmatch(name) or name in WORDS:
+        raise ConfigError(
+            f"{where} has the name '{name}', but a name begins with a letter and has no spaces or slashes"
+        )
+
+
+def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> None:
+    """Raise ConfigError, which names ``where``, for an override that cannot be read, or that the experiment sets."""
+    for line in lines:
+        try:
+            sets = key_of(line)
+        except HydraException as error:
+            raise ConfigError(f"{where}: cannot read '{line}': write key=value or group=option") from error
+        if sets in reserved:
+            raise ConfigError(f"{where} sets {sets}, which is the experiment's: leave {line} out")
+
+
+def key_of(line: str) -> str:
+    """Return the key or group that an override sets. Raises HydraException."""
+    return OverridesParser.create().parse_override(line).key_or_group

@@ -1,0 +1,399 @@
+"""Experiments: one command that starts the runs of all arms and seeds, and puts their numbers in one table.
+
+    python train.py experiment=paper_long_context
+
+is the parent, which trains nothing itself. ``gsm.experiments.runs`` composes and checks all runs first. The unfinished
+ones become processes (``python train.py ... arm=gsm folder=logs/<name>/gsm/seed0/extend start_from=...``, or
+``python evaluate.py checkpoint=...``), here or on a cluster. So it can be stopped and given again at any time.
+
+docs/experiments.md has the entries ``arms``, ``seeds``, ``runs`` and ``tune`` of a configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gsm import paths, threads
+from gsm.config.check import ConfigError
+from gsm.config.command_line import again
+from gsm.config.command_line import shown as shown_path
+from gsm.config.compose import from_job, search
+from gsm.experiments import folder, launcher
+from gsm.experiments.compare import CONTENTS, apart, unfinished, write
+from gsm.experiments.jobs import Child, tail, work_off
+from gsm.experiments.remaining import Remaining
+from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
+from gsm.experiments.tune import EDGE, OPTUNA, listed
+from gsm.files import read_json, write_json
+from gsm.tables import WIDTH
+from gsm.training.callbacks.progress import clock
+from gsm.training.run import train
+
+SEVERAL = ("arms", "seeds", "runs", "tune", "starter")  # one of them makes an experiment of a configuration
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train inside of Hydra: one run, or all runs of an experiment. Raises ConfigError, SystemExit."""
+    job = HydraConfig.get()
+    if all(config.get(name) is None for name in SEVERAL):
+        if launcher.chosen() and job.mode != RunMode.MULTIRUN:
+            raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
+        train(config)
+    elif job.mode == RunMode.MULTIRUN:
+        raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
+    else:
+        train_all(Experiment(config, list(job.overrides.task), _script(config["starter"])), launcher.chosen())
+
+
+def print_runs(config: DictConfig) -> None:
+    """Print one line for each run of Hydra's configuration, and write nothing. Raises ConfigError."""
+    print("\n".join(map(str, expand(from_job(config), list(HydraConfig.get().overrides.task)))))
+
+
+def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
+    """Start the runs that are not finished, then print and write the table.
+
+    Args:
+        experiment: the arms and seeds.
+        hand_to: the launcher of Hydra's that trains; None: processes of this machine.
+
+    Raises:
+        ConfigError: an arm or a run is wrong, or another process works on this experiment.
+        SystemExit: 1 if a run has failed, 128 + the number of a signal that has stopped it.
+    """
+    _refuse_ranks()
+    config, trials = experiment.config, experiment.trials()
+    for run in [] if hand_to else in_order(trials):
+        if run.checkpoint and (config["force"] or not run.finished()):  # before anything is moved
+            with naming(f"run {run.folder.name}"):
+                run.measure.require()
+    with folder.locked(experiment.held):
+        write_json(experiment.folder / CONTENTS, experiment.contents())
+        if config["force"] or config["resume"] == "never":
+            _set_aside(experiment, trials)
+            experiment = Experiment(config, experiment.given, experiment.script)  # as of what is finished now
+        failed = _tune(experiment, hand_to)
+        work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
+        work.failed |= failed
+        print(work.header(), flush=True)
+        work.execute(hand_to)
+        table = _report(experiment)
+    if work.failed:
+        print(work.complaints(), flush=True)
+        raise SystemExit(1)
+    return table
+
+
+def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
+    """Move earlier runs away at once, so that an interrupted command can go on without being forced again."""
+    force = experiment.config["force"]
+    tuned = {arm for arm in experiment.chosen if experiment.choice(arm)}
+    for trial in [*experiment.tried, *(trial for trial in trials if force or trial.arm in tuned)]:
+        if force or not trial.finished():
+            with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
+                folder.prepare({**trial.config, "resume": "never", "start_from": None})  # it may have moved already
+    for arm in experiment.chosen if force else ():
+        experiment.journal(arm).unlink(missing_ok=True)
+
+
+def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
+    """Try values until every arm has its best; return the complaints about arms that have none, by name.
+
+    A grid has one round. Optuna has several, each of which follows from those before.
+    """
+    failed: dict[str, list[str]] = {}
+    later = [trial for trial in experiment.trials() if not (experiment.choice(trial.arm) and trial.finished())]
+    first = True
+    while attempts := experiment.attempts([arm for arm in experiment.chosen if arm not in failed]):
+        work = _Work(experiment, attempts, later)
+        print(_filled([_round(experiment, attempts, first, len(later))]), flush=True)
+        work.execute(hand_to)
+        for attempt in attempts:
+            lines = [line for run in attempt.runs.values() for line in work.failed.get(run.name, [])]
+            if not lines and not attempt.finished():  # a callback has ended it
+                lines = [f"{_name(attempt)} has ended before its last step, and so cannot be compared"]
+            failed |= {attempt.arm: [*failed.get(attempt.arm, []), *lines]} if lines else {}
+        first = False
+    for arm in experiment.chosen:
+        choice = experiment.choice(arm) if arm not in failed else None
+        if choice and not choice.found:
+            failed[arm] = [f"{arm}: every value that was tried has diverged: {listed(choice.tried)}"]
+    return failed
+
+
+def _round(experiment: Experiment, attempts: Sequence[Trial], first: bool, later: int) -> str:
+    """Return a sentence on the values that a round tries, and by which number."""
+    tune, names = experiment.tune, ", ".join(map(_name, attempts))
+    assert tune is not None  # or there were no attempts
+    if not first:
+        return f"Optuna chooses: {names}"
+    count = f"{len(attempts)} attempts"
+    if tune.tuner == OPTUNA:
+        count = f"{tune.attempts * len(tune.seeds)} attempts of each arm, which Optuna chooses, {names} first"
+    arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
+    return (
+        f"experiment {experiment.config['name']} tunes {arms} first, on a part of the training data, by "
+        f"{tune.decides()}: {listed(tune.space)}; {count}; then {later} runs with the best values"
+    )
+
+
+def _name(attempt: Trial) -> str:
+    return f"{attempt.arm} {listed({key: [value] for key, value in (attempt.values or {}).items()})}"
+
+
+class _Work:
+    """Starts the runs of trials, keeps their summaries, and prints how each run ends.
+
+    Args:
+        experiment: that they are of.
+        trials: to finish.
+        later: trials that start after these, for the time left.
+    """
+
+    def __init__(self, experiment: Experiment, trials: Sequence[Trial], later: Sequence[Trial] = ()) -> None:
+        self.experiment, self.trials = experiment, trials
+        runs = in_order(trials)
+        self.done = {run: None for run in runs if run.finished()}
+        self.waiting = [run for run in runs if run not in self.done]
+        self.at_once = min(experiment.config["jobs"], len(self.waiting))
+        self.remaining = Remaining(self.at_once)
+        self.left = dict.fromkeys([*self.waiting, *(run for trial in later for run in trial.runs.values())])
+        self.failed: dict[str, list[str]] = {}  # complaints, by name
+        for trial in trials:
+            self._conclude(trial)  # a command that was killed has not
+
+    def execute(self, hand_to: str | None) -> None:
+        """Start all runs. Raises SystemExit after a signal."""
+        stopped = self._hand_over(hand_to) if hand_to and self.waiting else self._start_here()
+        if stopped is not None:
+            print(f"\nstopped; to go on:\n  {again()}", flush=True)
+            raise SystemExit(128 + stopped)
+
+    def _start_here(self) -> int | None:
+        """Start processes of this machine; return the signal that has ended them, if one has."""
+        stopped = work_off(self.waiting, self.at_once, self._start, self._ended, self._watch)
+        for run in self.waiting if stopped is not None else []:
+            if run.name in self.failed:
+                self._note(run, "interrupted", "was stopped")
+        return stopped
+
+    def _hand_over(self, hand_to: str) -> None:
+        """Give all runs to a launcher of Hydra's, and wait until all of them have ended."""
+        parts = _parts(self.trials, self.waiting)
+        print(f"{len(parts)} runs go to {hand_to}; their output: <arm>/seed<k>/train.log", flush=True)
+        for run in self.waiting:
+            self._note(run, "running")
+        try:
+            codes = launcher.launch(parts)
+        except launcher.GaveUp as error:
+            print(error, flush=True)
+            codes = {run.name: 0 for run in self.waiting if run.finished()}
+        for run in self.waiting:
+            self._ended(run, codes.get(run.name))
+
+    def header(self) -> str:
+        """Return sentences on the arms and seeds, the finished runs, and the tuned values."""
+        experiment = self.experiment
+        lines = [
+            f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
+            f"seeds {', '.join(map(str, experiment.seeds))}; in {shown_path(experiment.folder)}"
+        ]
+        if self.done:
+            names = ", ".join(run.name for run in self.done)
+            lines.append(f"finished already, and skipped (force=true runs them again): {names}")
+        tuned = {arm: choice.shown() for arm, choice in experiment.won.items() if arm in experiment.chosen}
+        if tuned:
+            values = (f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in tuned.items())
+            lines.append(f"tuned: {'; '.join(values)}")
+        return _filled(lines)
+
+    def complaints(self) -> str:
+        """Return the names of failed runs, with their last words."""
+        lines = [line for words in self.failed.values() for line in ["", *words]]
+        return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
+
+    def _start(self, run: Run) -> Child:
+        print(f"{self._label(run)}: started, output in {shown_path(run.log)}", flush=True)
+        if self.at_once > 1:
+            print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
+        self._note(run, "running")
+        self.remaining.watch(run, time.monotonic())
+        # A single run takes all cores that are free.
+        share = {"OMP_NUM_THREADS": str(max(1, threads.cores() // self.at_once))} if self.at_once > 1 else {}
+        return Child(run, share, follow=self.at_once == 1)
+
+    def _watch(self, run: Run) -> None:
+        """Print the time left, once."""
+        if self.remaining.watch(run, time.monotonic()):
+            print(f"{self._label(run)}: {self.remaining.sentence(list(self.left))}", flush=True)
+
+    def _ended(self, run: Run, code: int | None, child: Child | None = None) -> None:
+        """Print how a run has ended, note it, and remember a failure."""
+        how, numbers = _how(code), ""
+        self.left.pop(run, None)
+        trials = [trial for trial in self.trials if run in trial.runs.values()]
+        if code == 0:
+            self.done[run] = None
+            numbers = "".join(map(self._conclude, trials))
+        elif (code or 0) >= 0 and any(trial.diverged for trial in trials):
+            how = "diverged, which counts as the worst" if code else "not started, as a run before has diverged"
+        elif run.after and run.after.name in self.failed:
+            how = f"not started, as {run.after.name} has failed"
+            self.failed[run.name] = [f"{run.name}: {how}"]
+        else:
+            words = child.tail() if child else tail(run.log)
+            where = f"the end of {shown_path(run.log)}:" if words else "it has written no log"
+            self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
+            self._note(run, "failed", how)
+        after = f" after {clock(child.seconds())}" if child else ""
+        left = self.remaining.sentence(list(self.left))
+        print(f"{self._label(run)}: {how}{after}{numbers}{f'; {left}' if left else ''}", flush=True)
+
+    def _label(self, run: Run) -> str:
+        return f"[{self.waiting.index(run) + 1}/{len(self.waiting)}] {run.name}"
+
+    def _note(self, run: Run, status: str, reason: str = "") -> None:
+        for trial in self.trials:
+            for name in [name for name, own in trial.runs.items() if own is run]:
+                trial.note(status=status, run=name, reason=f"run {name} {reason}" if reason else None)
+
+    def _conclude(self, trial: Trial) -> str:
+        """Write the summary of a trial if all of its runs are done, and return its columns of the table as words."""
+        if not self.done.keys() >= {*trial.runs.values()}:
+            return ""
+        trial.conclude()
+        summary = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
+        return "".join(f", {column} {shown(summary.value(column))}" for column in self.experiment.columns)
+
+
+def _how(code: int | None) -> str:
+    """Return the end of a run in words."""
+    if code is None:
+        return "has not come to its end"
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
+
+
+def _parts(trials: Sequence[Trial], waiting: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
+    """Return the runs that one job of a cluster works off, by the overrides of the first trial in it: those of a trial,
+    together with those of other trials that they wait for."""
+    parts: dict[tuple[str, ...], list[Run]] = {}
+    for trial in trials:
+        runs = [run for run in in_order([trial]) if run in waiting]
+        met = [key for key, part in parts.items() if {*runs, *(run.after for run in runs)} & {*part}]
+        joined = [run for key in met for run in parts.pop(key)] + runs
+        if runs:
+            parts[met[0] if met else trial.overrides] = list(dict.fromkeys(joined))
+    return parts
+
+
+def _script(starter: str | None = None) -> list[str]:
+    """Return the words that train one run: its starter, this script, the folder of the user's yamls, Hydra's overrides.
+
+    Raises ConfigError for a flag that the runs would not have.
+    """
+    parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
+    for flag, value in (("--config-name", parsed.config_name), ("--config-path", parsed.config_path)):
+        if value:
+            raise ConfigError(
+                f"{flag} {value} was given, but an experiment composes its runs from configs/train.yaml: leave it out, "
+                "and add yaml files of your own with --config-dir"
+            )
+    noted = search(paths.config_folders()[1:])  # by this script, and by each that it starts
+    own = [line for line in HydraConfig.get().overrides.hydra if line != noted]
+    if any(line.startswith("hydra.searchpath=") for line in own):
+        raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")
+    own_yamls = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
+    ours = ("hydra.run.", "hydra.mode=", f"{launcher.GROUP}=", "hydra.launcher.")
+    return [*started_by(starter), sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
+
+
+def started_by(starter: str | None) -> list[str]:
+    """Return the words that start a run: this Python, or the configuration's ``starter``. Raises ConfigError."""
+    try:
+        words = shlex.split(starter) if starter else [sys.executable]
+    except ValueError as error:
+        raise ConfigError(f"starter is {starter!r:.60}, which is no command: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"starter is {starter!r:.60}, but there is no such command here: give its path")
+    return words
+
+
+def _refuse_ranks() -> None:
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # torchrun's, srun's
+        if os.environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {os.environ[name]}, so this is one of several ranks, but an experiment is one process that "
+                "starts others: say starter='torchrun ...' or starter='srun ...' instead, which starts each of its runs"
+            )
+
+
+def _report(experiment: Experiment) -> Table:
+    """Print the table and its notes, and write the results; return the table."""
+    table = experiment.table()
+    write_json(experiment.folder / CONTENTS, experiment.contents())
+    notes = _notes(experiment, table)
+    known = ", ".join(k for run in table.runs[:1] for k, value in run.summary.items() if isinstance(value, int | float))
+    empty = [f"no run has a number '{name}' in its summary.json; there are {known}" for name in table.empty_columns()]
+    sentences = [*table.verdicts(), FOOTNOTE, *table.meanings(), *notes, *empty]
+    print(f"\n{table.text()}\n\n{_filled(sentences)}", flush=True)
+    _conclude_evaluations(experiment, table)  # first, as the page has their tables too
+    print(f"\n{_filled(write(table, experiment.folder, [experiment.folder], 'results', notes))}", flush=True)
+    return table
+
+
+def _notes(experiment: Experiment, table: Table) -> list[str]:
+    """Return sentences on the table: how values were tuned, runs that do not compare, are left out, or not finished."""
+    mine, notes = {run.folder for run in table.runs}, []
+    if tune := experiment.tune:
+        seeds = f"{'seeds' if len(tune.seeds) > 1 else 'seed'} {', '.join(map(str, tune.seeds))}"
+        notes.append(
+            f"tuned on a part of the training data, which no number above is of, by {tune.decides()}, {seeds}: the "
+            f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of what was tried"
+        )
+        lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged]
+        notes += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
+    others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
+    names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
+    left_out = [f"left out, being of another configuration: {names}"] if names else []
+    return [*notes, *apart(table.runs), *left_out, *unfinished([experiment.folder])]
+
+
+def _filled(sentences: Sequence[str]) -> str:
+    lines = (textwrap.wrap(one, WIDTH, break_on_hyphens=False, break_long_words=False) for one in sentences)
+    return "\n".join(line for some in lines for line in some)
+
+
+def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
+    """Put the results of each evaluation side by side, as evaluate.py does of several checkpoints: the paper's tables
+    and curves beside them, in ``<name of the run>.md`` and others."""
+    trials = [experiment.trial(run.arm, run.seed) for run in table.runs]
+    for name in dict.fromkeys(name for trial in trials for name in trial.runs):
+        pairs = [(trial, run) for trial in trials if (run := trial.runs.get(name)) and run.checkpoint]
+        if len(pairs) < 2 or len({run.words for _, run in pairs}) > 1:  # other arguments do not compare
+            continue
+        print(f"\n{name}: {' '.join(pairs[0][1].words) or 'held out'}\n")
+        measure = pairs[0][1].measure
+        try:
+            results = [
+                measure.written_in(
+                    run.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
+                )
+                for trial, run in pairs
+            ]
+            measure.conclude(results, experiment.folder / f"{name}.json")
+        except (ConfigError, OSError) as error:  # other windows, or a file that is gone: the runs are whole
+            print(f"not side by side: {error}", flush=True)

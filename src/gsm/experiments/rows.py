@@ -1,0 +1,305 @@
+"""Rows of results: `results/<name>.csv` has one line for each run, and published tables are made from them.
+
+    python compare.py logs/residual publish=results        # append the runs of an experiment
+    python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
+
+A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others. A column
+`ln(a:b)` is the logarithm of the ratio of two columns. `picture=` draws every seed of the first column:
+
+    <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
+    <!-- end -->
+
+`margin=` adds a test of equivalence of the column `<run>/bits_per_byte`, which `evaluate:` of an experiment measures:
+the arms' differences with an interval over seeds and an interval over books.
+
+    <!-- costs: size=nano gsm baseline gated_delta_net -->    the cost model's bytes and operations, bfloat16
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gsm import plots
+from gsm.config.check import ConfigError
+from gsm.config.options import saved
+from gsm.evaluation.checkpoints import TRAINED
+from gsm.experiments.table import RunSummary, Table, summarise
+from gsm.files import damage, read_json, replacing
+from gsm.intervals import over_windows
+from gsm.paths import ROOT
+from gsm.tables import Grid, grid_markdown
+
+RESULTS = ROOT / "results"
+FACTS = (
+    *("experiment", "arm", "seed", "split", "status", "reason", "commit", "clean", "sources", "command"),
+    *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
+    *("device", "versions"),
+)
+LOCAL = ("folder=", "logs=", "jobs=", "arms=null", "seeds=null", "tune=null")  # where a run lies, and who started it
+BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
+MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
+LENGTHS = {256: "256", 4096: "4K", 65536: "64K"}  # tokens before the one that is decoded
+
+
+def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
+    """Append a row for each run below `logs/<name>`, and for each tuning attempt, to `<into>/<name>.csv`.
+
+    A run that has not ended has no row yet.
+
+    Args:
+        folder: of an experiment.
+        into: the folder of the rows.
+        metrics: keys of `summary.json` that get a column each; the file that exists decides.
+
+    Returns a sentence: how many rows were added, and where.
+
+    Raises:
+        ConfigError: the file has other columns.
+        OSError: the file cannot be written.
+    """
+    path = into / f"{folder.name}.csv"
+    sums = [name.removesuffix(BITS) + SUMS for name in metrics if name.endswith(BITS)]
+    columns = list(dict.fromkeys([*FACTS, *metrics, *sums]))
+    written: list[dict[str, str]] = []
+    if path.is_file():
+        header, written = read(path)
+        if missing := [name for name in columns if name not in header]:
+            known = ",".join(name for name in header if name not in FACTS)
+            raise ConfigError(
+                f"publish={into} is not allowed because {path.name} has no column {missing[0]}. "
+                f"Use columns={known}, or another name= for the experiment."
+            )
+        columns = header
+    rows = [row(file.parent, columns) for file in sorted(folder.rglob("summary.json")) if _is_run(file.parent)]
+    rows = [line for line in rows if line["status"] not in ("", "running")]
+    new = [line for line in rows if line not in written]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    if not path.is_file():
+        writer.writeheader()
+    writer.writerows(new)
+    with replacing(path) as file:
+        file.write((path.read_bytes() if path.is_file() else b"") + text.getvalue().encode())
+    return f"{len(new)} rows added to {path}, {len(rows) - len(new)} were there"
+
+
+def row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
+    """Return the row of one run from its `summary.json` and the configuration in `.hydra`, as texts by column. Raises
+    ConfigError for a damaged file."""
+    if sentence := damage(folder / "summary.json"):
+        raise ConfigError(sentence)
+    summary = read_json(folder / "summary.json") or {}
+    config, words = _composed(folder, summary)
+    run = RunSummary(str(summary.get("arm")), 0, folder, summary)
+    data, optimizer = summary.get("data") or {}, config.get("optimizer") or {}
+    corpus = data.get("corpus") or (summary.get("choices") or {}).get("data")
+    commit = str(summary.get("commit") or "")
+    path = str((config.get("data") or {}).get("path") or "")
+    facts = {
+        **{name: summary.get(name) for name in ("experiment", "arm", "seed", "status", "reason", "device")},
+        "split": (config.get("data") or {}).get("held_out", "validation"),
+        "commit": commit.removesuffix("+"),
+        "clean": ("no" if commit.endswith("+") else "yes") if commit else "",
+        "sources": summary.get("sources"),
+        "command": shlex.join(["python", "train.py", *(word for word in words if not word.startswith(LOCAL))]),
+        "corpus": Path(path).name if corpus == "folder" and path else corpus,
+        "corpus_sha256": data.get("digest"),
+        "optimizer": str(optimizer.get("_target_", "")).rpartition(".")[2],
+        "learning_rate": OmegaConf.select(OmegaConf.create(dict(config)), "optimizer.learning_rate"),  # of the recipe
+        "seconds": summary.get("train_seconds"),
+        "versions": " ".join(f"{name} {number}" for name, number in (summary.get("versions") or {}).items()),
+    }
+    measured = {name: summary.get(name) if name.endswith(SUMS) else run.number(name) for name in columns}
+    return {name: _text(value) for name, value in {**measured, **facts}.items() if name in columns}
+
+
+def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and the rows of a file, as texts. Raises OSError."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or ()), list(reader)
+
+
+def runs(path: Path) -> list[RunSummary]:
+    """Return the finished runs of a file that were measured on the validation split, the newest row of each seed."""
+    newest = {(line["arm"], line["seed"]): line for line in read(path)[1] if line["split"] != "tuning"}
+    known = [RunSummary(arm, int(seed), path, _nested(line)) for (arm, seed), line in newest.items() if arm and seed]
+    return [run for run in known if run.finished]
+
+
+def tables(page: str, folder: Path = RESULTS) -> str:
+    """Return a page with the table of every marker made from its rows. Raises ConfigError, OSError."""
+
+    def replaced(match: re.Match[str]) -> str:
+        made = costs(match["words"]) if match["kind"] == "costs" else table(match["words"], folder)
+        return f"{match[1]}\n\n{made}\n\n<!-- end -->"
+
+    return MARKED.sub(replaced, page)
+
+
+def table(words: str, folder: Path = RESULTS) -> str:
+    """Return the Markdown of one marker: arms with mean and standard deviation, paired differences with intervals.
+
+    Without a row it is a sentence without a number.
+    """
+    name, made, options = _asked(words, folder)
+    if not made.runs:
+        return f"`results/{name}.csv` has no rows yet."
+    grids = made.grids()
+    known = options.get("against", made.rows[0].arm) == made.rows[0].arm  # or there is nothing to subtract
+    parts = [*map(grid_markdown, [grids[0], *(grids[2:] if known else [])])]
+    if known and "margin" in options:
+        parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
+    if "picture" in options:
+        parts.append(f"![{made.columns[0]} of every seed, by arm]({options['picture']})")
+    commits = sorted({line["commit"][:9] for line in read(folder / f"{name}.csv")[1]})
+    seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
+    return "\n\n".join([*parts, f"Rows: `results/{name}.csv`, commit {', '.join(commits)}; seeds {seeds}."])
+
+
+def equivalence(made: Table, margin: float) -> Grid:
+    """Return each arm minus the first: its 95 % interval over seeds, its interval over books, and a verdict.
+
+    The verdict is `yes` where the interval over seeds lies inside of the margin, `no` where it lies outside of it, and
+    `open` where it holds an end of it.
+    """
+    column, first = next(name for name in made.columns if name.endswith(BITS)), made.rows[0].arm
+    grid = [[f"{column} minus {first}", "over seeds", "over books", f"within {margin:g}"]]
+    for arm, cells in made.differences().items():
+        cell = cells[column]
+        if cell.mean is not None and cell.spread is not None:
+            near, far = abs(cell.mean) - cell.spread, abs(cell.mean) + cell.spread
+            verdict = "yes" if far < margin else "no" if near > margin else "open"
+            grid.append([arm, str(cell), _over_books(made, arm, column), verdict])
+    return grid
+
+
+def _over_books(made: Table, arm: str, column: str) -> str:
+    """Return an arm's difference from the first with the 95 % interval of books that are drawn anew; seeds stay."""
+    key, first = column.removesuffix(BITS) + SUMS, made.rows[0].arm
+    sums = {(run.arm, run.seed): run.summary.get(key) or [] for run in made.runs}
+    seeds = [seed for name, seed in sums if name == arm and sums[arm, seed] and sums.get((first, seed))]
+    if not seeds:
+        return "-"
+    lengths = [length for _, length in sums[arm, seeds[0]]]
+    nats = [
+        [ours - theirs for (ours, _), (theirs, _) in zip(sums[arm, seed], sums[first, seed], strict=True)]
+        for seed in seeds
+    ]
+    bits = [statistics.fmean(book) / math.log(2) for book in zip(*nats, strict=True)]
+    low, high = over_windows(bits, lengths)
+    return f"{sum(bits) / sum(lengths):+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def costs(words: str) -> str:
+    """Return the Markdown of a marker of costs: cache bytes and operations of a decoded token, by tokens before it."""
+    import torch
+
+    from gsm.config.load import build_model
+    from gsm.costs.model import cost
+
+    size, *models = words.split()
+    heads = [f"{what}, {length}" for what in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS.values()]
+    grid = [[f"model ({size.removeprefix('size=')})", *heads]]
+    for name in models:
+        with torch.device("meta"):
+            model = cost(build_model(name, overrides=[size]))
+        held = [f"{sum(model.cache_bytes(tokens).values()):,}" for tokens in LENGTHS]
+        grid.append([name, *held, *(f"{sum(model.decode_flops(tokens).values()) / 1e6:,.1f}" for tokens in LENGTHS)])
+    return grid_markdown(grid)
+
+
+def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
+    """Draw the picture of a marker, where it has one and there are rows, beside its page."""
+    _, made, options = _asked(words, folder)
+    if not made.runs or "picture" not in options:
+        return
+    column = made.columns[0]
+    found = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
+    figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(found))
+    plots.seeds(axes, {arm: [x for x in values if x is not None] for arm, values in found.items()}, plots.label(column))
+    with replacing(page.parent / options["picture"]) as file:
+        file.write(plots.png(figure))
+
+
+def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
+    """Return the file's name, the table and the options of a marker of rows."""
+    name, *rest = words.split()
+    options = dict(word.split("=", 1) for word in rest if "=" in word)
+    columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
+    trained = runs(path) if path.is_file() else []
+    for run in trained:
+        for change in filter(None, map(CHANGE.fullmatch, columns)):
+            ends = run.value(change["after"]), run.value(change["before"])
+            run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
+    arms = sorted(dict.fromkeys(run.arm for run in trained), key=lambda arm: arm != options.get("against"))
+    return name, summarise(trained, columns, arms), options
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder with a summary is an arm's seed, or a tuning attempt; the runs inside of an arm are parts."""
+    return re.fullmatch(r"seed-?\d+", folder.name) is not None
+
+
+def _composed(folder: Path, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the configuration of a run and the overrides that it was started with; of an arm of several runs, those of
+    the last that trains."""
+    last = (summary.get(TRAINED) or [""])[-1]
+    place = folder / str(((summary.get("runs") or {}).get(last) or {}).get("folder", last))
+    if not (place / ".hydra/config.yaml").is_file():
+        return {}, []
+    config, words = (saved(place / f".hydra/{name}.yaml") for name in ("config", "overrides"))
+    return config if isinstance(config, dict) else {}, list(map(str, words)) if isinstance(words, list) else []
+
+
+def _nested(line: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row as a summary again: dots in names go down."""
+    summary: dict[str, Any] = {}
+    for name, text in line.items():
+        *above, last = name.split(".")
+        place = summary
+        for part in above:
+            place = place.setdefault(part, {})
+        try:
+            place[last] = json.loads(text)
+        except ValueError:
+            place[last] = text
+    return summary
+
+
+def _text(value: Any) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return "" if value is None else value if isinstance(value, str) else json.dumps(int(value) if whole else value)
+
+
+def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
+    """Rewrite the tables of pages, and draw their pictures where a table has changed."""
+    for page in map(Path, pages):
+        before = page.read_text(encoding="utf-8")
+        after = tables(before, folder)
+        if after != before:
+            with replacing(page) as file:
+                file.write(after.encode())
+            for match in MARKED.finditer(after):
+                if match["kind"] == "rows":
+                    picture(match["words"], page, folder)
+        print(f"{os.path.relpath(page)}: {len(MARKED.findall(before))} tables")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

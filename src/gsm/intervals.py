@@ -1,0 +1,151 @@
+"""Means, spreads and intervals: over the seeds of an arm, over the questions of a task, over windows of text.
+
+Seeds are few: a difference between two arms has a paired Student's t interval over the seeds that both have. Questions
+and windows are many: their interval is the bootstrap's (Efron and Tibshirani 1993, percentiles). Both models get the
+same draws of questions, so that the interval is paired. It does not contain the variance between training seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gsm.tables import shown
+
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one also stands for more.
+QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+MIDDLE = (0.025, 0.975)  # quantiles of the draws between which the interval lies
+DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The mean of a quantity over the ``count`` seeds that have it, and their sample standard deviation.
+
+    For a difference, ``spread`` is half of the 95 % interval of the mean, and ``scale`` the size of the values, which
+    decides the number of digits.
+    """
+
+    count: int = 0
+    mean: float | None = None
+    spread: float | None = None
+    scale: float | None = field(default=None, repr=False)
+    differs: bool = field(default=False, repr=False)  # of a difference: whether a paired t-test at 95 % finds one
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, digits: int | None = None) -> str:
+        """Return ``98.33``, with a spread ``98.33 +- 1.67``, for a difference ``+1.20 [-0.40, +2.80]``; ``-`` for none.
+
+        Args:
+            digits: number of digits behind the point; None: as many as ``tables.shown`` gives a number of this size.
+        """
+        if self.mean is None:
+            return "-"
+        like = self.mean if self.scale is None else self.scale
+
+        def number(value: float) -> str:
+            return shown(value, like) if digits is None else f"{value:.{digits}f}"
+
+        if self.scale is None:
+            return number(self.mean) + (f" +- {number(self.spread)}" if self.spread is not None else "")
+        middle = f"{'-' if self.mean < 0 else '+'}{number(abs(self.mean))}"
+        if self.spread is None:
+            return middle
+        return f"{middle} [{number(self.mean - self.spread)}, {number(self.mean + self.spread)}]"
+
+
+def over_seeds(values: Iterable[float | None]) -> Cell:
+    """Return the mean and the sample standard deviation of the values that are there."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return Cell()
+    return Cell(len(known), statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def over_pairs(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:
+    """Return the mean difference, first minus second, of pairs with the same seed, with its Student's t interval."""
+    both = [(value, base) for value, base in pairs if value is not None and base is not None]
+    difference = over_seeds(value - base for value, base in both)
+    scale = max((abs(base) for _, base in both), default=None)
+    if difference.spread is None or difference.mean is None:
+        return replace(difference, scale=scale)
+    quantile = QUANTILES[min(difference.count - 1, len(QUANTILES)) - 1]
+    half = quantile * difference.spread / math.sqrt(difference.count)
+    # The interval of two seeds is thirteen standard errors wide: it shows nothing.
+    return Cell(
+        difference.count, difference.mean, half if difference.count > 2 else None, scale, abs(difference.mean) > half
+    )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A difference between two models, second minus first.
+
+    Attributes:
+        difference: mean over the questions of each task, then over the tasks.
+        low, high: the middle 95 % of the draws lies between them.
+        samples: questions of all tasks.
+    """
+
+    difference: float
+    low: float
+    high: float
+    samples: int
+
+    def text(self, digits: int = 2, scale: float = 100.0) -> str:
+        """Return ``+1.20 [-0.40, +2.80]``: by default in percent."""
+        middle, low, high = (f"{scale * value:+.{digits}f}" for value in (self.difference, self.low, self.high))
+        return f"{middle} [{low}, {high}]"
+
+
+def over_questions(
+    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], *, seed: int = 0
+) -> Interval:
+    """Return the difference between two models on the same questions, with its bootstrap interval.
+
+    Every task's questions are drawn again, with replacement; the tasks stay. A mean depends only on how often each
+    value was drawn, so the counts are drawn, not the questions.
+
+    Args:
+        first, second: the scores of each task's questions, in the same order.
+        seed: of the draws.
+
+    Raises:
+        ValueError: the two do not have the same tasks with equal numbers of questions, or there are none.
+    """
+    counts = [{task: len(scores) for task, scores in model.items()} for model in (first, second)]
+    if counts[0] != counts[1] or not all(counts[0].values()) or not counts[0]:
+        raise ValueError(f"the models' questions are not the same: {counts[0]} and {counts[1]} by task")
+    generator = np.random.default_rng(seed)
+    mean, drawn = 0.0, np.zeros(DRAWS)
+    for task, scores in first.items():
+        apart = np.asarray(second[task], dtype=np.float64) - np.asarray(scores, dtype=np.float64)
+        values, times = np.unique(apart, return_counts=True)
+        mean += apart.mean() / len(first)
+        drawn += generator.multinomial(len(apart), times / len(apart), size=DRAWS) @ values / len(apart) / len(first)
+    low, high = np.quantile(drawn, MIDDLE)
+    return Interval(float(mean), float(low), float(high), sum(counts[0].values()))
+
+
+def over_windows(sums: Sequence[float], weights: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of sum(sums) / sum(weights), when units with both are drawn again.
+
+    Args:
+        sums, weights: of every unit: the loss of a window of text, and its number of targets.
+        seed: of the draws.
+
+    Raises:
+        ValueError: there are no units, or another number of weights.
+    """
+    if not sums or len(sums) != len(weights):
+        raise ValueError(f"there are {len(sums)} sums and {len(weights)} weights: give one of each for every unit")
+    times = np.random.default_rng(seed).multinomial(len(sums), [1 / len(sums)] * len(sums), size=DRAWS)
+    drawn = (times @ np.asarray(sums, dtype=np.float64)) / (times @ np.asarray(weights, dtype=np.float64))
+    low, high = np.quantile(drawn, MIDDLE)
+    return float(low), float(high)

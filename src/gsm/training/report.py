@@ -1,0 +1,159 @@
+"""What a run prints before and after training: plain ASCII, at most 80 columns, one screen."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import torch
+
+from gsm import threads
+from gsm.analysis import overlap
+from gsm.config.command_line import command, shown, sweeping, typed
+from gsm.evaluation import paper
+from gsm.evaluation.questions import MEASURES
+from gsm.paths import in_clone
+from gsm.provenance import processor
+from gsm.tables import SCREEN, grid_lines
+from gsm.training.callbacks.progress import clock
+from gsm.training.distributed.ranks import sharing
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from gsm.data.base import DataModule
+    from gsm.models.base import LanguageModel
+
+# TensorBoard's address: a colour for each arm rather than for each run, and curves as they are. It fits in a line of a
+# terminal, which takes all of it for one link.
+BOARD = "http://localhost:6006/?" + urlencode(
+    {"runColorGroup": r"regex:(.*)/seed\d*(.*)", "smoothing": 0}, safe=":/()*"
+)
+
+
+def header(
+    config: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    data: DataModule,
+    note: str = "",
+) -> str:
+    """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
+    sizes = ""
+    if data.batch_size and data.context:
+        step = data.batch_size * data.context * trainer.accumulate_grad_batches * sharing(trainer)[0]
+        sizes = f" of {step:,} tokens ({data.context} a sequence)"
+    rows = {
+        "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
+        **data.headline(),
+        "steps": f"{trainer.max_steps:,}{sizes}, seed {config['seed']}",
+        "device": device(trainer) + (threads.why if trainer.strategy.root_device.type == "cpu" else ""),
+        "kernels": kernels(facts["kernels"]),
+        "folder": shown(config["folder"]),
+    }
+    lines = [line for name, text in rows.items() for line in _row(name, text)]
+    return "\n".join([*lines, *(textwrap.wrap(note, SCREEN, break_on_hyphens=False) if note else []), ""])
+
+
+def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
+    """What came out of it, and what to do next; ``writes``: it has a tokenizer, so that it can be asked for text."""
+    name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
+    lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
+    lines += [*_table(facts), "", _resources(facts), ""]
+    if facts["overlap"]:
+        lines += [*overlap.table(facts["overlap"], paper.tables()["overlap"]["by_length"]), ""]
+    for name, (_, table) in MEASURES.items():
+        if facts[name]:
+            lines += [*table(facts[name]), ""]
+    if sample:
+        lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
+    if sweeping():  # which ends in a table of all its jobs
+        return "\n".join(lines)
+    lines += [
+        "Next:",
+        "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
+        "  # CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:",
+        f"  # {BOARD}",  # a comment, as a shell would take the address apart
+    ]
+    if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
+        lines += ["  " + command("compare", shown(folder.parent.parent))]
+    if writes:
+        lines += ["  " + command("generate", f"checkpoint={shown(folder)}", "prompt=def ")]
+        lines += ["  " + command("evaluate", f"checkpoint={shown(folder)}")]
+    if "shared_state" in (facts["memory_bytes"] or {}):
+        given = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
+        lines += ["  " + command("explore", f"checkpoint={shown(folder)}", *given)]
+    return "\n".join(lines)
+
+
+def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 64) -> str:
+    """A few lines that the model writes after the start of a held-out text."""
+    prompt_T = next(data.validation())["tokens"][:given]
+    assert data.tokenizer is not None  # only text is written
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    made = model.generate(prompt_T.to(device), new, temperature=0.7, top_p=0.95, generator=generator)
+    text = f"{data.tokenizer.decode(prompt_T.tolist())}|{data.tokenizer.decode(made[0].tolist())}"
+    printable = "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
+    lines = [
+        part
+        for line in printable.splitlines()
+        if line.strip()
+        for part in textwrap.wrap(line, SCREEN - 2, drop_whitespace=False, break_on_hyphens=False)
+    ]
+    return "\n".join(f"  {line}" for line in lines[:8])
+
+
+def device(trainer: Trainer) -> str:
+    """Return the name of the device that trains, and its arithmetic: `AMD EPYC 7B13, 1 thread, 32-true`."""
+    root = trainer.strategy.root_device
+    count = torch.get_num_threads()
+    host = f"{processor() if root.type == 'cpu' else root.type}, {count} thread{'s' if count > 1 else ''}"
+    name = torch.cuda.get_device_name(root) if root.type == "cuda" else host
+    several = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    return f"{several}{name}, {trainer.precision}"
+
+
+def kernels(explained: Mapping[str, str]) -> str:
+    """How many operations run on which implementation; ``python -m gsm_kernels`` says why."""
+    chosen = Counter(choice.partition(":")[0] for choice in explained.values())
+    return ", ".join(f"{name} for {count} of {chosen.total()} operations" for name, count in chosen.items())
+
+
+def _table(facts: Mapping[str, Any]) -> list[str]:
+    """Return the model beside n-gram models of the same tokens; for a task, the share of its questions answered."""
+    if facts["accuracy"] is not None:
+        answers = facts["data"].get("validation_answers")  # None where an answer has several tokens
+        of = f"{answers:,} held-out questions answered" if answers else "the tokens of held-out answers right"
+        return [f"  {facts['accuracy']:.1%} of {of}, loss {facts['val_loss']:.3f}"]
+    names = ("bits_per_byte", "val_perplexity")
+    rows = [[f"{facts['model']} ({facts['parameters']:,} parameters)", *(facts[name] for name in names)]]
+    for name in ("five_gram", "bigram", "unigram"):
+        bits = facts[f"{name}_bits_per_byte"]
+        if bits is not None:
+            perplexity = 2 ** (bits * facts["data"]["bytes_per_token"])
+            rows.append([f"{name.replace('five_', '5-')} model, same tokens", bits, perplexity])
+    cells = [[name, _number(bits, ".3f"), _number(perplexity, ".1f")] for name, bits, perplexity in rows]
+    return grid_lines([["on held-out text", "bits per byte", "perplexity"], *cells])
+
+
+def _resources(facts: Mapping[str, Any]) -> str:
+    speed = _number(facts["tokens_per_second"], ",.0f")
+    what = "shared state" if "shared_state" in facts["memory_bytes"] else "memory"
+    state = f", {what} {facts['state_bytes']:,} bytes" if facts["state_bytes"] is not None else ""
+    return f"  {speed} tokens/s, peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB{state}"
+
+
+def _number(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
+def _row(name: str, text: str) -> list[str]:
+    begin, below = f"{name:<9}", " " * 9
+    return textwrap.wrap(
+        text, SCREEN, initial_indent=begin, subsequent_indent=below, break_on_hyphens=False, break_long_words=False
+    )

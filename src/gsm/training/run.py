@@ -1,0 +1,349 @@
+"""A training run, from its configuration to its summary: model, Trainer, folder, data, fit, conclusion.
+
+`train` is the whole path. The functions below it follow in the order in which it calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from gsm.analysis import overlap
+from gsm.config.check import flat
+from gsm.config.command_line import again, shown
+from gsm.config.decisive import LOCAL, decides
+from gsm.config.load import (
+    LAST,
+    CheckpointError,
+    instantiate,
+    instantiate_data,
+    instantiate_model,
+    load_weights,
+    read_checkpoint,
+    refusals,
+)
+from gsm.data.base import DataModule, with_defaults
+from gsm.data.loader import refuse_workers
+from gsm.data.synthetic import UNSEEN, SyntheticData
+from gsm.errors import ConfigError
+from gsm.evaluation import ngrams
+from gsm.evaluation.questions import MEASURES
+from gsm.experiments import weights
+from gsm.experiments.entries import differing
+from gsm.experiments.folder import Start, identity, locked, moving_back, prepare, sequences_a_step
+from gsm.experiments.jobs import leaving_with_this
+from gsm.experiments.state import refuse_other_state
+from gsm.files import read_json
+from gsm.models.base import LanguageModel
+from gsm.training import report
+from gsm.training.callbacks import find
+from gsm.training.callbacks.checkpoints import Latest
+from gsm.training.callbacks.interruption import Interrupted, Interruption
+from gsm.training.callbacks.summary import Summary
+from gsm.training.distributed import ranks, shards
+from gsm.training.distributed.sharded import Sharded
+from gsm.training.heap import keep_freed
+from gsm.training.module import LanguageModeling
+from gsm.training.optimizer import AdamW
+from gsm.training.trainer import build, meet, quiet, refuse_divided, shares
+from gsm_kernels import explain
+
+NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
+MOST_COUNTED = 50_000_000  # tokens: with more, counting 5-grams takes too long at the end of a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """All parts of a training run."""
+
+    config: Mapping[str, Any]
+    data: DataModule
+    model: LanguageModel
+    task: LanguageModeling
+    trainer: lightning.Trainer
+    summary: Summary
+
+
+def train(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
+
+    Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv`` and
+    ``summary.json``.
+
+    Raises:
+        ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
+            or of steps of other sizes, the one to start from holds another model, or another process trains in the same
+            folder.
+        FloatingPointError: the loss or its gradient is not finite any more.
+        OSError: a file cannot be written; the error names it.
+        SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with the
+            command that goes on.
+    """
+    quiet()
+    leads, folder = ranks.rank() == 0, Path(config["folder"])
+    meet(config)
+    values = {key: value for key, value in flat(config).items() if key not in LOCAL}
+    ranks.compare(lambda: values, lambda key: (not decides(key), key))
+
+    # These refuse their values before anything is read or moved.
+    model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
+    summary = Summary(folder / "summary.json", {})
+    trainer = build(config, summary, model.parameter_report().total, differing(config))
+    data = functools.cache(lambda: open_data(config))
+
+    with contextlib.ExitStack() as stack:
+
+        def decide() -> Start:
+            if leads:
+                stack.enter_context(locked(folder))
+            return prepare(config, leads, lambda: data().fingerprint(), shares(trainer))
+
+        start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
+        if start.finished:
+            if leads:
+                print(start.sentence, flush=True)
+            return read_json(folder / "summary.json") or {}
+        if leads:
+            stack.enter_context(moving_back(start, folder))
+        ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
+        run = assemble(config, start, data(), model, optimizer, trainer, summary)
+        if leads:
+            sentences = [start.sentence]
+            if config.get("start_from") and not start.checkpoint:
+                sentences.append(weights.told(config["start_from"]))
+            if start.checkpoint and not run.data.resumes:
+                sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
+            note = " ".join(filter(None, sentences))
+            print(report.header(config, summary.facts, trainer, run.data, note), flush=True)
+        _fit(run, start)
+        return _conclude(run) if leads else dict(summary.facts)
+
+
+def build_model(config: Mapping[str, Any]) -> LanguageModel:
+    """Build the model. Its weights follow from the seed alone, whatever else has drawn random numbers before.
+
+    Raises ConfigError.
+    """
+    lightning.seed_everything(config["seed"], workers=True, verbose=False)
+    return instantiate_model(config, config["seed"])
+
+
+def open_data(config: Mapping[str, Any]) -> DataModule:
+    """Return the data of a run, ready to be read. Raises ConfigError where they are missing, damaged or too little."""
+    path = config.get("start_from")
+    data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
+    refuse_workers(config["data"].get("num_workers") or 0)
+    with refusals("data"):
+        data = with_defaults(data)
+        data.prepare_data()
+        data.setup("fit")
+    return data
+
+
+def assemble(
+    config: Mapping[str, Any],
+    start: Start,
+    data: DataModule,
+    model: LanguageModel,
+    optimizer: AdamW,
+    trainer: lightning.Trainer,
+    summary: Summary,
+) -> Run:
+    """Put the parts together: the weights to start from, the facts of the summary, the loggers' place.
+
+    Raises ConfigError for parts that do not fit together, CheckpointError for a checkpoint that does not fit them.
+    """
+    lightning.seed_everything(config["seed"], workers=True, verbose=False)  # opening the data may have drawn
+    path = config.get("start_from")
+    if path and not start.checkpoint:
+        weights.take(model, path, config)
+    task = LanguageModeling(
+        model,
+        optimizer,
+        config=config,
+        notes={
+            "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
+            "fingerprint": dict(data.fingerprint()),
+            "origin": start.origin,
+            "started_from": weights.begins(config),
+        },
+        token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
+        measures_accuracy=data.measures_accuracy,
+        compile=config["compile"],
+    )
+    facts = {
+        "experiment": config["name"],
+        "arm": str(config["arm"]),
+        "seed": config["seed"],
+        "identity": identity(config),
+        "start_from": path,
+        "model": config["choices"]["model"],
+        "size": config["choices"]["size"],
+        "choices": config["choices"],
+        "parameters": model.parameter_report().total,
+        "data": data.description(),
+        "fingerprint": task.notes["fingerprint"],
+        "kernels": explain(),
+    }
+    summary.facts = {**facts, **summary.facts}
+    refuse_divided(trainer, task)
+    if trainer.strategy.root_device.type == "cpu":
+        keep_freed()
+    if start.checkpoint:
+        refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
+        for logger in trainer.loggers:
+            if callable(rewind := getattr(logger, "rewind", None)):
+                rewind(start.step)
+    return Run(config, data, model, task, trainer, summary)
+
+
+def _fit(run: Run, start: Start) -> None:
+    """Train and validate; the last step is validated and saved like any other."""
+    trainer, folder = run.trainer, Path(run.config["folder"]).resolve()
+    goes_on_here = start.checkpoint is not None and start.checkpoint.resolve() == folder / LAST
+    for latest in find(trainer, Latest):
+        latest.saved = start.step if goes_on_here else None
+    for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
+        interruption.farewell = functools.partial(_farewell, run)
+
+    def complain(gone: list[int]) -> None:
+        print(_abandoned(run, gone), file=sys.stderr, flush=True)
+
+    def say_farewell() -> None:
+        if trainer.is_global_zero:
+            print(_farewell(run), flush=True)
+
+    try:
+        with ranks.before_lightning_kills(complain), leaving_with_this():
+            trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+        if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
+            # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.
+            trainer.validate(run.task, datamodule=run.data, verbose=False)
+            for latest in find(trainer, Latest):
+                latest.save(trainer)
+    except MisconfigurationException as error:  # Lightning refuses some arguments only when it has the data
+        raise ConfigError(f"trainer: {error}") from error
+    except SystemExit as stop:
+        if isinstance(stop, Interrupted):  # on all ranks; srun ends the others as soon as one of them has ended
+            with contextlib.suppress(RuntimeError):  # the leading rank may be gone
+                ranks.agreed(say_farewell, patience=ranks.ENDING)
+        else:
+            say_farewell()
+        raise SystemExit(_exit_code(stop)) from stop
+    except shards.Broken as error:
+        raise CheckpointError(
+            f"{error}; resume=PATH goes on from another checkpoint, resume=never starts over"
+        ) from error
+    except RuntimeError as error:
+        gone = ranks.gone(error)
+        if not gone:
+            raise
+        first = min(set(range(trainer.world_size)) - set(gone))
+        raise SystemExit(_abandoned(run, gone) if trainer.global_rank == first else 1) from error
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """Return 128 + the number of the signal. A signal that came before training began has no number from Lightning."""
+    if isinstance(stop, Interrupted):
+        return 128 + stop.signal
+    return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
+
+
+def _abandoned(run: Run, gone: list[int]) -> str:
+    """Return the error of the ranks that are left: who has ended, the last checkpoint, and the command that goes on."""
+    who = f"rank {gone[0]} of {run.trainer.world_size} has" if gone else "a rank has"
+    if len(gone) > 1:  # the others may be waiting for it
+        who = f"one of ranks {', '.join(map(str, gone))}, of {run.trainer.world_size} in all, has"
+    last = next((latest.path for latest in find(run.trainer, Latest)), None)
+    left = "there is no checkpoint yet; to start over:"
+    if last and last.is_file():
+        step = ""
+        with contextlib.suppress(CheckpointError):  # its parts may be half removed; the lost rank matters more
+            step = f", of step {read_checkpoint(last, mmap=True)['global_step']}"
+        left = f"the last checkpoint is {shown(last)}{step}; to go on:"
+    return (
+        f"error: {who} ended (by a signal, for lack of memory, or with an error above); {left}\n  {again(saved=True)}"
+    )
+
+
+def _farewell(run: Run) -> str:
+    """Return the last words of a run that was interrupted: its step, its checkpoint, and the command that goes on."""
+    step = run.trainer.global_step
+    saved = max((latest.saved for latest in find(run.trainer, Latest) if latest.saved is not None), default=None)
+    if saved is None and step == 0:
+        return "\ninterrupted before a step was done; nothing was saved"
+    if saved is None:
+        return f"\ninterrupted at step {step} of {run.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
+    where = "and saved" if saved == step else f"saved at step {saved}"
+    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, {where}; to go on:\n  {again(saved=True)}"
+
+
+def _conclude(run: Run) -> dict[str, Any]:
+    """Measure the trained model, print the conclusion, and add the measurements to the summary.
+
+    They are the sizes of the memory, n-gram models, the overlap of selections, the task's own measure, and a sample.
+    """
+    trainer, data, config = run.trainer, run.data, run.config
+    status = "finished" if trainer.global_step >= trainer.max_steps else "stopped"
+    if isinstance(trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
+        whole = instantiate_model(config)
+        load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
+        run = replace(run, model=whole)
+    model = run.model.to(trainer.strategy.root_device).eval()
+    facts: dict[str, Any] = {**dict.fromkeys(MEASURES), "overlap": None}
+    with torch.no_grad():
+        facts |= {"device": report.device(trainer), **_memory(run), **_ngrams(run)}
+        if data.context and overlap.selects_for_itself(model):
+            sequences: Callable[[int], Any] = functools.partial(data.of_length, most=overlap.SEQUENCES)
+            facts["overlap"] = overlap.measure(model, sequences, data.context)
+        if isinstance(data, SyntheticData) and (key := getattr(data.task, "measured", None)):
+            how = (data.context, data.validation_sequences, UNSEEN[data.held_out])
+            facts[key] = MEASURES[key].measure(model, data.task, *how)
+        if facts["overlap"] and facts["overlap"]["mean"] is not None:
+            for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
+                logger.log_metrics({"val/overlap/mean": facts["overlap"]["mean"]}, trainer.global_step + 1)
+                logger.finalize("success")
+        summary = run.summary.add(trainer, status=status, **facts)  # the last file: a run that is cut off goes on
+        is_text = data.tokenizer is not None and data.token_bytes_V is not None
+        sample = report.sample(model, data) if config["sample"] and is_text else None
+    print(report.conclusion(Path(config["folder"]), summary, sample, data.tokenizer is not None), flush=True)
+    return summary
+
+
+def _memory(run: Run) -> dict[str, Any]:
+    """Return the bytes of the memory after one context: the decoder's state, all but bookkeeping, and by kind."""
+    tokens_BT = next(run.data.validation())["tokens"][None].to(run.trainer.strategy.root_device)
+    memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
+    assert memory is not None  # prefill returns the memory that it was given
+    return {
+        "state_bytes": run.model.state_bytes(memory),
+        "cache_bytes": memory.cache_bytes(),
+        "memory_bytes": memory.breakdown(),
+        "memory_after_tokens": tokens_BT.shape[1],
+    }
+
+
+def _ngrams(run: Run) -> dict[str, float | None]:
+    """Return the bits per byte of n-gram models, counted on exactly the tokens that this run has consumed."""
+    data, steps = run.data, run.trainer.global_step
+    sequences = steps * (sequences_a_step(run.config, ranks.sharing(run.trainer)[0]) or 0)
+    few = run.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
+    consumed = data.consumed(sequences) if few else None
+    if consumed is None or data.tokenizer is None or data.bytes_per_token is None:
+        return {f"{name}_bits_per_byte": None for name in NGRAMS}
+    trained, validation = list(consumed), list(data.validation())
+    size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
+    return {
+        f"{name}_bits_per_byte": ngrams.measure(trained, validation, order=order, **size)
+        for name, order in NGRAMS.items()
+    }

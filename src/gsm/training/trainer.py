@@ -1,0 +1,395 @@
+"""Lightning's Trainer of a run: what its configuration says, and what the machine and the launcher say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import Checkpoint
+from torch.distributed.constants import default_pg_timeout
+
+from gsm.config.check import ConfigError
+from gsm.config.load import construct, instantiate, sketch
+from gsm.errors import within
+from gsm.layers.experts import Experts, ways_to_divide, width_of_weights
+from gsm.training.callbacks import find
+from gsm.training.callbacks.checkpoints import Latest, WholeFiles
+from gsm.training.callbacks.interruption import Interruption
+from gsm.training.callbacks.summary import Summary
+from gsm.training.callbacks.tensorboard import Hyperparameters
+from gsm.training.distributed import ranks
+from gsm.training.distributed.ranks import sharing
+from gsm.training.distributed.sharded import Sharded
+from gsm.training.module import LanguageModeling
+from gsm.training.resume import ResumeState
+from gsm_kernels.launch import unready
+
+ENDS = "a run ends after trainer.max_steps, as its learning rate is a function of their number. Use trainer.max_steps"
+PASSES = "the order of the data goes on through all passes"
+# Every argument of Lightning's Trainer. None: a run takes it. Else: the values that change nothing, and why any other
+# is refused.
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], str] | None] = {
+    **dict.fromkeys(("accelerator", "devices", "num_nodes", "precision", "plugins", "max_steps")),
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "val_check_interval", "num_sanity_val_steps")),
+    **dict.fromkeys(("log_every_n_steps", "enable_progress_bar", "enable_model_summary", "gradient_clip_val")),
+    **dict.fromkeys(("deterministic", "benchmark", "inference_mode", "detect_anomaly", "use_distributed_sampler")),
+    "reload_dataloaders_every_n_epochs": None,
+    "strategy": (
+        ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"),
+        "the model was never trained that way. Use trainer=ddp, trainer=fsdp or trainer=context",
+    ),
+    **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps"), ((), ENDS)),
+    "accumulate_grad_batches": ((), "it follows from global_batch. Use global_batch, the sequences of a step"),
+    "check_val_every_n_epoch": ((), f"{PASSES}. Use trainer.val_check_interval, in steps"),
+    "overfit_batches": ((0,), f"{PASSES}. Use data.max_tokens to train on a little text again and again"),
+    "fast_dev_run": ((False, 0), "it cuts a step into pieces. Use trainer.max_steps=1 data.validation_sequences=8"),
+    "barebones": ((False,), "a run logs and saves. Use logger=csv callbacks.latest=null callbacks.best=null"),
+    "limit_test_batches": ((1.0,), "a run has no test set. Use evaluate.py"),
+    "limit_predict_batches": ((1.0,), "a run predicts nothing. Use evaluate.py or generate.py"),
+    "gradient_clip_algorithm": (("norm",), "gradients are clipped by their norm. Leave it out"),
+    "sync_batchnorm": ((False,), "no model has a batch norm. Leave it out"),
+    "profiler": ((), "its table would not be printed. Use profile=true"),
+    "logger": ((), "the group logger holds them. Use logger=csv, or logger.NAME._target_"),
+    "callbacks": ((), "the group callbacks holds them. Use callbacks.NAME._target_"),
+    "enable_checkpointing": ((), "callbacks.latest and callbacks.best save. Use callbacks.best=null to save less"),
+    "enable_autolog_hparams": ((True,), "loggers get the hyper-parameters from a callback. Leave it out"),
+    "model_registry": ((), "checkpoints stay in the folder of the run. Use export.py for a model to upload"),
+    "default_root_dir": ((), "everything goes to the folder of the run. Use folder or logs"),
+}
+# Ranges of numbers, both ends included; None: no end.
+RANGES: dict[str, tuple[float, float | None]] = {
+    "max_steps": (1, None),
+    "devices": (1, 1024),
+    "num_nodes": (1, 100_000),
+    "context": (1, None),
+    "gradient_clip_val": (0, None),
+    "log_every_n_steps": (1, None),
+    "val_check_interval": (1, None),
+    "num_sanity_val_steps": (-1, None),
+}
+UNTRIED = ((), "this version of Lightning is newer than the project. Leave it out")
+PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what the number of ranks depends on
+MACHINE = ("accelerator", "context")  # where another machine may train
+SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+def build(
+    config: Mapping[str, Any], summary: Summary, parameters: int, differ: Sequence[str] = ()
+) -> lightning.Trainer:
+    """Build the Trainer. Every run is long enough to be logged at least once, and no checkpoint is half written.
+
+    Args:
+        config: the composed configuration.
+        summary: the callback that writes ``summary.json``.
+        parameters: number of parameters of the model.
+        differ: paths in the configuration in which arms of its experiment differ (``asked.differing``).
+
+    Raises ConfigError for values that Lightning refuses, for a step that cannot be divided among the devices, for
+    blocks that would be compiled on a CPU, and for a Hopper GPU whose kernels cannot be built.
+    """
+    chosen = settings(config)
+    parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
+    columns = Hyperparameters(config, parameters, differ)
+    parts += [Interruption(), columns, summary, ResumeState()]
+    # Else Lightning adds a checkpoint callback of its own.
+    chosen["enable_checkpointing"] = any(isinstance(part, Checkpoint) for part in parts)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its logger would send facts of this machine
+    loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    nodes = chosen.pop("plugins", None) or []
+    plugins = [instantiate(node, "trainer.plugins") for node in (nodes if isinstance(nodes, list) else [nodes])]
+    plugins.append(WholeFiles())
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
+    make = instantiate({**chosen, "_partial_": True}, "trainer")
+    objects = {"callbacks": parts, "logger": loggers, "plugins": plugins}
+    trainer = construct(make, "trainer", **objects, default_root_dir=config["folder"])
+    trainer.accumulate_grad_batches = batches = batches_a_step(config, shares(trainer))
+    if type(trainer.val_check_interval) is int:
+        trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
+    if config["compile"] and trainer.strategy.root_device.type == "cpu":
+        raise ConfigError(
+            "compile=true is not allowed because on a CPU it takes minutes and a step is hardly faster for it. Use "
+            "compile=false; `python -m gsm_kernels` shows the kernels that make a CPU fast."
+        )
+    if trainer.strategy.root_device.type == "cuda" and (reason := unready()) is not None:
+        raise ConfigError(f"trainer.accelerator={config['trainer']['accelerator']} is not allowed because {reason}.")
+    return trainer
+
+
+def quiet() -> None:
+    """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.seed",
+        "lightning.fabric.utilities.distributed",
+        "lightning.pytorch.accelerators.cuda",
+    ):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).propagate = False  # it prints by itself; Hydra's logger would say it again
+    reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
+    buffers = ".*broadcast_buffers. is deprecated"  # its successor is newer than the oldest PyTorch that will do
+    messages = ["Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced, buffers]
+    if "SLURM_JOB_ID" not in os.environ:
+        messages.append("The `srun` command is available")  # a hint for jobs; this may be a cluster's login node
+    for message in messages:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """Among how many ranks sequences are shared out: ``devices``, also ``auto``, times nodes, as Lightning itself
+    counts them, over the ranks that divide the same sequences (``trainer.context``).
+
+    Raises ConfigError where the machine has not what the configuration asks for.
+    """
+    quiet()
+    asked = {name: node for name, node in settings(config).items() if name in PLACES}
+    return shares(instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer"))
+
+
+def shares(trainer: lightning.Trainer) -> int:
+    """The same of a trainer. Raises ConfigError where the ranks that divide sequences do not divide all ranks."""
+    context: int = getattr(trainer.strategy, "context", 1)
+    if trainer.world_size % context:
+        fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
+        raise ConfigError(
+            f"trainer.context is {context}, but has to divide the {trainer.world_size} devices that train together: "
+            f"say one of {', '.join(map(str, fitting))}, or change trainer.devices"
+        )
+    return sharing(trainer)[0]
+
+
+def refuse_early(config: Mapping[str, Any], divides: bool = True) -> None:
+    """Raise ConfigError for values that a later run would refuse, before anything that leads to it is trained.
+
+    Args:
+        config: the run's.
+        divides: the number of devices here is the run's, so that its step can be divided.
+    """
+    if "model" in config:
+        sketch(config)
+    if "task" in config.get("data", {}):  # other data read files
+        instantiate(config["data"], "data")
+    if chosen := config.get("trainer"):
+        refuse_numbers(chosen)
+        refuse_arguments({name: value for name, value in chosen.items() if name not in MACHINE})
+    if config.get("global_batch") is None or not divides:
+        return
+    try:
+        world = world_size(config)
+    except ConfigError:  # another machine trains; there it is said
+        return
+    batches_a_step(config, world)
+
+
+def batches_a_step(config: Mapping[str, Any], world: int) -> int:
+    """How many batches of every rank make up a step of ``global_batch`` sequences; one where that is null.
+
+    Raises ConfigError where they do not come to that number, with values that would fit.
+    """
+    batches = _divided(config, world)
+    limit = config.get("trainer", {}).get("limit_train_batches")
+    if limit not in (None, 1.0) and (isinstance(limit, float) or limit % batches):
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} is not allowed because a step takes {batches} batches and a pass has "
+            f"to end with one. Use a multiple of {batches}."
+        )
+    return batches
+
+
+def _divided(config: Mapping[str, Any], world: int) -> int:
+    """The same, before the end of a pass is looked at."""
+    total, batch = config["global_batch"], config["data"].get("batch_size")
+    if total is None:
+        return 1
+    if batch is None:
+        raise ConfigError(
+            f"global_batch is {total}, but data has no batch_size that it could be divided by: make it null"
+        )
+    at_once = world * batch
+    if total % at_once == 0:
+        return total // at_once
+    fitting = [f"data.batch_size={max(n for n in range(1, batch + 1) if total // world % n == 0)}"]
+    fitting = fitting if total % world == 0 else []
+    fitting.append(
+        f"global_batch={' or '.join(str(n * at_once) for n in (total // at_once, total // at_once + 1) if n)}"
+    )
+    raise ConfigError(
+        f"global_batch is {total}, but {world} devices with data.batch_size={batch} take {at_once} sequences at a "
+        f"time: say {' or '.join(fitting)}"
+    )
+
+
+def meet(config: Mapping[str, Any]) -> None:
+    """Joins the ranks that torchrun or srun has started, so that they can agree before any of them does something.
+
+    Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
+    prepares everything before there are others.
+    """
+    chosen = settings(config)
+    environment, strategy = _environment(chosen), chosen.get("strategy")
+    if environment is None:
+        ranks.refuse_leftover(_is_alone(chosen))
+    if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
+        return
+    own = strategy if isinstance(strategy, Mapping) else {}
+    backend = _with_backend(own, chosen.get("accelerator"))["process_group_backend"]
+    devices = chosen.get("devices", "auto")
+    are_the_first = devices == "auto" or isinstance(devices, int)
+    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    patience = instantiate(own["timeout"], "trainer.strategy.timeout") if own.get("timeout") else default_pg_timeout
+    try:
+        torch.distributed.init_process_group(
+            backend,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=patience,
+            device_id=torch.device("cuda", environment.local_rank()) if "nccl" in backend and are_the_first else None,
+        )
+    except torch.distributed.DistError as error:
+        raise ConfigError(
+            f"after {patience} of waiting, some of the {environment.world_size()} ranks have not come: one has ended "
+            f"(its own error is in its output), or {environment.main_address}:{environment.main_port} is not reached"
+        ) from error
+
+
+def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
+    """Who has started this process as one of several that train together; None: nobody, or Lightning."""
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not _is_alone(chosen) else None
+
+
+def _is_alone(chosen: Mapping[str, Any]) -> bool:
+    """Whether the Trainer has one device, whoever else was started beside this process."""
+    return not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
+
+
+def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
+    """Raises ConfigError for what cannot be where every rank has only its share of the model."""
+    if not isinstance(trainer.strategy, Sharded):
+        return
+    if not task.optimizer.shardable:
+        raise ConfigError(
+            f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
+            "trainer=ddp, or optimizer=adamw"
+        )
+    among = {"trainer.context": trainer.strategy.context, "trainer.strategy.experts": trainer.strategy.experts}
+    for name, count in among.items():
+        if count > 1 and task.compiles:
+            raise ConfigError(
+                f"compile is true, but a compiler cannot follow what devices send where {name} is {count}: say "
+                f"compile=false, or {name}=1"
+            )
+    refuse_shared_experts(trainer, task, trainer.strategy.experts)
+    if not find(trainer, Latest):
+        raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
+
+
+def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ranks: int) -> None:
+    """Raises ConfigError for experts that so many ranks cannot divide, with numbers that can be had."""
+    if ranks == 1:
+        return
+    parts = [part for part in task.model.modules() if isinstance(part, Experts)]
+    if not parts:
+        raise ConfigError(
+            f"trainer.strategy.experts is {ranks}, but the model has no experts: say 1, or model/feed_forward=moe"
+        )
+    world, ways = trainer.world_size, ways_to_divide(parts, trainer.world_size)
+    if ranks in ways:
+        return
+    remedy = f"say one of {', '.join(map(str, ways))}" if len(ways) > 1 else _other_devices(parts, ranks, world)
+    for count, what in [(world, "devices that train together"), *((part.experts, "experts") for part in parts)]:
+        if count % ranks:
+            raise ConfigError(f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: {remedy}")
+    raise ConfigError(
+        f"trainer.strategy.experts is {ranks}, so that {world // ranks} ranks have the same experts, which cannot "
+        f"divide their widths of {' and '.join(map(str, width_of_weights(parts)))}: {remedy}"
+    )
+
+
+def _other_devices(parts: Sequence[Experts], ranks: int, world: int) -> str:
+    """What to say instead where so many devices cannot divide the experts: nearest to what was asked for."""
+    said = f"{world} devices can only leave experts undivided; say 1"
+    fitting = [(ranks, n) for n in range(2, max(world, ranks) + 1) if ranks in ways_to_divide(parts, n)]
+    if not fitting:
+        fitting = [(ways[-1], n) for n in range(2, world) if len(ways := ways_to_divide(parts, n)) > 1]
+    if not fitting:
+        return said
+    number, devices = fitting[-1]
+    return f"{said}, or take {devices} devices" + (f" and say {number}" if number != ranks else "")
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Trainer is made with. Raises ConfigError for an argument that a run does not take (`ARGUMENTS`)."""
+    chosen = dict(config["trainer"])
+    refuse_numbers(chosen)
+    context, strategy = chosen.pop("context", None), chosen.get("strategy")
+    divides = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
+    if context is not None and context != divides:  # the strategy has it from there, in trainer=context
+        raise ConfigError(
+            f"trainer.context is {context}, but the trainer divides sequences among {divides}: say trainer=context, "
+            "and the number in trainer.context alone"
+        )
+    refuse_arguments(chosen)
+    if chosen["max_steps"] > 0:
+        chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
+    if chosen.get("accelerator") == "auto" and not torch.cuda.is_available():
+        chosen["accelerator"] = "cpu"  # on a Mac Lightning would take MPS
+    if chosen.get("precision") == "auto":
+        chosen["precision"] = best_precision(chosen.get("accelerator"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many
+        here, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        chosen |= {"devices": here, "num_nodes": all_ranks // here}
+    if "process_group_backend" in (chosen.get("strategy") or ""):
+        chosen["strategy"] = _with_backend(chosen["strategy"], chosen.get("accelerator"))
+    return chosen
+
+
+def refuse_numbers(chosen: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number that is out of range (`RANGES`)."""
+    for name, (low, high) in RANGES.items():
+        if isinstance(chosen.get(name), int | float):
+            within(low, high, **{f"trainer.{name}": chosen[name]})
+
+
+def refuse_arguments(chosen: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
+    for name, value in chosen.items():
+        neutral, reason = ARGUMENTS.get(name, UNTRIED) or ((value,), "")
+        is_part = name == "strategy" and isinstance(value, Mapping)
+        if not (name.startswith("_") or value is None or value in neutral or is_part):
+            raise ConfigError(f"trainer.{name}={value!s:.40} is not allowed because {reason}.")
+    interval, accelerator = chosen.get("val_check_interval"), chosen.get("accelerator")
+    if type(interval) is not int:
+        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of steps")
+    if chosen.get("limit_train_batches") == 0:
+        raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
+    if accelerator in ("mps", "tpu", "hpu", "xla"):
+        raise ConfigError(
+            f"trainer.accelerator is {accelerator}, where nothing of this was tried: say cpu, gpu or auto"
+        )
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.accelerator={accelerator} is not allowed because PyTorch sees no GPU here. Use trainer=cpu, or "
+            "install PyTorch for the GPU of this machine."
+        )
+
+
+def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:
+    """On GPUs, objects and checkpoints travel from host to host (gloo): then no GPU is waited for."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available()
+    chosen = strategy.get("process_group_backend") or ("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    return {**strategy, "process_group_backend": chosen}
+
+
+def best_precision(accelerator: str | None = None) -> str:
+    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if gpu else "32-true"

@@ -1,0 +1,177 @@
+"""Compile the Triton kernels of a model for a Hopper GPU, on a machine without one.
+
+    python tests/ops/compiling.py 1p5b baseline       # a line of JSON for each kernel; TRITON_INTERPRET must not be set
+    python tests/ops/compiling.py 1p5b gsm attend     # of these operations alone
+    python tests/ops/compiling.py control             # the kernel of control.py
+
+A few layers of the model take a step of training, read a prompt and decode a token on the CPU. Where a kernel would be
+launched, Triton notes what it would compile: the kernel, the types of its arguments, which of them divide by 16, and
+its constants. Nothing is launched, so results are uninitialised memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import hazards
+import torch
+
+from gsm.config.load import build_model
+from gsm.models.base import LanguageModel
+from gsm_kernels import launch
+from gsm_kernels.dispatch import using
+
+HOPPER = 90
+FEW_LAYERS = (
+    *("size.encoder_layers=4", "size.bank_layers=[1,2,3]", "size.stages=[2,3,4]"),
+    *("size.decoder_layers=3", "size.decoder_full=5", "size.decoder_reindex=[6]"),
+)
+TOKENS = 256
+
+
+class Variant(NamedTuple):
+    """A kernel with the types and the constants of a call: its module, its name, and Triton's text for the rest."""
+
+    module: str
+    kernel: str
+    data: str
+
+    def compile(self) -> Any:
+        """Return Triton's compiled kernel: `asm["ptx"]`, `asm["cubin"]`, `metadata`. Called inside `target`."""
+        return getattr(importlib.import_module(self.module), self.kernel).preload(self.data)
+
+
+@contextlib.contextmanager
+def target(capability: int = HOPPER) -> Iterator[None]:
+    """Inside the block, Triton compiles for GPUs of this capability, whatever the machine has."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Driver:
+        """The part of a driver that compiling needs."""
+
+        def get_current_device(self) -> str:
+            return f"sm_{capability}"
+
+        def get_current_stream(self, device: str) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    driver.set_active(Driver())
+    try:
+        yield
+    finally:
+        driver.set_active(None)
+
+
+def variants(call: Callable[[], object]) -> list[Variant]:
+    """Return the variants that a call would launch, each once. Nothing is compiled. Called inside `target`."""
+    from triton import knobs
+
+    seen: dict[Variant, None] = {}
+
+    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
+        seen[Variant(fn.module, fn.name, compile["specialization_data"])] = None
+        return True  # do not compile it now
+
+    def instead(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+        kernel.warmup(*args, grid=(1,), **options)
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    try:
+        with using("triton"), launch.launching(instead):
+            call()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return list(seen)
+
+
+def resources(built: Any) -> dict[str, int]:
+    """Return registers of a thread, bytes of its stack (spilled registers), and bytes of shared memory."""
+    text = cuobjdump("--dump-resource-usage", built.asm["cubin"])
+    used = dict(re.findall(r"\b(REG|STACK):(\d+)", text))
+    return {"registers": int(used["REG"]), "stack": int(used["STACK"]), "shared": built.metadata.shared}
+
+
+def cuobjdump(flag: str, cubin: bytes) -> str:
+    """Return the output of NVIDIA's disassembler, which comes with Triton; `-sass` gives the instructions."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def of_model(size: str, name: str) -> list[Variant]:
+    """Return the variants of a model of a size in mixed precision and in float32, in training, prefill and decoding."""
+    model = build_model(name, size, [*FEW_LAYERS, "model.recompute=false"])
+    seen: dict[Variant, None] = {}
+    for half in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            seen |= dict.fromkeys(variants(lambda: _train(model)))
+    for dtype in (torch.float32, torch.bfloat16):
+        seen |= dict.fromkeys(variants(lambda dtype=dtype: _decode(model.to(dtype))))
+    return list(seen)
+
+
+def _train(model: LanguageModel) -> None:
+    ids_BT = torch.zeros(1, TOKENS, dtype=torch.int64)
+    out = model.train()(ids_BT, documents=ids_BT, targets=ids_BT)
+    torch.stack([out.loss, *out.losses.values()]).sum().backward()
+
+
+@torch.no_grad()
+def _decode(model: LanguageModel) -> None:
+    memory = model.eval().start(1, 16 * TOKENS)
+    for tokens in (TOKENS, 1):
+        _ = model(torch.zeros(1, tokens, dtype=torch.int64), memory=memory, rows=1).logits
+
+
+def of_control() -> list[Variant]:
+    """Return the one variant of the kernel that ptxas 12.8 gets wrong."""
+    import control
+
+    square = torch.empty(64, 128, dtype=torch.bfloat16)
+    options = {"grid": (1,), "C": 64, "D": 128, "WIDTH": 32, "num_warps": 4, "num_stages": 3}
+    return variants(lambda: control.gradients.warmup(*[square] * 8, **options))
+
+
+def hazards_of(built: Any) -> dict[str, Any]:
+    """Return the races that `hazards` finds in a compiled kernel."""
+    sass = cuobjdump("-sass", built.asm["cubin"])
+    products, unfenced = hazards.unfenced(built.asm["ptx"])
+    from_registers, overwritten = hazards.overwritten(sass)
+    counts = {"wgmma": products, "from_registers": from_registers, "unfenced": unfenced}
+    return counts | {"unwritten": hazards.unwritten(sass), "overwritten": overwritten}
+
+
+def main(size: str, name: str = "gsm", *operations: str) -> None:
+    """Print a line of JSON for each variant: its kernel, its resources and hazards, or why it failed."""
+    with target():
+        chosen = of_control() if size == "control" else of_model(size, name)
+        for variant in chosen:
+            if operations and variant.module.split(".")[1] not in operations:
+                continue
+            row: dict[str, Any] = {"module": variant.module, "kernel": variant.kernel}
+            try:
+                built = variant.compile()
+                row |= resources(built) | hazards_of(built)
+            except Exception as error:  # the compiler may raise anything, and the other kernels are of interest too
+                row["failed"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,422 @@
+"""Every implementation of every operation, on every case of `calls.CASES`.
+
+The reference equals a loop written from the formula, in float64. Every other implementation equals the reference in
+float64 on the same numbers, in each dtype that it computes in. All of them are ordinary operations of PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+
+import calls
+import pytest
+import torch
+from calls import CASES, cast, every_call, gradients, outputs, with_leaves
+from check import (
+    READ,
+    assert_agrees,
+    assert_as_good_as_eager,
+    assert_one,
+    assert_same,
+    in_case,
+    pairs,
+    run_by,
+    to_device,
+)
+from oracles import ORACLES
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import gsm_kernels
+from gsm_kernels import OPS, Op, using
+from gsm_kernels.cpu import native
+from gsm_kernels.testing import assert_close
+
+CALLS = every_call()
+CHOOSES = ("index_top_k", "candidate_pool")  # integers, which have no gradient
+PLAIN = ("grouped_linear", "pool_groups")  # PyTorch differentiates their references itself, any number of times
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = {  # by implementation: what it computes in, or rounds what it reads from and writes to
+    "numba": (torch.float32, *HALF),
+    "sdpa": (torch.float64,),
+    "chunked": (torch.float64,),
+    "triton": (torch.float32,),  # the interpreter has no bfloat16
+}
+IMPLEMENTATIONS = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in DTYPES and not impl.narrow]
+LEFT = {  # the cases that an implementation leaves to others, with a reason
+    ("attend", "triton"): {"two channels", "three heads of 6", "twelve heads of 20", "a bias for twelve heads"},
+    ("attend_band", "triton"): {"two channels", "three heads of 6", "twelve heads of 20"},
+    ("attend_blocks", "sdpa"): {"one row"},
+    ("mhc_boundary", "numba"): {"one stream", "two streams", "eight streams"},
+}
+LONG = {  # the cases that take seconds in Triton's interpreter: the night runs them
+    *("as many rows as entries", "a window wider than the stream", "only padding in one row", "more rows than a block"),
+    *("narrow blocks", "a window longer than a part of a product", "six heads", "sixteen heads of 64", "64 heads"),
+    *("more heads than lanes", "128 channels, 32 heads", "nothing rotated", "everything rotated", "sixteen heads"),
+    *("a bias of more rows than a block", "a bank that is gathered", "one slot per token", "more rows than a tile"),
+    *("many slots", "many rows", "more rows than slots", "selected slots of many rows"),
+}
+CANCELLED = {  # in half precision: a gradient of terms that cancel is little more than the rounding of the output
+    *("a window of one", "a window longer than a part of a product", "one token"),
+}
+without_numba = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+marks = {"numba": without_numba}
+
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+each_learning = pytest.mark.parametrize("op", [op for op in OPS if op.name not in CHOOSES], ids=lambda op: op.name)
+each_implementation = pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}", marks=marks.get(name, ())) for op, name in IMPLEMENTATIONS],
+)
+without_interpreter = pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op.name}-{name}", marks=marks.get(name, ()))
+        for op, name in [*[(op, "reference") for op in OPS], *IMPLEMENTATIONS]
+        if name != "triton"
+    ],
+)
+kernels = pytest.mark.parametrize(
+    "op", [op for op, name in IMPLEMENTATIONS if name == "triton"], ids=lambda op: op.name
+)
+# torch's own tracer instantiates autograd.Function, and torch warns about that.
+traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def taken(op: Op, name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
+    """The cases that an implementation takes, and no other than those."""
+    impl, left = next(impl for impl in op.fast if impl.name == name), set()
+    for case, make in CASES[op.name].items():
+        call = make()
+        given = cast(call, dtype)
+        if impl.refuses(op.inputs(**given)) if op.inputs else impl.refuses(**given):
+            left.add(case)
+        else:
+            yield case, call
+    assert left == LEFT.get((op.name, name), set())
+
+
+def test_every_operation_has_cases_and_a_loop():
+    assert set(CASES) == set(ORACLES) == {op.name for op in OPS}
+
+
+@each_op
+def test_the_reference_equals_the_loop_written_from_the_formula(op):
+    reference, read = run_by("reference", op), READ.get(op.name, lambda result: result)
+    for case, make in CASES[op.name].items():
+        with in_case(case):
+            assert_same(reference, lambda **call: read(ORACLES[op.name](*call.values())), make())
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op.name}-{name}", marks=marks.get(name, ()))
+        for op, name in IMPLEMENTATIONS
+        if name != "triton"
+    ],
+)
+def test_an_implementation_equals_the_reference_in_float64(op, name):
+    for dtype in DTYPES[name]:
+        for case, call in taken(op, name, dtype):
+            if dtype not in HALF or case not in CANCELLED:
+                with in_case(f"{case}, {dtype}"):
+                    assert_agrees(op, call, dtype, name)
+
+
+@kernels
+def test_the_kernels_equal_the_reference_in_float64(op):
+    for case, call in taken(op, "triton", torch.float32):
+        if case not in LONG:
+            with in_case(case):
+                assert_agrees(op, call)
+
+
+@kernels
+@pytest.mark.nightly
+def test_the_kernels_equal_the_reference_in_float64_in_longer_calls(op):
+    for case, call in taken(op, "triton", torch.float32):
+        if case in LONG:
+            with in_case(case):
+                assert_agrees(op, call)
+
+
+def ordinary(op: Op, name: str) -> dict:
+    """The ordinary call in a dtype that the implementation computes in."""
+    return to_device(cast(CALLS[op.name], DTYPES.get(name, (torch.float64,))[0]))
+
+
+def strided(x):
+    return x.mT.contiguous().mT if isinstance(x, Tensor) and x.ndim > 1 else x
+
+
+def assert_same_bits(first: tuple, second: tuple) -> None:
+    (out, grads), (expected, expected_grads) = first, second
+    assert all(map(torch.equal, out, expected))
+    for name, wanted in expected_grads.items():
+        assert grads[name] is wanted is None or torch.equal(grads[name], wanted), f"gradient of {name}"
+
+
+@each_implementation
+def test_strides_do_not_matter(op, name):
+    """To the bit, but for products and sums of PyTorch's own."""
+    run, call = run_by(name, op), ordinary(op, name)
+    same, expected = assert_same_bits if name in ("numba", "triton") else assert_near, gradients(run, call)
+    same(gradients(lambda **call: run(**{k: strided(v) for k, v in call.items()}), call), expected)
+    same(gradients(run, {k: strided(v) for k, v in call.items()}), expected)
+
+
+@each_implementation
+def test_recomputation_changes_no_bit(op, name):
+    """A backward that looked at what it had saved twice was an error there alone."""
+    run, call = run_by(name, op), ordinary(op, name)
+    again = lambda **call: checkpoint(lambda: run(**call), use_reentrant=False)  # noqa: E731
+    assert_same_bits(gradients(again, call), gradients(run, call))
+
+
+@without_interpreter
+def test_without_gradients_it_returns_the_same_and_what_it_returns_may_be_changed(op, name):
+    """Autograd forbids the change of a view that a forward of its own returns."""
+    run, call = run_by(name, op), with_leaves(ordinary(op, name))
+    with torch.no_grad():
+        quiet = outputs(run(**call))
+    for got, wanted in zip(quiet, outputs(run(**call)), strict=True):
+        assert not got.requires_grad and torch.equal(got, wanted)
+        if wanted.requires_grad:
+            assert torch.equal(wanted.mul_(2), 2 * got)
+
+
+@without_interpreter
+def test_a_tensor_without_memory_passes_through(op, name):
+    call = ordinary(op, name)
+    with using(name):
+        expected = outputs(op(**call))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), using(name):
+        fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()}
+        found = outputs(op(**fake))
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype
+
+
+@each_op
+def test_it_runs_on_the_meta_device(op):
+    call = CALLS[op.name]
+    meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in call.items()}
+    for got, wanted in zip(outputs(op(**meta)), outputs(op(**call)), strict=True):
+        assert got.is_meta and got.shape == wanted.shape and got.dtype == wanted.dtype
+
+
+def compiling() -> Iterator[object]:
+    """By day two operations as they choose for themselves, slowly all of them and the loops, at night the kernels."""
+    for op in OPS:
+        quick = op.name in ("attend", "index_top_k")
+        yield pytest.param(op, "auto", id=op.name, marks=[] if quick else pytest.mark.slow)
+    for op, name in IMPLEMENTATIONS:
+        if name in ("numba", "triton"):
+            mark = [without_numba, pytest.mark.slow] if name == "numba" else pytest.mark.nightly
+            yield pytest.param(op, name, id=f"{op.name}-{name}", marks=mark)
+
+
+@traced
+@pytest.mark.parametrize(("op", "name"), list(compiling()))
+def test_it_compiles_into_one_graph(op, name):
+    call = ordinary(op, name)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda **call: op(**call), fullgraph=True, backend="aot_eager")
+    with using(name):
+        assert_near(gradients(compiled, call), gradients(op, call))
+
+
+def assert_near(first: tuple, second: tuple) -> None:
+    """Results of two ways of one implementation."""
+    for name, out, wanted, is_gradient in pairs(first, second):
+        assert_one(name, out, wanted, is_gradient)
+
+
+@each_op
+def test_positional_and_keyword_arguments_are_the_same(op):
+    call = CALLS[op.name]
+    assert_same_bits(gradients(lambda **call: op(*call.values()), call), gradients(op, call))
+
+
+@each_op
+def test_autocast_does_not_lower_the_precision_inside(op):
+    call = cast(CALLS[op.name], torch.float32)
+    expected = gradients(op, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_near(gradients(op, call), expected)
+
+
+@each_learning
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_low_precision_is_within_its_tolerance_and_kept(op, dtype):
+    """The implementation that the dispatch chooses, and the reference, which accumulates in float32 as well."""
+    low = cast(CALLS[op.name], dtype)
+    read = READ.get(op.name, lambda result: result)
+    for run in (lambda **call: read(op(**call)), run_by("reference", op)):
+        grads = assert_same(run, lambda **call: read(op(**call)), low)
+        assert {grad.dtype for grad in grads.values() if grad is not None} == {dtype}
+
+
+@each_learning
+def test_used_twice_it_gives_twice_the_gradient(op):
+    call = CALLS[op.name]
+    _, twice = gradients(lambda **call: outputs(op(**call))[0] + outputs(op(**call))[0], call)
+    _, once = gradients(lambda **call: outputs(op(**call))[0], call)
+    for argument, grad in once.items():
+        if grad is not None:
+            assert_close(twice[argument], 2 * grad, name=argument, gradient=True)
+
+
+@each_learning
+def test_gradients_are_those_of_finite_differences(op):
+    """Along random directions: no oracle, and no derivative of ours, takes part."""
+    call = with_leaves(CALLS[op.name])
+    learned = [k for k, grad in gradients(op, call)[1].items() if grad is not None]
+
+    def function(*leaves):
+        result = outputs(op(**{**call, **dict(zip(learned, leaves, strict=True))}))
+        return tuple(out for out in result if out.requires_grad)
+
+    assert torch.autograd.gradcheck(function, [call[name] for name in learned], fast_mode=True, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in (*CHOOSES, *PLAIN)], ids=lambda op: op.name)
+def test_second_derivatives_are_refused(op):
+    """Those of rms_norm and linear_cross_entropy were wrong, without an error."""
+    call = with_leaves(CALLS[op.name])
+    out = [x for x in outputs(op(**call)) if x.requires_grad]
+    leaves = [x for x in call.values() if isinstance(x, Tensor) and x.requires_grad]
+    with pytest.raises(RuntimeError, match="create_graph=True is not allowed|derivative .* is not implemented"):
+        first = torch.autograd.grad(sum(x.sum() for x in out), leaves, create_graph=True, allow_unused=True)
+        torch.autograd.grad(sum(x.square().sum() for x in first if x is not None), leaves)
+
+
+class Operators(TorchDispatchMode):
+    """The calls of operators of ours, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gsm_kernels":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@each_implementation
+@pytest.mark.slow
+def test_the_operators_pass_pytorch_s_own_check(op, name):
+    """Of schemas (nothing given is changed, or returned as it is), of shapes without data, of autograd."""
+    with Operators() as seen:
+        gradients(run_by(name, op), ordinary(op, name))
+    assert seen.calls or name not in ("numba", "triton")
+    for function, args, options in seen.calls:
+        with in_case(function):
+            given = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), args)
+            torch.library.opcheck(function, given, options, test_utils=CHECKS)
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+LARGE: dict[str, Callable[[], dict]] = {  # enough rows for several parts and threads
+    "attend": lambda: calls.attending(bias=True, **MANY_ROWS),
+    "attend_band": lambda: calls.band(batch=1, **MANY_ROWS),
+    "index_top_k": lambda: calls.selection(k=3, ratio=1, entries=400, rows=300),
+    "candidate_pool": lambda: calls.pool(ratio=1, entries=400, rows=300),
+    "rms_norm": lambda: calls.norm(1001, 71),
+    "swiglu": lambda: calls.product(1001, 71),
+    "short_convolution": lambda: calls.convolved(batch=3, tokens=501, channels=131),
+}
+MANY_ROWS = {"rows": 1100, "entries": 1150, "width": 150, "heads": 3, "channels": 16, "pairs": 4, "k": 6, "ratio": 3}
+
+
+@without_numba
+@pytest.mark.parametrize("name", LARGE)
+def test_the_number_of_threads_changes_no_bit_of_the_loops(name, monkeypatch):
+    """Those of the hyper-connections are in test_native: some processors' own products depend on it."""
+    op, before, found = getattr(gsm_kernels, name), torch.get_num_threads(), []
+    module = importlib.import_module(next(impl.fn.__module__ for impl in op.fast if impl.name == "numba"))
+    for constant in {"LEAST", "THREAD"} & set(vars(module)):
+        monkeypatch.setattr(module, constant, 1 << 10 if constant == "LEAST" else 1)
+    call = cast(LARGE[name](), torch.float32)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(run_by("numba", op), call))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+    assert_agrees(op, call, implementation="numba")
+
+
+ROWS = {"rows": 33, "entries": 36, "heads": 2}
+IN_CHUNKS = {  # by implementation: what makes its chunks short, and calls of several chunks
+    "reference": (
+        {"scratch_elements": lambda device: 1, "FEWEST_ROWS": 1},
+        {
+            "attend": lambda: calls.attending(width=4, bias=True, **ROWS),
+            "attend_range": lambda: calls.ranges(rows=33, slots=40, width=4),
+            "attend_blocks": lambda: calls.blocks(rows=33, slots=40),
+            "index_top_k": lambda: calls.selection(k=3, ratio=1, entries=40, rows=30),
+            "candidate_pool": lambda: calls.pool(ratio=1, entries=40, rows=30),
+            "score_slots": lambda: calls.scoring(rows=33, entries=36),
+            "indexer_kl": lambda: calls.indexer(rows=33, entries=36),
+            "linear_cross_entropy": calls.logits,
+        },
+    ),
+    "sdpa": (
+        {"scratch_elements": lambda device: 1},
+        {
+            "attend_range": lambda: calls.ranges(rows=33, slots=40),
+            "attend_blocks": lambda: calls.blocks(rows=33, slots=40),
+        },
+    ),
+    "triton": (
+        {"PAIR_BYTES": 1, "chunk_rows": lambda vocabulary: 4, "SCRATCH": 1},
+        {
+            "attend": lambda: calls.attending(rows=5, heads=16, k=3),
+            "index_top_k": lambda: calls.selection(rows=3),
+            "candidate_pool": lambda: calls.pool(rows=3),
+            "score_slots": lambda: calls.scoring(rows=3),
+            "indexer_kl": lambda: calls.indexer(rows=4),
+            "linear_cross_entropy": calls.logits,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [(name, op) for name, (_, made) in IN_CHUNKS.items() for op in made], ids=lambda x: x
+)
+def test_chunks_of_rows_change_nothing(name, op, monkeypatch):
+    short, made = IN_CHUNKS[name]
+    function = getattr(gsm_kernels, op)
+    call = to_device(cast(made[op](), DTYPES.get(name, (torch.float64,))[0]))
+    whole = gradients(run_by(name, function), call)
+    implementation = next(impl for impl in function.impls if impl.name == name)
+    module = importlib.import_module(implementation.fn.__module__)
+    changed = [attribute for attribute in short if hasattr(module, attribute)]
+    for attribute in changed:
+        monkeypatch.setattr(module, attribute, short[attribute])
+    if "SCRATCH" in short:
+        monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1)
+    assert changed or name == "triton"
+    assert_near(gradients(run_by(name, function), call), whole)
+
+
+@pytest.mark.gpu
+@kernels
+def test_the_kernels_are_deterministic(op):
+    run, call = run_by("triton", op), ordinary(op, "triton")
+    assert_same_bits(gradients(run, call), gradients(run, call))
+
+
+@pytest.mark.gpu
+@kernels
+def test_in_bfloat16_the_kernels_err_no_more_than_eager(op):
+    assert_as_good_as_eager(op, CALLS[op.name])

@@ -1,0 +1,162 @@
+"""Arguments that operations and their implementations refuse, and the words of each reason that matter."""
+
+from __future__ import annotations
+
+import calls
+import pytest
+import torch
+from calls import cast, every_call
+from check import to_device
+
+import gsm_kernels
+from gsm_kernels import OPS, using
+from gsm_kernels.attend_blocks import fla as blocks_fla
+from gsm_kernels.attend_blocks.inputs import Inputs as Blocks
+from gsm_kernels.attend_range import xformers
+from gsm_kernels.attend_range.inputs import Inputs as Ranges
+from gsm_kernels.cpu import native
+from gsm_kernels.device import needs_one_half_type
+from gsm_kernels.grouped_linear import grouped_mm
+from gsm_kernels.rms_norm.triton import WIDEST
+
+ZERO = torch.zeros
+KEYS = ("key_BFGC", "value_BFGC")
+BAD = [  # operation, what is changed in its ordinary call, words
+    ("attend", {"width": 0}, "width = 0", "at least 1"),
+    ("attend", {"window_BEC": ZERO(2, 3, 32)}, "3 window entries", "11 rows"),
+    ("attend", {"sink_H": ZERO(3)}, "sink_H", "H = 4 by query_BRHC"),
+    ("attend", {"bank_BFC": ZERO(2, 6)}, "bank_BFC", "3 dimensions"),
+    ("attend", {"cos_BRP": ZERO(2, 11, 17), "sin_BRP": ZERO(2, 11, 17)}, "32 channels", "17 rotated"),
+    ("attend_range", {"width": 0}, "width = 0", "at least 1"),
+    ("attend_range", dict.fromkeys(KEYS, ZERO(2, 17, 3, 8)), "3 key and value heads", "divide"),
+    ("attend_range", {"value_BFGC": ZERO(2, 16, 2, 8)}, "F = 16", "F = 17 by key_BFGC"),
+    ("attend_range", {**dict.fromkeys(KEYS, ZERO(2, 6, 2, 8)), "width": 4}, "6 slots"),
+    ("attend_blocks", {"block": 0}, "block = 0", "at least 1"),
+    ("attend_blocks", {"own": True}, "17 slots", "11 rows"),
+    (
+        "attend_blocks",
+        dict.fromkeys(KEYS, ZERO(2, 17, 3, 8)) | {"chosen_BRGN": ZERO(2, 11, 3, 4).long()},
+        "3 key",
+        "4 query",
+    ),
+    ("index_top_k", {"k": 0}, "k = 0", "at least 1"),
+    ("pool_groups", {"gate_BSC": None}, "ratio = 2", "gate_BSC"),
+    ("mhc_boundary", {"phi": ZERO(5, 24)}, "4 streams", "(24, 24)"),
+    ("rms_norm", {"weight": torch.ones(3)}, "(3,)", "(2, 5, 8)"),
+    ("short_convolution", {"weight": ZERO(6, 4)}, "(2, 15, 5)", "[B, E, C]"),
+    ("short_convolution", {"weight": ZERO(5, 0)}, "(2, 15, 5)", "[B, E, C]"),
+    ("short_convolution", {"weight": ZERO(5)}, "(2, 15, 5)", "[B, E, C]"),
+    ("short_convolution", {"position_BT": ZERO(3, 13).long()}, "(2, 15, 5)", "[B, E, C]"),
+    ("short_convolution", {"position_BT": ZERO(2, 16).long()}, "(2, 15, 5)", "[B, E, C]"),
+    ("slot_attention", {"state_BHMU": ZERO(2, 2, 3, 4)}, "U must be 2 C", "got 4"),
+]
+
+
+@pytest.mark.parametrize(("op", "change", "words"), [(op, change, words) for op, change, *words in BAD])
+def test_shapes_and_numbers_that_do_not_fit_are_named(op, change, words):
+    call = calls.convolved() if op == "short_convolution" else every_call()[op]
+    with pytest.raises(ValueError) as error:
+        getattr(gsm_kernels, op)(**call | change)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "slot_attention"])
+def test_a_recurrence_without_a_token_is_refused(op):
+    call = every_call()[op]
+    with pytest.raises(ValueError, match="at least one token"):
+        getattr(gsm_kernels, op)(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k and v is not None})
+
+
+def two_halves() -> dict:
+    call = calls.logits()
+    return call | {"hidden_ND": call["hidden_ND"].half(), "weight_VD": call["weight_VD"].bfloat16()}
+
+
+NOT_FOR = [  # operation, forced implementation, call in float32, words
+    ("attend_band", "triton", lambda: calls.band(channels=8, pairs=2), "16, 32, 64 or 128 channels", "got 8"),
+    ("attend_band", "triton", lambda: calls.band(channels=256), "16, 32, 64 or 128 channels", "got 256"),
+    ("attend_band", "triton", lambda: calls.band(heads=65), "1 to 64 heads", "got 65"),
+    ("indexer_kl", "triton", lambda: calls.indexer(channels=160), "even width up to 128", "width 160"),
+    ("mhc_boundary", "triton", lambda: calls.hyper_connection(streams=3), "1, 2, 4, 8 streams", "got 3"),
+    ("mhc_boundary", "triton", lambda: calls.hyper_connection(rounds=33), "at most 32 rounds"),
+    ("mhc_boundary", "numba", lambda: calls.hyper_connection(streams=2), "made for 4 streams", "got 2"),
+    ("pool_groups", "triton", lambda: calls.groups(ratio=17, tokens=40), "at most 16 tokens", "ratio = 17"),
+    ("rms_norm", "triton", lambda: calls.norm(2, WIDEST + 1), f"at most {WIDEST} numbers", f"got {WIDEST + 1}"),
+    ("linear_cross_entropy", "triton", two_halves, "one half-precision type", "bfloat16 and float16"),
+    ("index_top_k", "triton", lambda: calls.selection(ratio=1, k=20_000), "too few for k = 20000"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "make", "words"), [(op, name, make, words) for op, name, make, *words in NOT_FOR]
+)
+def test_a_forced_implementation_refuses_the_calls_that_it_is_not_made_for(op, name, make, words):
+    if name == "numba" and native.missing():
+        pytest.skip(native.missing())
+    call = make() if op == "linear_cross_entropy" else cast(make(), torch.float32)
+    with using(name), pytest.raises(RuntimeError) as error:
+        getattr(gsm_kernels, op)(**to_device(call))
+    assert all(word in str(error.value) for word in (f"{op}: cannot run as '{name}'", *words)), error.value
+
+
+FAST = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("triton", "numba") and not impl.narrow]
+
+
+@pytest.mark.parametrize(("op", "name"), FAST, ids=lambda x: getattr(x, "name", x))
+def test_float64_is_for_the_reference(op, name):
+    if name == "numba" and native.missing():
+        pytest.skip(native.missing())
+    with using(name), pytest.raises(RuntimeError, match=f"{op.name}: cannot run as '{name}': .*float64"):
+        op(**to_device(every_call()[op.name]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("op", [op for op, name in FAST if name == "triton"], ids=lambda op: op.name)
+def test_nothing_chooses_the_interpreter_by_itself(op):
+    assert op.choose(**cast(every_call()[op.name], torch.float32)).name != "triton"
+    assert "only with GSM_KERNELS=triton" in gsm_kernels.explain()[op.name]
+
+
+PACKAGES = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("fla", "xformers")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is missing without a GPU")
+@pytest.mark.parametrize(("op", "name"), PACKAGES, ids=lambda x: getattr(x, "name", x))
+def test_a_package_of_gpu_kernels_is_refused_with_its_reason(op, name):
+    with using(name), pytest.raises(RuntimeError, match=f"{op.name}: cannot run as '{name}': {name} runs on CUDA"):
+        op(**every_call()[op.name])
+    assert f"{name} runs on CUDA devices" in op.explain()[1]
+    impl = next(impl for impl in op.fast if impl.name == name)
+    assert impl.refuses(op.inputs(**every_call()[op.name])) == "needs tensors on a GPU, got cpu"
+
+
+def test_packages_take_one_half_type():
+    half, full = ZERO(2, dtype=torch.bfloat16), ZERO(2)
+    assert needs_one_half_type(half, half, half) is None
+    assert "all in float16, got bfloat16, float32" in str(needs_one_half_type(half, full, full))
+    assert "got float32" in str(needs_one_half_type(full, full, full))
+    call = calls.ranges(rows=17, channels=12, padding=0)
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    assert "got meta" in str(xformers.refuses(Ranges(**meta)))
+
+
+def test_the_library_s_attention_to_blocks_wants_powers_of_two():
+    few = blocks_fla._wrong_sizes(Blocks(**calls.blocks()))
+    assert few == "needs a power of two of at least 16 query heads for a key head, got 2"
+    small = blocks_fla._wrong_sizes(Blocks(**calls.blocks(heads=16, groups=1)))
+    assert small is not None and small.endswith("a power of two, got 8 and 3")
+    assert blocks_fla._wrong_sizes(Blocks(**calls.blocks(heads=16, groups=1, channels=32, block=16))) is None
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "words"),
+    [
+        (16, torch.float32, "needs bfloat16"),
+        (12, torch.bfloat16, "multiples of 8, got 12 and 8"),
+        (16, torch.bfloat16, None),
+    ],
+)
+def test_pytorch_s_grouped_product_refuses_what_it_cannot_load(width, dtype, words, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    reason = grouped_mm.refuses(ZERO(3, width, dtype=dtype), ZERO(4, 8, width, dtype=dtype), ZERO(4).int())
+    assert reason is None if words is None else words in reason

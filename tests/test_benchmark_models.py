@@ -1,0 +1,119 @@
+"""The models that a benchmark measures: variants, changed models and trained ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsm.config.command_line import in_hydras_words
+from gsm.config.compose import compose
+from gsm.config.load import build_model, load_model
+from gsm.errors import ConfigError
+from gsm.models.baseline import Baseline
+from gsm.models.gsm import GSM
+from gsm.training.resume import FORMAT
+from gsm_benchmarks import models
+from gsm_benchmarks.models import Model
+
+POOL = {"name": "no_pool", "overrides": ["model=baseline", "model.candidate_pool=false"]}
+
+
+def trained(folder: Path, *overrides: str, seed: int = 7) -> Path:
+    """The folder of a run of size pico that has ended."""
+    model = build_model("gsm", "pico", overrides, seed=seed)
+    config = compose(["model=gsm", "size=pico", *overrides])
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    (folder / "checkpoints").mkdir(parents=True)
+    saved = {"hyper_parameters": {"config": config}, "state_dict": state, "global_step": 1, "format": FORMAT}
+    torch.save(saved, folder / "checkpoints/last.ckpt")
+    return folder
+
+
+def test_a_name_is_a_variant_and_a_mapping_may_be_another_one():
+    plain, wide, pool = models.read(["gsm", {"name": "wide", "overrides": ["model.state_size=20"]}, POOL])
+    assert plain == Model("gsm", "gsm") and plain.given == {}
+    assert wide.given == {"variant": "gsm", "overrides": ["model.state_size=20"]}
+    assert pool.given == {"variant": "baseline", "overrides": ["model.candidate_pool=false"]}
+    first, second = wide.build("pico"), pool.build("pico")
+    assert isinstance(first, GSM) and first.state_size == 20
+    assert isinstance(second, Baseline) and models.known_cost(pool, "pico") is not models.known_cost(plain, "pico")
+    assert pool.config("pico")["model"]["candidate_pool"] is False
+
+
+def test_what_a_run_has_trained_is_measured_with_its_weights_values_and_size(tmp_path: Path):
+    run = trained(tmp_path / "a/gsm/seed0", "model.state_size=20")
+    (model,) = models.read([{"name": "gsm", "checkpoint": str(tmp_path / "a")}])
+    built = model.build("pico", ["model.recompute=true"])
+    assert isinstance(built, GSM) and built.state_size == 20 and built.encoder.recompute and built.training
+    for name, value in load_model(run).state_dict().items():
+        assert torch.equal(built.state_dict()[name], value), name
+    assert models.one_size([model, Model("baseline", "baseline")], None, "nano") == "pico"
+    (changed,) = models.read([{"name": "b", "checkpoint": str(run), "overrides": ["model.state_size=30"]}])
+    other = changed.build("pico")
+    assert isinstance(other, GSM) and other.state_size == 30 and changed.given != model.given
+
+
+def test_a_size_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path):
+    known = models.read([{"name": "a", "checkpoint": str(trained(tmp_path))}])
+    with pytest.raises(ConfigError, match="size=nano is not allowed, because checkpoints have sizes of their own"):
+        models.one_size(known, "nano", "nano")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (3, r"models\[0\]=3 is not allowed, because it is no entry"),
+        ("gms", "gms.*did you mean gsm"),
+        ({"nam": "gsm"}, r"unknown key 'models\[0\].nam'; did you mean name"),
+        ({"overrides": []}, r"models\[0\].* is not allowed, because a value is of a wrong type"),
+        ({"name": "a b"}, "because a value is of a wrong type"),
+        ({"name": "a", "overrides": "model.state_size=2"}, "because a value is of a wrong type"),
+        ({"name": "a", "overrides": ["model.state_sise=2"]}, "model.state_sise"),
+        ({"name": "a", "overrides": ["size=tiny"]}, "because all models have one size"),
+        ({"name": "gsm", "overrides": ["model=baseline"]}, "name=gsm is not allowed, because the model is a baseline"),
+        ({"name": "a", "checkpoint": 3}, "because a value is of a wrong type"),
+    ],
+)
+def test_an_entry_that_is_none_is_one_sentence(entry: Any, said: str):
+    with pytest.raises(ConfigError, match=said):
+        models.read([entry])
+
+
+def test_two_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="a name is there twice"):
+        models.read(["gsm", "baseline", {"name": "gsm", "overrides": ["model.state_size=20"]}])
+
+
+def test_a_checkpoint_is_one_run_of_the_model_that_its_name_says(tmp_path: Path):
+    run = trained(tmp_path / "gsm/seed0")
+    with pytest.raises(ConfigError, match="name=baseline is not allowed, because the model is a gsm"):
+        models.read([{"name": "baseline", "checkpoint": str(run)}])
+    trained(tmp_path / "gsm/seed1")
+    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0, .*seed1"):
+        models.read([{"name": "a", "checkpoint": str(tmp_path)}])
+    for word in ("model/writer=gated", "data.context=32", "model=baseline", "~model.state_size"):
+        with pytest.raises(ConfigError, match="a checkpoint cannot be changed by"):
+            load_model(run, overrides=[word])
+
+
+def test_the_command_line_takes_overrides_inside_of_lists_and_keys_without_their_part():
+    given = "models=[gsm,{name: mine, overrides: [model.state_size=64, model.stages=[2,4]]},{name: b, checkpoint: c/d}]"
+    words = in_hydras_words(["benchmark=inference", given, "size=tiny", "device=cpu"], "benchmark", "benchmark")
+    config = compose(words, script="benchmark")
+    assert config["benchmark"]["models"] == [
+        "gsm", {"name": "mine", "overrides": ["model.state_size=64", "model.stages=[2,4]"]},
+        {"name": "b", "checkpoint": "c/d"},
+    ]  # fmt: skip
+    assert (config["benchmark"]["size"], config["device"]) == ("tiny", "cpu")
+    quoted = ["a=['b=c']", "a=b=c", "a=[1,2]", "+a.b=[c]", 'a="[b=c]"']
+    assert in_hydras_words(quoted) == quoted, "what Hydra reads already, or nobody meant, stays as it is"
+    assert in_hydras_words(["arms={a: [model/writer=gated], b: []}"]) == ["arms={a: ['model/writer=gated'], b: []}"]
+
+
+@pytest.mark.parametrize("wrong", ["gsm", []])
+def test_models_are_a_list_with_something_in_it(wrong):
+    with pytest.raises(ConfigError, match="models=.* is not allowed, because a list of entries is needed"):
+        models.read(wrong)

@@ -1,0 +1,184 @@
+"""Encoding into a file: the same ids from any number of workers, and after any interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_text
+import torch
+
+from gsm.data import encode, ids, reading, tokens
+from gsm.data.corpus import Corpus
+from gsm.data.module import TextData
+from gsm.data.reading import Piece
+from gsm.data.tokenizer import Tokenizer
+from gsm.data.tokens import Split, find_or_encode, find_or_train, sample
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tiny_text.write(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Corpus) -> Tokenizer:
+    return Tokenizer.train(corpus.documents("train"), 320)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Corpus, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """Everything in one file."""
+    return find_or_encode(corpus, "train", tokenizer, tmp_path_factory.mktemp("whole"))
+
+
+def content(split: Split) -> bytes:
+    assert sorted(path.name for path in split.path.iterdir()) == ["ids.bin", "index.json"]
+    return (split.path / "ids.bin").read_bytes()
+
+
+def test_ids_are_the_documents_with_an_end_of_text_each(corpus: Corpus, tokenizer: Tokenizer, whole: Split) -> None:
+    expected = [i for text in corpus.documents("train") for i in [*tokenizer.encode(text), tokenizer.end_of_text]]
+    assert whole.open()[:].tolist() == expected
+    assert whole.bytes == whole.spelled == sum(len(text.encode()) for text in corpus.documents("train"))
+
+
+def test_the_number_of_threads_does_not_show(
+    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "PARCEL", 5000)
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path, workers=2)
+    assert content(split) == content(whole)
+    assert (split.tokens, split.bytes, split.spelled) == (whole.tokens, whole.bytes, whole.spelled)
+
+
+@pytest.mark.parametrize("way", ["interrupted", "killed"])
+@pytest.mark.parametrize("after", [1, 13, 30])
+def test_an_interrupted_encoding_goes_on_with_the_ids_it_has(
+    after: int,
+    way: str,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    whole: Split,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ids, "SAVED", 1234)
+    monkeypatch.setattr(encode, "MOST_PIECES", 3)
+    encoded: list[str] = []
+    encode_batch = Tokenizer.encode_batch
+
+    def counted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        encoded.extend(texts)
+        return encode_batch(self, texts)
+
+    def stop(pieces: Iterator[Piece], count: int, _: None) -> Iterator[Piece]:
+        for number, piece in enumerate(pieces):
+            if number == after:
+                raise KeyboardInterrupt
+            if number >= count:
+                yield piece
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokens, "islice", stop)
+        if way == "killed":  # it has no time to note how far it came
+            patch.setattr(ids.IdWriter, "__exit__", lambda writer, *_: writer._file.close())
+        find_or_encode(corpus, "train", tokenizer, tmp_path)
+    assert not list(tmp_path.glob("*/*/index.json")) and list(tmp_path.glob("*/*/ids.bin"))
+    monkeypatch.setattr(Tokenizer, "encode_batch", counted)
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path)
+    assert content(split) == content(whole)
+    assert (split.tokens, split.bytes, split.spelled) == (whole.tokens, whole.bytes, whole.spelled)
+    assert (len(encoded) < len(corpus.files["train"])) == (after > 3), "pieces that were noted are not encoded again"
+
+
+@pytest.mark.parametrize("limit", [1000, 2000, 2001])
+def test_a_limit_takes_the_first_tokens_and_their_bytes(
+    limit: int, corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path
+) -> None:
+    split = find_or_encode(corpus, "train", tokenizer, tmp_path, limit=limit)
+    first = whole.open()[:limit]
+    assert np.array_equal(split.open()[:], first) and split.tokens == limit
+    assert split.bytes == split.spelled == tokenizer.token_lengths_V[first].sum()
+    assert find_or_encode(corpus, "train", tokenizer, tmp_path).tokens == whole.tokens, "and does not hide the rest"
+
+
+def test_two_writers_without_a_lock_write_the_same(
+    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process starts while the first has written a part, and the first goes on when it is done."""
+    folder = tmp_path / "train"
+    parcels = list(encode.encode_pieces(corpus.pieces("train"), tokenizer))
+    facts = {"lengths_V": tokenizer.token_lengths_V, "dtype": whole.dtype}
+    with ids.IdWriter(folder, **facts) as first, ids.IdWriter(folder, **facts) as second:
+        first.write(parcels[0])
+        for writer, rest in ((second, parcels), (first, parcels[1:])):
+            for parcel in rest:
+                writer.write(parcel)
+            index = writer.finish()
+            assert (folder / "ids.bin").read_bytes() == content(whole) and ids.read_index(folder) == index
+
+
+def test_a_cache_that_is_only_read_is_enough_when_it_is_complete(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    data: dict[str, Any] = {"vocabulary": 300, "context": 16, "batch_size": 2, "path": str(corpus.root)}
+    first = TextData(**data, cache_dir=str(tmp_path))
+    first.prepare_data()
+    monkeypatch.setattr("gsm.data.cache.fcntl.flock", refuse)
+    monkeypatch.setattr("gsm.files.replacing", refuse)
+    again = TextData(**data, cache_dir=str(tmp_path))
+    assert torch.equal(again.train_set[3]["tokens"], first.train_set[3]["tokens"])
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus: Corpus, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written.*set data.cache_dir or GSM_CACHE"):
+        find_or_encode(corpus, "train", tokenizer, tmp_path / "file")
+    with pytest.raises(OSError, match="cannot be written.*set data.cache_dir or GSM_CACHE"):
+        find_or_train(corpus, 300, tmp_path / "file")
+
+
+def test_a_tokenizer_learns_from_all_of_a_small_text_and_from_slices_of_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ["".join(chr(65 + number) for _ in range(90)) for number in range(20)]
+    assert sample(iter(texts), 1800) == texts
+    monkeypatch.setattr(tokens, "SLICE", 30)
+    few = sample(iter(texts), 500)
+    assert sum(map(len, few)) <= 500 and len({part[0] for part in few}) >= 12
+    assert {part[0] for part in few} & set("QRST"), "from the end too"
+    assert not {part[0] for part in sample(iter(texts), 500, passed_over=900)} & set("QRST")
+
+
+def test_a_tokenizer_reads_hardly_more_than_will_be_trained_on(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a thousand tokens of a streamed data set, a billion characters were fetched to learn a tokenizer from."""
+    for name in ("SAMPLE", "SLICE"):
+        monkeypatch.setattr(tokens, name, 1000)
+    read: list[int] = []
+    pieces = corpus.pieces
+    monkeypatch.setattr(corpus, "pieces", lambda split: (p for p in pieces(split) if not read.append(len(p.text))))
+    with caplog.at_level("INFO"):
+        find_or_train(corpus, 300, tmp_path, tokens=1000)
+    assert 8000 <= sum(read) < 13_000 and "later ones are not read" in caplog.text
+
+
+def test_a_tokenizer_never_holds_a_large_file_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 50 GB was joined into one string before the first slice was taken."""
+    monkeypatch.setattr(reading, "WHOLE", 2000)
+    (tmp_path / "long.txt").write_text("A line of a long text, and then another.\n" * 2000)
+    longest: list[int] = []
+    train = Tokenizer.train
+    monkeypatch.setattr(
+        Tokenizer, "train", lambda texts, size: longest.append(max(map(len, texts))) or train(texts, size)
+    )
+    find_or_train(Corpus(tmp_path / "long.txt"), 300, tmp_path / "cache")
+    assert longest and longest[0] < 2100

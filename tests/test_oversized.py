@@ -1,0 +1,86 @@
+"""A run that is too large for this machine ends with one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small import mostly_nightly
+
+from gsm import paths
+from gsm.config.check import ConfigError
+from gsm.config.command_line import errors_as_sentences
+from gsm.config.compose import compose
+from gsm.config.load import sketch
+from gsm.training.run import train
+
+GIVEN = ["size=pico", "data=needle", "trainer=cpu", "trainer.max_steps=1"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "size.dim=1000000000",
+        "size.vocabulary=10000000000",
+        "size.feed_forward_dim=4611686018427387903",
+        "size.context=1000000000000",
+        "model.state_size=1000000000000000000",
+    ],
+)
+def test_sizes_beyond_memory_are_one_sentence(word: str, tmp_path: Path):
+    with (
+        pytest.raises(SystemExit, match=r"^error: .*(too large|too short|out of memory)") as refusal,
+        errors_as_sentences(),
+    ):
+        train(compose([*GIVEN, f"logs={tmp_path / 'logs'}", word]))
+    assert "\n" not in str(refusal.value)
+
+
+LIMITS = {
+    "model.residual.sinkhorn_rounds=1000000000000": "from 1 to 1,000",
+    "size.encoder_layers=1000000000": "from 1 to 1,000",
+    "size.vocabulary=9223372036854775808": "more than 62 bits",
+    "data.num_workers=1000000000": "from 0 to 1,024",
+    "data.batch_size=1000000000": "from 1 to 1,000,000",
+    "data.validation_sequences=1000000000": "from 1 to 10,000,000",
+}
+
+
+@pytest.mark.parametrize("word", LIMITS)
+def test_numbers_of_repetitions_have_a_range(word: str, tmp_path: Path):
+    data = "stdlib" if "workers" in word else "needle"
+    with pytest.raises(ConfigError, match=f"^{word.partition('=')[0]}=.* is not allowed because .*{LIMITS[word]}"):
+        train(compose(["size=pico", f"data={data}", f"logs={tmp_path}", "model/residual=mhc", word]))
+
+
+def test_a_refused_model_leaves_no_folder(tmp_path: Path):
+    with pytest.raises(ConfigError, match="^model"):
+        train(compose([*GIVEN, f"logs={tmp_path / 'logs'}", "model.stages=[9]"]))
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("model", mostly_nightly(paths.variants("model"), "gsm", "mamba3"))
+def test_a_sketch_draws_no_random_numbers(model: str):
+    state = torch.random.get_rng_state()
+    sketch(compose([f"model={model}", "size=1p5b", "recipe=nano", "data=needle", "trainer=cpu"]))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 4.58 GiB for an array"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_runs_out_is_one_sentence(error: BaseException):
+    with pytest.raises(SystemExit) as refusal, errors_as_sentences():
+        raise error
+    assert str(refusal.value).startswith("error: out of memory (") and "\n" not in str(refusal.value)
+
+
+def test_another_error_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="^a bug$"), errors_as_sentences():
+        raise RuntimeError("a bug")

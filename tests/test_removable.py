@@ -1,0 +1,78 @@
+"""Explorer, Hugging Face, compiled loops and context parallelism can each be deleted, and the rest works as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gsm.paths import ROOT
+
+COPIED = (
+    "src",
+    "kernels",
+    "configs",
+    "tests",
+    "CONTRIBUTING.md",
+    "pyproject.toml",
+    "train.py",
+    "evaluate.py",
+    "generate.py",
+)
+# For each part its folder, and the one line elsewhere that names it, where there is one.
+PARTS = {
+    "explorer": ("src/gsm/explorer", None),
+    "Hugging Face": ("src/gsm/hf", None),
+    "compiled loops": ("kernels/gsm_kernels/cpu", ("kernels/gsm_kernels/__init__.py", "from . import cpu ")),
+    "context parallelism": ("src/gsm/context", None),
+}
+TESTS = ("test_floors.py", "test_prompts.py", "ops/test_dispatch.py")
+TRAIN = "size=pico data=needle seeds=1 jobs=1 trainer=cpu trainer.max_steps=2 data.validation_sequences=2 sample=false"
+IMPORTED = "import gsm, gsm_kernels; print(gsm.__file__)"
+
+
+@pytest.fixture(params=PARTS)
+def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the repository without one of the parts."""
+    ignored = shutil.ignore_patterns("__pycache__", "logs", ".*")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=ignored)
+        else:
+            shutil.copy(source, tmp_path / name)
+    folder, line = PARTS[request.param]
+    shutil.rmtree(tmp_path / folder)
+    if line is not None:
+        path, start = tmp_path / line[0], line[1]
+        lines = path.read_text().splitlines(keepends=True)
+        others = [one for one in lines if not one.startswith(start)]
+        assert len(others) == len(lines) - 1, f"{path} names the part in one line"
+        path.write_text("".join(others))
+    return tmp_path
+
+
+def run(rest: Path, *arguments: str) -> str:
+    """Return the output of Python in the copy; fail with it where the command fails."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {**kept, "PYTHONPATH": f"{rest / 'src'}:{rest / 'kernels'}", "GSM_CACHE": str(rest / "cache")}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=rest, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_a_part_can_be_deleted_and_the_rest_works(rest: Path) -> None:
+    tests = [str(rest / "tests" / name) for name in TESTS]
+    assert run(rest, "-c", IMPORTED).startswith(str(rest / "src")), "the copy is what runs"
+    run(rest, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not nightly", *tests)
+    run(rest, "train.py", *TRAIN.split())
+    (checkpoint,) = rest.glob("logs/**/last.ckpt")
+    assert "nats per token" in run(rest, "evaluate.py", f"checkpoint={checkpoint}", "device=cpu")

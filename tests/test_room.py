@@ -1,0 +1,109 @@
+"""Memory: how much there is, how much a request needs, and the peak of a call."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from gsm.costs import room
+from gsm.costs.room import Room
+from gsm_benchmarks.machine import watching
+
+CPU = torch.device("cpu")
+
+
+def test_room_knows_what_fits():
+    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
+    assert some.needed(20) == 2000 + 500 and some.needed(20, memories=2) == 4000 + 50
+    most = some.fits(2500)
+    assert some.needed(most) <= 2500 < some.needed(most + 1) and most == 20
+    assert some.fits(100) == 0
+    assert "would fit: 20 tokens at batch 1" in some.refusal(1000, 2500)
+
+
+@pytest.mark.parametrize(("memories", "tokens"), [(1, 20), (1, 5), (2, 20)])
+def test_what_was_tried_in_vain_is_not_said_to_fit(memories, tokens):
+    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
+    assert some.needed(tokens, memories) < 5000
+    said = some.refusal(tokens, 5000, memories, tried=True)
+    assert said.startswith("out of memory: more than ") and int(said.split("would fit: ")[1].split()[0]) < tokens
+    assert some.each == 50  # another request may well find room
+
+
+def test_room_learns_from_what_was_measured():
+    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
+    some.learn(None, 20)
+    assert some.each == 50
+    some.learn(2000 + 10 * 7, 20)
+    assert some.each == 7
+    some.learn(1000 + 10 * 9, 10)
+    assert some.each == 9 and some.needed(20) == 2090
+
+
+def test_the_peak_is_that_of_what_happens_inside():
+    with watching(CPU) as peak:
+        torch.ones(1 << 26).sum()
+    if peak.extra is None:
+        pytest.skip("this system does not say how much memory a process takes")
+    assert peak.extra > 0.7 * (1 << 28)  # what other threads and the allocator give back meanwhile is taken off
+    with watching(CPU) as after:
+        pass
+    assert after.extra is not None and after.extra < 1 << 24
+
+
+def garbage_then_as_much(said: Any) -> None:
+    """In a child process, since a training in this one has the allocator keep what is freed."""
+
+    class Holder:
+        pass
+
+    gc.disable()
+    for _ in range(2):  # what holds itself goes when it is collected, and not before
+        holder = Holder()
+        holder.itself, holder.numbers = holder, torch.ones(1 << 26)
+    del holder
+    with watching(CPU) as peak:
+        gc.collect()
+        torch.ones(1 << 26).sum()
+    said.put(peak.extra)
+
+
+@pytest.mark.slow
+def test_garbage_from_before_is_not_taken_off_the_peak(processes: Any):
+    said = processes.SimpleQueue()
+    child = processes.Process(target=garbage_then_as_much, args=(said,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    extra = said.get()
+    if extra is None:
+        pytest.skip("this system does not say how much memory a process takes")
+    assert extra > 0.7 * (1 << 28)
+
+
+def test_available_memory_is_that_of_the_container(tmp_path, monkeypatch):
+    assert room.available_bytes(CPU) > 1 << 20
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 70\nactive_file 30\n")
+    monkeypatch.setattr(room, "CGROUP", tmp_path)
+    assert room.available_bytes(CPU) == 670
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room.available_bytes(CPU) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (Exception("-- Process 1 terminated with\ntorch.OutOfMemoryError: CUDA"), True),
+        (RuntimeError("out of resource: shared memory"), False),
+    ],
+)
+def test_memory_that_runs_out_is_known_wherever_it_does(error, is_memory):
+    assert room.out_of_memory(error) == is_memory

@@ -1,0 +1,244 @@
+"""Rows of results: one line a run, added once, and tables that are those of the rows."""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning import Trainer
+
+from gsm.config.check import ConfigError
+from gsm.experiments import rows
+from gsm.paths import ROOT
+from gsm.provenance import processor
+from gsm.training import report
+
+BITS = {"plain": [1.50, 1.54, 1.52], "mhc": [1.48, 1.51, 1.505]}
+PAGES = ("README.md", "docs/results.md", "docs/speed.md")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An experiment of two arms with three seeds, and one run that failed."""
+    for arm, values in {**BITS, "mhc_failed": [None]}.items():
+        for seed, bits in enumerate(values):
+            run = tmp_path / "logs/residual" / arm / f"seed{seed}"
+            (run / ".hydra").mkdir(parents=True)
+            status = {"status": "finished"} if bits else {"status": "failed", "reason": "loss is nan"}
+            facts = {"experiment": "residual", "arm": arm, "seed": seed, "bits_per_byte": bits, "commit": "abc123+"}
+            data = {"corpus": "folder", "digest": "00ff"}
+            (run / "summary.json").write_text(json.dumps({**facts, **status, "steps": 5, "data": data}))
+            config = {"optimizer": {"_target_": "gsm.Muon", "learning_rate": 4e-3}, "data": {"path": "/home/me/books"}}
+            (run / ".hydra/config.yaml").write_text(yaml.safe_dump(config))
+            words = ["experiment=residual", f"arm={arm}", f"seed={seed}", f"folder={run}", "tune=null"]
+            (run / ".hydra/overrides.yaml").write_text(yaml.safe_dump(words))
+    return tmp_path / "logs/residual"
+
+
+def test_a_row_is_added_once_and_says_where_its_numbers_come_from(folder: Path, tmp_path: Path):
+    assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("7 rows added")
+    before = (tmp_path / "residual.csv").read_bytes()
+    assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("0 rows added")
+    assert (tmp_path / "residual.csv").read_bytes() == before
+    columns, lines = rows.read(tmp_path / "residual.csv")
+    assert columns == [*rows.FACTS, "bits_per_byte"]
+    first = next(line for line in lines if line["arm"] == "mhc" and line["seed"] == "1")
+    assert first["command"] == "python train.py experiment=residual arm=mhc seed=1"
+    expected = {"commit": "abc123", "clean": "no", "corpus": "books", "corpus_sha256": "00ff", "optimizer": "Muon"}
+    assert expected.items() <= first.items() and first["learning_rate"] == "0.004" and first["bits_per_byte"] == "1.51"
+    failed = next(line for line in lines if line["arm"] == "mhc_failed")
+    assert (failed["status"], failed["reason"], failed["bits_per_byte"]) == ("failed", "loss is nan", "")
+
+
+@pytest.mark.parametrize("name", ["summary.json", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+def test_no_row_is_made_of_a_damaged_file(folder: Path, tmp_path: Path, name: str):
+    for file in folder.rglob(name):
+        file.write_text("{a: [")
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+        rows.publish(folder, tmp_path, ["bits_per_byte"])
+
+
+def test_a_file_with_other_columns_is_not_added_to(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    with pytest.raises(ConfigError, match=r"residual\.csv has no column accuracy"):
+        rows.publish(folder, tmp_path, ["accuracy"])
+
+
+def test_the_table_of_a_marker_has_the_means_and_the_paired_intervals_of_the_rows(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    page = "before\n<!-- rows: residual bits_per_byte against=plain -->\nstale 1.23\n<!-- end -->\nafter\n"
+    made = rows.tables(page, tmp_path)
+    assert made.startswith("before\n") and made.endswith("<!-- end -->\nafter\n") and "1.23" not in made
+    assert f"| mhc | 3 | {statistics.fmean(BITS['mhc']):.4f} +- {statistics.stdev(BITS['mhc']):.4f} |" in made
+    apart = [here - there for here, there in zip(BITS["mhc"], BITS["plain"], strict=True)]
+    low, high = pytest.importorskip("scipy.stats").t.interval(
+        0.95, 2, statistics.fmean(apart), statistics.stdev(apart) / 3**0.5
+    )
+    assert f"| mhc | 3 | {statistics.fmean(apart):+.4f} [{low:+.4f}, {high:+.4f}] |" in made
+    assert "mhc_failed" not in made
+    assert rows.tables(made, tmp_path) == made
+
+
+def test_a_marker_without_rows_makes_a_sentence_without_a_number(tmp_path: Path):
+    made = rows.tables("<!-- rows: residual bits_per_byte margin=0.005 picture=a.png -->\n<!-- end -->\n", tmp_path)
+    assert made.splitlines()[2] == "`results/residual.csv` has no rows yet."
+    assert untraced(made, []) == [] and "a.png)" not in made
+
+
+def test_without_the_arm_to_compare_with_there_are_no_differences(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    made = rows.table("residual bits_per_byte against=mhc_two_pass", tmp_path)
+    assert "| plain | 3 |" in made and "minus" not in made
+
+
+def lines(tmp_path: Path, columns: dict[str, dict[str, list[Any]]]) -> None:
+    """A file of rows, `x.csv`: by column and arm the values of the seeds."""
+    arms = next(iter(columns.values()))
+    header = ["arm", "seed", "split", "status", "commit", *columns]
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for arm in arms:
+            for seed in range(len(arms[arm])):
+                own = [json.dumps(columns[name][arm][seed]) for name in columns]
+                writer.writerow([arm, seed, "validation", "finished", "0123456789ab", *own])
+
+
+def test_a_column_of_a_ratio_is_the_difference_of_differences(tmp_path: Path):
+    """ln(base / GSM) at the long context minus the same at the short one: this is what the interval is of."""
+    short = {"gsm": [60.0, 61.0, 63.0], "baseline": [62.0, 64.0, 64.0]}
+    long = {"gsm": [58.0, 60.5, 62.0], "baseline": [61.0, 64.5, 64.5]}
+    lines(tmp_path, {"p/256": short, "p/4096": long})
+    made = rows.table("x ln(p/4096:p/256) against=gsm", tmp_path)
+    gaps = [[math.log(b / g) for b, g in zip(of["baseline"], of["gsm"], strict=True)] for of in (short, long)]
+    apart = [there - here for here, there in zip(*gaps, strict=True)]
+    half = 4.303 * statistics.stdev(apart) / 3**0.5
+    mean = statistics.fmean(apart)
+    assert f"| baseline | 3 | {mean:+.4f} [{mean - half:.4f}, {mean + half:.4f}] |" in made
+
+
+def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: Path):
+    """Three arms beside gsm: a little worse in every book alike, much worse, and as good on average but not by book."""
+    apart = {"gsm": [0.0, 0.0], "near": [0.001, 0.001], "far": [0.1, 0.1], "uneven": [0.06, -0.03]}
+    noise, lengths = [0.0, 0.0001, -0.0001], [1000, 2000]
+    by_book = {
+        arm: [
+            [[(2 + more + eps) * n * math.log(2), n] for more, n in zip(books, lengths, strict=True)] for eps in noise
+        ]
+        for arm, books in apart.items()
+    }
+    bits = {arm: [sum(s for s, _ in run) / math.log(2) / 3000 for run in runs] for arm, runs in by_book.items()}
+    lines(tmp_path, {"books/bits_per_byte": bits, "books/by_document": by_book})
+    made = rows.table("x books/bits_per_byte against=gsm margin=0.005", tmp_path)
+    assert "| near | +0.0010 [0.0010, 0.0010] | +0.0010 [+0.0010, +0.0010] | yes |" in made
+    assert "| far | +0.1000 [0.1000, 0.1000] | +0.1000 [+0.1000, +0.1000] | no |" in made
+    (uneven,) = re.findall(r"\| uneven \| .*? \| (.*?) \| yes \|", made)
+    assert re.sub("[+-]0.0000", "0", uneven) == "0 [-0.0300, +0.0600]"
+
+
+def test_rows_keep_the_sums_of_books_of_an_evaluation(folder: Path, tmp_path: Path):
+    for file in folder.rglob("summary.json"):
+        measured: dict[str, Any] = {"books/bits_per_byte": 1.5, "books/by_document": [[3.25, 4.0], [1.5, 2.0]]}
+        measured |= {"metrics": {"bits_per_byte": 1.5, "by_document": [[3.25, 4.0], [1.5, 2.0]]}}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **measured}))
+    rows.publish(folder, tmp_path, ["books/bits_per_byte"])
+    assert rows.runs(tmp_path / "residual.csv")[0].summary["books/by_document"] == [[3.25, 4.0], [1.5, 2.0]]
+
+
+def test_an_arm_of_several_runs_has_the_row_of_the_last_that_trains(folder: Path, tmp_path: Path):
+    run = folder / "plain/seed0"
+    (run / ".hydra").rename(run / "moved")
+    for name, rate in (("a_later", 1e-3), ("train", 4e-3)):
+        (run / name / ".hydra").mkdir(parents=True)
+        (run / name / ".hydra/config.yaml").write_text(yaml.safe_dump({"optimizer": {"learning_rate": rate}}))
+        (run / name / ".hydra/overrides.yaml").write_text(yaml.safe_dump([f"run={name}"]))
+    parts = {"trained": ["train", "a_later"], "runs": {name: {"folder": name} for name in ("train", "a_later")}}
+    (run / "summary.json").write_text(json.dumps({**json.loads((run / "summary.json").read_text()), **parts}))
+    made = rows.row(run, ["learning_rate", "command"])
+    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later"}
+
+
+def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    page = tmp_path / "page.md"
+    page.write_text("<!-- rows: residual bits_per_byte against=plain picture=seeds.png -->\n<!-- end -->\n")
+    rows.main([str(page)], tmp_path)
+    assert "(seeds.png)" in page.read_text() and (tmp_path / "seeds.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_time_is_that_of_a_processor():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert report.device(trainer).startswith(f"{processor()}, ") and not processor().startswith("cpu")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tables_of_a_page_are_those_of_the_committed_rows(page: str):
+    text = (ROOT / page).read_text()
+    assert rows.tables(text) == text, f"run: python -m gsm.experiments.rows {page}"
+
+
+# Numbers in prose: in no word, path, version or date. Three digits or more make a measurement.
+NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w/])")
+
+
+def numbers(text: str) -> list[str]:
+    return [found.rstrip(",") for found in NUMBER.findall(text)]
+
+
+def prose(page: str) -> str:
+    """A page without its tables of rows, code, comments and the targets of links."""
+    for pattern in (r"<!-- (rows|costs):.*?<!-- end -->", r"<!--.*?-->", r"```.*?```", r"`[^`\n]*`", r"\]\([^)\n]*\)"):
+        page = re.sub(pattern, " ", page, flags=re.DOTALL)
+    return page
+
+
+def values(content: Any) -> Iterator[float]:
+    if isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from values(part)
+    elif isinstance(content, str):
+        yield from (float(number.replace(",", "")) for number in numbers(content))
+    elif isinstance(content, int | float) and not isinstance(content, bool):
+        yield float(content)
+
+
+def pool() -> list[float]:
+    """Every number that has a source: rows, tables of rows, files of benchmarks, the tables of the paper."""
+    sources: list[Any] = [yaml.safe_load((ROOT / "src/gsm/evaluation/paper.yaml").read_text())]
+    sources += [rows.read(path)[1] for path in (ROOT / "results").glob("*.csv")]
+    sources += [match["body"] for page in PAGES for match in rows.MARKED.finditer((ROOT / page).read_text())]
+    sources += [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")]
+    sources += [path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md")]
+    return sorted(set(values(sources)))
+
+
+def untraced(text: str, known: list[float]) -> list[str]:
+    """The numbers of three digits or more that are no rounding of a known one."""
+    missing = []
+    for number in numbers(prose(text)):
+        half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-12
+        value = float(number.replace(",", ""))
+        place = bisect.bisect_left(known, value - half)
+        if sum(map(str.isdigit, number)) >= 3 and not (place < len(known) and known[place] <= value + half):
+            missing.append(number)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_number_in_prose_has_a_source(page: str):
+    assert not untraced((ROOT / page).read_text(), pool())
+
+
+def test_a_number_without_a_source_is_seen():
+    text = "In 300 steps 0.981 was reached.\n`0.5 of 777`\n<!-- rows: x -->\n888\n<!-- end -->\n"
+    assert untraced(text, [0.98149]) == ["300"]
+    assert untraced(text, [0.98151, 299.7]) == ["0.981"]
