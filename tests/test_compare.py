@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_experiment import TOY, composed, fake, place
+from test_experiment import TOY, fake, place, toy
 
 from gsm import plots
 from gsm.config import command_line
@@ -72,7 +72,7 @@ def test_the_variant_that_leads_is_what_the_others_are_compared_with_later_too(t
     """`${variants:...}` stood unresolved in .hydra, and compare.py put the arms in the order of the alphabet."""
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
-    train_all(composed(tmp_path, "seeds=1", text=text, script=fake))
+    train_all(toy(tmp_path, "seeds=1", text=text, script=fake))
     table = compare(str(place(tmp_path, "")))
     assert [row.arm for row in table.rows] == ["plain", "mhc", "mhc_two_pass"]
     assert table.columns == ("bits_per_byte", "data.train_tokens")

@@ -79,9 +79,9 @@ def composed(folder: Path, *given: str, text: str = TOY, script: Sequence[str] =
     return experiment
 
 
-def toy(folder: Path, *given: str, script: Sequence[str] = ()) -> Experiment:
+def toy(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) -> Experiment:
     """The same, with the checkpoints that its runs will leave."""
-    experiment = composed(folder, *given, script=script)
+    experiment = composed(folder, *given, text=text, script=script)
     for trial in experiment.trials():
         known = {"format": FORMAT, STATE: {"world": 1}, "state_dict": {}, "global_step": 1, "started_from": None}
         torch.save({**known, "hyper_parameters": {"config": trial.config}}, folder / f"{trial.arm}{trial.seed}")

@@ -259,7 +259,7 @@ def test_variants_stand_side_by_side(tmp_path: Path):
     assert "is finished already" in done.stdout, "what only watches finds the run again"
     found = [path.parents[1].relative_to(tmp_path / "logs/default") for path in checkpoints(str(tmp_path / "logs"))]
     runs = {(path.parts[0].partition("-data_folder")[0], path.name) for path in found}
-    assert runs == {(arm, seed) for arm in ("gsm", "gsm-writer_gated") for seed in ("seed0", "seed1")}
+    assert runs == {(arm, seed) for arm in ("gsm-writer_additive", "gsm-writer_gated") for seed in ("seed0", "seed1")}
     assert len({path.parts[0] for path in found}) == 2 and not (tmp_path / "logs/.replaced").exists()
     for path in found:
         assert "model/writer" in (tmp_path / "logs/default" / path / ".hydra/overrides.yaml").read_text()
