@@ -17,11 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
-from gsm.experiments.folder import Start
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary
+from gsm.training.folder import Start
 from gsm.training.module import LanguageModeling
-from gsm.training.run import Run, build_model, open_data, train
+from gsm.training.run import Parts, build_model, open_data, train
 from gsm.training.trainer import build
 
 SIZES = (
@@ -40,7 +40,7 @@ BY_MODEL = "arm=${hydra:runtime.choices.model}"  # in a folder that is named aft
 UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
 
 
-def assemble(config: dict[str, Any], start: Start | None = None) -> Run:
+def assemble(config: dict[str, Any], start: Start | None = None) -> Parts:
     """Build the parts of a run as `train` does, up to its first step."""
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
     summary = Summary(Path(config["folder"]) / "summary.json", {})

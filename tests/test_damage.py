@@ -19,7 +19,7 @@ from small import mostly_slow
 import gsm
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, read_checkpoint
-from gsm.experiments.folder import prepare
+from gsm.training.folder import prepare
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import gsm
 from gsm.config.check import ConfigError
 from gsm.config.load import CheckpointError, checkpoint_file, digest, load_tokenizer, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
-from gsm.experiments import weights
+from gsm.training import weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -15,7 +15,7 @@ from gsm.experiments.runs import Run
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
-    trains = "import gsm.experiments.jobs as c, os, pathlib, sys, time; c.leave_with_parent(); "
+    trains = "import gsm.signals as c, os, pathlib, sys, time; c.leave_with_parent(); "
     trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
     waits = (
         "import gsm.experiments.jobs as c, gsm.experiments.runs as r, pathlib, sys; ready = pathlib.Path(sys.argv[1]); "

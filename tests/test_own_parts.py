@@ -25,10 +25,10 @@ from gsm.config.load import CheckpointError, read_checkpoint
 from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
 from gsm.evaluation.held_out import HeldOut
-from gsm.experiments.folder import prepare
 from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.folder import prepare
 from gsm.training.module import LanguageModeling, next_tokens
 from gsm.training.optimizer import AdamW
 from gsm.training.run import train
@@ -238,7 +238,8 @@ def test_the_retriever_of_the_documentation_selects_the_latest_slots_and_decodes
     token_BT = torch.randint(model.vocabulary, (2, 61), generator=torch.Generator().manual_seed(0))
     with gsm.record("stage/1/top_k") as seen:
         whole = model(token_BT)
-    latest = [29 - 2 * back for back in range(model.geometry.top_k)]  # 61 tokens are 30 groups of two
+    geometry: Any = model.geometry
+    latest = [29 - 2 * back for back in range(geometry.top_k)]  # 61 tokens are 30 groups of two
     assert seen["stage/1/top_k"][0, -1].tolist() == latest
     assert seen["stage/1/top_k"][0, 6].tolist() == [2, 0, *[-1] * (len(latest) - 2)], "what a row does not see yet"
     read = model(token_BT[:, :-1], memory=model.start(2))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from gsm.config.load import CheckpointError, load_model, read_checkpoint
-from gsm.experiments import folder as run_folder
+from gsm.training import folder as run_folder
 from gsm.training.distributed import shards
 from gsm.training.resume import FORMAT
 

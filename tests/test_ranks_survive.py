@@ -24,9 +24,9 @@ from test_jobs import running
 
 from gsm import exchange
 from gsm.config.load import load_model, read_checkpoint
-from gsm.experiments import folder as run_folder
 from gsm.experiments.consolidate import consolidate
 from gsm.paths import ROOT
+from gsm.training import folder as run_folder
 from gsm.training.callbacks import checkpoints as files
 from gsm.training.distributed import sharded
 from gsm.training.resume import STATE

@@ -27,14 +27,14 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.data.loader import refuse_workers
 from gsm.evaluation.generate import generate
-from gsm.experiments import folder as run_folder
-from gsm.experiments.folder import differences, finished, moving_back, prepare
+from gsm.training import folder as run_folder
 from gsm.training import run as fit
 from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.distributed import ranks
+from gsm.training.folder import differences, finished, moving_back, prepare
 from gsm.training.resume import FORMAT, STATE
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}

@@ -13,7 +13,7 @@ from small import SHALLOW, build
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
-from gsm.experiments.folder import differences
+from gsm.training.folder import differences
 from gsm.training.optimizer import SCHEDULES, AdamW, Muon
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 10, "final_fraction": 0.1, "weight_decay": 0.1}

@@ -14,7 +14,7 @@ from short_runs import BY_MODEL, TINY
 
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, digest, read_checkpoint
-from gsm.experiments.folder import finished
+from gsm.training.folder import finished
 from gsm.training.run import open_data, train
 
 

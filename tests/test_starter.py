@@ -46,7 +46,7 @@ wait %1 && wait %2
 # Training, as far as signals go.
 WORKER = """
 import signal, sys, time
-from gsm.experiments.jobs import leave_with_parent
+from gsm.signals import leave_with_parent
 leave_with_parent()
 def save(number, frame):
     print("saved", flush=True)

@@ -25,10 +25,10 @@ from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
-from gsm.experiments.folder import identity
 from gsm.experiments.runs import Experiment, Run
 from gsm.experiments.tune import Choice, Grid, read_tune, search
 from gsm.files import write_json
+from gsm.training.folder import identity
 from gsm.training.run import train
 
 RATE = "optimizer.learning_rate"

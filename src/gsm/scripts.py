@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gsm import paths, threads
+from gsm.signals import leave_with_parent
 from gsm.terminal import importing
 
 with importing():
     from omegaconf import DictConfig
 
     from gsm.config import command_line
-    from gsm.experiments import jobs, launcher
+    from gsm.experiments import launcher
 
 
 def train() -> None:
@@ -41,7 +42,7 @@ def train() -> None:
 
     swept: list[Path] = []
     failed = False
-    jobs.leave_with_parent()
+    leave_with_parent()
     lists = command_line.take_cfg_runs()
     command_line.prepare()
     with command_line.errors_as_sentences():
@@ -64,7 +65,7 @@ def evaluate() -> None:
         from gsm.evaluation import commands
     threads.settle()
 
-    jobs.leave_with_parent()
+    leave_with_parent()
     commands.call(sys.argv[1:])
 
 

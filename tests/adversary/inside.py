@@ -13,10 +13,10 @@ from gsm.config.command_line import REMEDIES, errors_as_sentences
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, read_checkpoint
 from gsm.data import ids as cached_ids
-from gsm.experiments.folder import Start, prepare
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary, commit, versions
-from gsm.training.run import Run, build_model, open_data, train
+from gsm.training.folder import Start, prepare
+from gsm.training.run import Parts, build_model, open_data, train
 from gsm.training.trainer import build as build_trainer
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def assemble(config: Mapping[str, Any], start: Start | None = None) -> Run:
+def assemble(config: Mapping[str, Any], start: Start | None = None) -> Parts:
     """Build the parts of a run as `train` does, up to its first step."""
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
     summary = Summary(Path(config["folder"]) / "summary.json", {})

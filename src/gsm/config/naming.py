@@ -1,7 +1,7 @@
 """The default name of a run's folder: its model, or its experiment, then the overrides that change training.
 
 ``python train.py model/writer=gated seed=1`` goes to ``logs/default/gsm-writer_gated/seed1``. So variants stand side by
-side, and the same command finds its run again. Two runs may share a name: ``gsm.experiments.folder`` compares their
+side, and the same command finds its run again. Two runs may share a name: ``gsm.training.folder`` compares their
 configurations. Names hold lower-case letters, digits, dots, hyphens and underscores. Neither a shell nor Hydra wants
 quotes for these, and no disk confuses them.
 """

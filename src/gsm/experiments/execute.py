@@ -31,8 +31,9 @@ from gsm.config.check import ConfigError
 from gsm.config.command_line import again
 from gsm.config.command_line import shown as shown_path
 from gsm.config.compose import from_job, search
-from gsm.experiments import folder, launcher
+from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
+from gsm.experiments.entries import differing
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.remaining import Remaining
 from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
@@ -40,6 +41,7 @@ from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
 from gsm.experiments.tune import EDGE, OPTUNA, listed
 from gsm.files import read_json, write_json
 from gsm.tables import WIDTH
+from gsm.training import folder
 from gsm.training.callbacks.progress import clock
 from gsm.training.run import train
 
@@ -52,7 +54,7 @@ def run(config: Mapping[str, Any]) -> None:
     if all(config.get(name) is None for name in SEVERAL):
         if launcher.chosen() and job.mode != RunMode.MULTIRUN:
             raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
-        train(config)
+        train(config, differing(config))
     elif job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     else:

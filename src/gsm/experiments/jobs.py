@@ -7,7 +7,6 @@ to be shown at once is read from the file as it grows.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -19,14 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from gsm.signals import answered
+from gsm.signals import PARENT, answered, leave_with_parent
 
 if TYPE_CHECKING:  # it takes seconds to import
     from gsm.experiments.runs import Run
 
-PARENT = "GSM_PARENT"
 THROUGH = (sys.executable, "-m", "gsm.experiments.jobs")  # becomes a program that knows nothing of its parent
-PDEATHSIG = 1  # of Linux' prctl
 PAUSE = 0.1  # seconds between two looks
 
 
@@ -155,33 +152,6 @@ def work_off(
                 ended(run, code, child)
             time.sleep(PAUSE if running else 0)
         return signals[0] if signals else None
-
-
-def leave_with_parent() -> None:
-    """In a child on Linux, ask for SIGTERM at the end of the parent, whatever ends it. Elsewhere it trains on."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # the parent was gone before this call
-        raise SystemExit(128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def leaving_with_this() -> Iterator[None]:
-    """Let processes that Lightning starts meanwhile, as other ranks, leave with this process too.
-
-    A rank that is on its way when the leading rank is killed would look for it for half an hour.
-    """
-    before = os.environ.get(PARENT)
-    os.environ[PARENT] = str(os.getpid())
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARENT]
-        else:
-            os.environ[PARENT] = before
 
 
 @contextlib.contextmanager

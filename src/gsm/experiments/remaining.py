@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gsm.experiments import weights
 from gsm.experiments.runs import Run
+from gsm.training import weights
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.callbacks.progress import TIMED, clock
 

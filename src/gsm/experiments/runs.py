@@ -25,7 +25,6 @@ from gsm.evaluation import commands
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
-from gsm.experiments import folder, weights
 from gsm.experiments.entries import (
     OWN,
     Entry,
@@ -53,6 +52,7 @@ from gsm.experiments.tune import (
     search,
 )
 from gsm.files import read_json, write_json
+from gsm.training import folder, weights
 from gsm.training.trainer import refuse_early
 
 TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,23 +38,21 @@ from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
 from gsm.evaluation.questions import MEASURES
-from gsm.experiments import weights
-from gsm.experiments.entries import differing
-from gsm.experiments.folder import Start, identity, locked, moving_back, prepare, sequences_a_step
-from gsm.experiments.jobs import leaving_with_this
-from gsm.experiments.state import refuse_other_state
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
-from gsm.training import report
+from gsm.signals import leaving_with_this
+from gsm.training import report, weights
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted, Interruption
 from gsm.training.callbacks.summary import Summary
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
+from gsm.training.folder import Start, identity, locked, moving_back, prepare, sequences_a_step
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
+from gsm.training.state import refuse_other_state
 from gsm.training.trainer import build, meet, quiet, refuse_divided, shares
 from gsm_kernels import explain
 
@@ -63,7 +61,7 @@ MOST_COUNTED = 50_000_000  # tokens: with more, counting 5-grams takes too long 
 
 
 @dataclass(frozen=True)
-class Run:
+class Parts:
     """All parts of a training run."""
 
     config: Mapping[str, Any]
@@ -74,9 +72,10 @@ class Run:
     summary: Summary
 
 
-def train(config: Mapping[str, Any]) -> dict[str, Any]:
+def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
+    ``differ`` has the paths in the configuration in which arms of its experiment differ: TensorBoard shows them first.
     Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv`` and
     ``summary.json``.
 
@@ -98,7 +97,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     # These refuse their values before anything is read or moved.
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
     summary = Summary(folder / "summary.json", {})
-    trainer = build(config, summary, model.parameter_report().total, differing(config))
+    trainer = build(config, summary, model.parameter_report().total, differ)
     data = functools.cache(lambda: open_data(config))
 
     with contextlib.ExitStack() as stack:
@@ -116,17 +115,17 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         if leads:
             stack.enter_context(moving_back(start, folder))
         ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
-        run = assemble(config, start, data(), model, optimizer, trainer, summary)
+        parts = assemble(config, start, data(), model, optimizer, trainer, summary)
         if leads:
             sentences = [start.sentence]
             if config.get("start_from") and not start.checkpoint:
                 sentences.append(weights.told(config["start_from"]))
-            if start.checkpoint and not run.data.resumes:
+            if start.checkpoint and not parts.data.resumes:
                 sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
             note = " ".join(filter(None, sentences))
-            print(report.header(config, summary.facts, trainer, run.data, note), flush=True)
-        _fit(run, start)
-        return _conclude(run) if leads else dict(summary.facts)
+            print(report.header(config, summary.facts, trainer, parts.data, note), flush=True)
+        _fit(parts, start)
+        return _conclude(parts) if leads else dict(summary.facts)
 
 
 def build_model(config: Mapping[str, Any]) -> LanguageModel:
@@ -158,7 +157,7 @@ def assemble(
     optimizer: AdamW,
     trainer: lightning.Trainer,
     summary: Summary,
-) -> Run:
+) -> Parts:
     """Put the parts together: the weights to start from, the facts of the summary, the loggers' place.
 
     Raises ConfigError for parts that do not fit together, CheckpointError for a checkpoint that does not fit them.
@@ -204,31 +203,31 @@ def assemble(
         for logger in trainer.loggers:
             if callable(rewind := getattr(logger, "rewind", None)):
                 rewind(start.step)
-    return Run(config, data, model, task, trainer, summary)
+    return Parts(config, data, model, task, trainer, summary)
 
 
-def _fit(run: Run, start: Start) -> None:
+def _fit(parts: Parts, start: Start) -> None:
     """Train and validate; the last step is validated and saved like any other."""
-    trainer, folder = run.trainer, Path(run.config["folder"]).resolve()
+    trainer, folder = parts.trainer, Path(parts.config["folder"]).resolve()
     goes_on_here = start.checkpoint is not None and start.checkpoint.resolve() == folder / LAST
     for latest in find(trainer, Latest):
         latest.saved = start.step if goes_on_here else None
     for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
-        interruption.farewell = functools.partial(_farewell, run)
+        interruption.farewell = functools.partial(_farewell, parts)
 
     def complain(gone: list[int]) -> None:
-        print(_abandoned(run, gone), file=sys.stderr, flush=True)
+        print(_abandoned(parts, gone), file=sys.stderr, flush=True)
 
     def say_farewell() -> None:
         if trainer.is_global_zero:
-            print(_farewell(run), flush=True)
+            print(_farewell(parts), flush=True)
 
     try:
         with ranks.before_lightning_kills(complain), leaving_with_this():
-            trainer.fit(run.task, datamodule=run.data, ckpt_path=start.checkpoint, weights_only=True)
+            trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
         if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
             # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.
-            trainer.validate(run.task, datamodule=run.data, verbose=False)
+            trainer.validate(parts.task, datamodule=parts.data, verbose=False)
             for latest in find(trainer, Latest):
                 latest.save(trainer)
     except MisconfigurationException as error:  # Lightning refuses some arguments only when it has the data
@@ -249,7 +248,7 @@ def _fit(run: Run, start: Start) -> None:
         if not gone:
             raise
         first = min(set(range(trainer.world_size)) - set(gone))
-        raise SystemExit(_abandoned(run, gone) if trainer.global_rank == first else 1) from error
+        raise SystemExit(_abandoned(parts, gone) if trainer.global_rank == first else 1) from error
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -259,12 +258,12 @@ def _exit_code(stop: SystemExit) -> int:
     return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
 
 
-def _abandoned(run: Run, gone: list[int]) -> str:
+def _abandoned(parts: Parts, gone: list[int]) -> str:
     """Return the error of the ranks that are left: who has ended, the last checkpoint, and the command that goes on."""
-    who = f"rank {gone[0]} of {run.trainer.world_size} has" if gone else "a rank has"
+    who = f"rank {gone[0]} of {parts.trainer.world_size} has" if gone else "a rank has"
     if len(gone) > 1:  # the others may be waiting for it
-        who = f"one of ranks {', '.join(map(str, gone))}, of {run.trainer.world_size} in all, has"
-    last = next((latest.path for latest in find(run.trainer, Latest)), None)
+        who = f"one of ranks {', '.join(map(str, gone))}, of {parts.trainer.world_size} in all, has"
+    last = next((latest.path for latest in find(parts.trainer, Latest)), None)
     left = "there is no checkpoint yet; to start over:"
     if last and last.is_file():
         step = ""
@@ -276,33 +275,33 @@ def _abandoned(run: Run, gone: list[int]) -> str:
     )
 
 
-def _farewell(run: Run) -> str:
+def _farewell(parts: Parts) -> str:
     """Return the last words of a run that was interrupted: its step, its checkpoint, and the command that goes on."""
-    step = run.trainer.global_step
-    saved = max((latest.saved for latest in find(run.trainer, Latest) if latest.saved is not None), default=None)
+    step = parts.trainer.global_step
+    saved = max((latest.saved for latest in find(parts.trainer, Latest) if latest.saved is not None), default=None)
     if saved is None and step == 0:
         return "\ninterrupted before a step was done; nothing was saved"
     if saved is None:
-        return f"\ninterrupted at step {step} of {run.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
+        return f"\ninterrupted at step {step} of {parts.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
     where = "and saved" if saved == step else f"saved at step {saved}"
-    return f"\ninterrupted at step {step} of {run.trainer.max_steps}, {where}; to go on:\n  {again(saved=True)}"
+    return f"\ninterrupted at step {step} of {parts.trainer.max_steps}, {where}; to go on:\n  {again(saved=True)}"
 
 
-def _conclude(run: Run) -> dict[str, Any]:
+def _conclude(parts: Parts) -> dict[str, Any]:
     """Measure the trained model, print the conclusion, and add the measurements to the summary.
 
     They are the sizes of the memory, n-gram models, the overlap of selections, the task's own measure, and a sample.
     """
-    trainer, data, config = run.trainer, run.data, run.config
+    trainer, data, config = parts.trainer, parts.data, parts.config
     status = "finished" if trainer.global_step >= trainer.max_steps else "stopped"
     if isinstance(trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
         whole = instantiate_model(config)
         load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
-        run = replace(run, model=whole)
-    model = run.model.to(trainer.strategy.root_device).eval()
+        parts = replace(parts, model=whole)
+    model = parts.model.to(trainer.strategy.root_device).eval()
     facts: dict[str, Any] = {**dict.fromkeys(MEASURES), "overlap": None}
     with torch.no_grad():
-        facts |= {"device": report.device(trainer), **_memory(run), **_ngrams(run)}
+        facts |= {"device": report.device(trainer), **_memory(parts), **_ngrams(parts)}
         if data.context and overlap.selects_for_itself(model):
             sequences: Callable[[int], Any] = functools.partial(data.of_length, most=overlap.SEQUENCES)
             facts["overlap"] = overlap.measure(model, sequences, data.context)
@@ -313,31 +312,31 @@ def _conclude(run: Run) -> dict[str, Any]:
             for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
                 logger.log_metrics({"val/overlap/mean": facts["overlap"]["mean"]}, trainer.global_step + 1)
                 logger.finalize("success")
-        summary = run.summary.add(trainer, status=status, **facts)  # the last file: a run that is cut off goes on
+        summary = parts.summary.add(trainer, status=status, **facts)  # the last file: a run that is cut off goes on
         is_text = data.tokenizer is not None and data.token_bytes_V is not None
         sample = report.sample(model, data) if config["sample"] and is_text else None
     print(report.conclusion(Path(config["folder"]), summary, sample, data.tokenizer is not None), flush=True)
     return summary
 
 
-def _memory(run: Run) -> dict[str, Any]:
+def _memory(parts: Parts) -> dict[str, Any]:
     """Return the bytes of the memory after one context: the decoder's state, all but bookkeeping, and by kind."""
-    tokens_BT = next(run.data.validation())["tokens"][None].to(run.trainer.strategy.root_device)
-    memory = run.model.prefill(tokens_BT, run.model.start(1)).memory
+    tokens_BT = next(parts.data.validation())["tokens"][None].to(parts.trainer.strategy.root_device)
+    memory = parts.model.prefill(tokens_BT, parts.model.start(1)).memory
     assert memory is not None  # prefill returns the memory that it was given
     return {
-        "state_bytes": run.model.state_bytes(memory),
+        "state_bytes": parts.model.state_bytes(memory),
         "cache_bytes": memory.cache_bytes(),
         "memory_bytes": memory.breakdown(),
         "memory_after_tokens": tokens_BT.shape[1],
     }
 
 
-def _ngrams(run: Run) -> dict[str, float | None]:
+def _ngrams(parts: Parts) -> dict[str, float | None]:
     """Return the bits per byte of n-gram models, counted on exactly the tokens that this run has consumed."""
-    data, steps = run.data, run.trainer.global_step
-    sequences = steps * (sequences_a_step(run.config, ranks.sharing(run.trainer)[0]) or 0)
-    few = run.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
+    data, steps = parts.data, parts.trainer.global_step
+    sequences = steps * (sequences_a_step(parts.config, ranks.sharing(parts.trainer)[0]) or 0)
+    few = parts.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
     consumed = data.consumed(sequences) if few else None
     if consumed is None or data.tokenizer is None or data.bytes_per_token is None:
         return {f"{name}_bits_per_byte": None for name in NGRAMS}

@@ -88,7 +88,7 @@ def build(
         config: the composed configuration.
         summary: the callback that writes ``summary.json``.
         parameters: number of parameters of the model.
-        differ: paths in the configuration in which arms of its experiment differ (``asked.differing``).
+        differ: paths in the configuration in which arms of its experiment differ.
 
     Raises ConfigError for values that Lightning refuses, for a step that cannot be divided among the devices, for
     blocks that would be compiled on a CPU, and for a Hopper GPU whose kernels cannot be built.

@@ -18,8 +18,8 @@ from typing import Any
 from gsm.config.check import ConfigError, contrast, few, flat, parameters, shortened, unlike
 from gsm.config.decisive import decides
 from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
-from gsm.experiments import weights
 from gsm.files import damage, read_json, refuse_pipes, sweep
+from gsm.training import weights
 from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
