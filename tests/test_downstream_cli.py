@@ -14,7 +14,7 @@ from short_runs import BY_MODEL, TINY
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import load_model
-from gsm.evaluation import commands, loglikelihood, ruler
+from gsm.evaluation import commands, loglikelihood
 from gsm.evaluation.downstream import Tasks
 from gsm.training.run import train
 
@@ -91,26 +91,16 @@ def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsy
     assert found["runs"][0]["tasks"]["piqa"]["settings"]["context"] == 32
 
 
-def test_ruler_is_asked_beside_the_tasks_once_and_stands_in_the_same_table(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ruler_asked_before_stands_in_the_same_table(place: Path, tmp_path: Path):
     asked = "tasks=niah_single_1 lengths=240,300 template=short words=2 new_tokens=2 examples=2".split()
-    words = ["tasks=ablation", "ruler=true", *(f"ruler.{word}" for word in asked), f"output={tmp_path}"]
-    given = [f"checkpoint={place / 'logs/gsm/seed1'}", f"data={place / 'data'}", *words]
-    commands.call(given)
+    commands.call([f"checkpoint={place / 'logs/gsm/seed1'}", "ruler=true", *(f"ruler.{word}" for word in asked)])
+    ask(place, "gsm/seed1", "tasks=ablation", f"output={tmp_path}")
     answered = json.loads((place / "logs/gsm/seed1/ruler.json").read_text())["averages"]
     found = json.loads((tmp_path / "tasks.json").read_text())
     rows = {row[0]: row[1] for row in found["tables"][0]}
     assert rows["RULER Avg."] == f"{answered['average']:.2f}"
     assert rows["RULER longest"] == f"{answered['by_length']['300']:.2f}"
     assert Tasks.metrics(found)["ruler_average"] == answered["average"]
-    with monkeypatch.context() as patch:
-        patch.setattr(ruler, "complete", lambda *_: pytest.fail("this is answered already"))
-        commands.call(given)
-    with pytest.raises(SystemExit, match="unknown argument 'lenths'; did you mean lengths"):
-        ask(place, "gsm/seed1", "tasks=ablation", "ruler=lenths=5")
-    with pytest.raises(SystemExit, match="only tasks=ablation has it in its table: leave it out"):
-        ask(place, "gsm/seed1", "tasks=piqa", "ruler=true")
 
 
 def test_it_goes_on_where_it_was_and_says_when_it_cannot(
@@ -128,16 +118,6 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
     assert "piqa.json is begun anew: it was made with another context" in capsys.readouterr().out
 
 
-def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "mine.yaml").write_text(
-        "dataset_path: json\ndataset_kwargs: {data_files: {test: boolq_validation.jsonl}}\n"
-        "output_type: loglikelihood\ndoc_to_text: x\ndoc_to_target: '{{passage}}'\n"
-    )
-    ask(place, "gsm/seed0", f"tasks=boolq,{tmp_path / 'mine.yaml'}", f"output={tmp_path}")
-    table = json.loads((tmp_path / "tasks.json").read_text())["tables"][0]
-    assert [row[0] for row in table] == ["task (%)", "BoolQ", "mine", "Avg."]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -148,7 +128,6 @@ def test_a_task_of_ones_own_is_one_more_row(place: Path, tmp_path: Path, capsys:
         (["tasks=piqa", "data=/nowhere"], r"tasks: /nowhere lacks piqa_validation.jsonl \(or .jsonl.xz\) of piqa"),
         (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
         (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
-        (["tasks=/none/mine.yaml"], "tasks: .*/none/mine.yaml"),
         (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json cannot be written"),
     ],
 )

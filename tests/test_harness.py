@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tiny_tasks
 import torch
-import yaml
 from bag import Bag
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -145,28 +144,27 @@ def test_a_limit_spreads_over_the_file(tmp_path: Path):
 
 
 def test_acc_norm_divides_by_characters_and_perplexity_is_of_whole_words(tmp_path: Path):
-    rows = [{"q": f"{n}?", "a": "x", "b": "ß€y" * n} for n in range(1, 9)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    choices = {"doc_to_text": "{{q}}", "doc_to_choice": "{{[a, b]}}", "doc_to_target": 1}
-    found = score(own(tmp_path, output_type="multiple_choice", **choices))
+    folder = tiny_tasks.write(tmp_path / "data")
+    rows = [{"goal": f"{n}?", "sol1": "x", "sol2": ("ß€y", "ßyy")[n % 2] * n, "label": 1} for n in range(1, 9)]
+    (folder / "piqa_validation.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = score("piqa", folder)
     norm = [
         (one["loglikelihoods"][1] / (3 * n) > one["loglikelihoods"][0]) for n, one in enumerate(found["samples"], 1)
     ]
     assert found["scores"]["acc_norm"] == sum(norm) / 8 != found["scores"]["acc"]
-    word = score(own(tmp_path, output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target="{{a}}"))
+    word = score("lambada", folder)
     each = [one["loglikelihoods"][0] for one in word["samples"]]
-    assert word["scores"]["perplexity"] == pytest.approx(math.exp(-sum(each) / 8)) and word["scores"]["acc"] == 0.0
+    assert word["scores"]["perplexity"] == pytest.approx(math.exp(-sum(each) / 2)) and word["scores"]["acc"] == 0.0
 
 
-def own(folder: Path, **fields: Any) -> Path:
-    """A task file of one's own, beside its documents."""
-    documents = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}}}
-    (folder / "mine.yaml").write_text(yaml.safe_dump({**documents, **fields}))
-    return folder / "mine.yaml"
+def test_subtasks_count_by_their_samples(tmp_path: Path):
+    found = score("blimp", tiny_tasks.write(tmp_path / "data"))
+    each = [one["acc"] for one in found["samples"]]
+    assert found["scores"]["acc"] == sum(each) / 3 and found["scores"]["samples"] == len(each) == 3
 
 
-def score(path: Path) -> dict[str, Any]:
-    questions = harness.build(tasks.load(str(path)))
+def score(name: str, folder: Path) -> dict[str, Any]:
+    questions = harness.build(tasks.load(name), str(folder))
     return harness.measure(Bag(), Tokenizer.plain_bytes(), questions, max_length=100)
 
 
@@ -192,35 +190,6 @@ def test_an_evaluation_that_was_interrupted_ends_with_the_same_numbers(tmp_path:
     assert model.read == 2 * whole, "nothing was computed twice"
     measure(context=41)
     assert model.read == 3 * whole, "results of other settings are not gone on from"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch {folder}/mark') }}",
-        "{{ q.__class__.__mro__[1].__subclasses__() }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ '{0.__class__}'.format(q) }}",
-        "{% include 'rows.jsonl' %}",
-        "{{ open('rows.jsonl') }}",
-        "{{ 1 / 0 }}",
-        "{{ nothing }}",
-        "{{",
-    ],
-)
-@pytest.mark.parametrize("field", ["doc_to_text", "doc_to_choice", "doc_to_target", "description"])
-def test_a_template_runs_no_code(tmp_path: Path, template: str, field: str):
-    (tmp_path / "rows.jsonl").write_text('{"q": "?"}\n')
-    fields = {
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{[q, 'x']}}",
-        "doc_to_target": 0,
-        "output_type": "multiple_choice",
-    }
-    path = own(tmp_path, **{**fields, field: template.replace("{folder}", str(tmp_path))})
-    with pytest.raises(ValueError, match=r"task mine") as refused:
-        harness.build(tasks.load(str(path)))
-    assert "\n" not in str(refused.value) and not (tmp_path / "mark").exists()
 
 
 def test_a_document_that_a_task_does_not_fit_is_named(tmp_path: Path):

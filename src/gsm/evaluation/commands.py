@@ -32,11 +32,10 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     """Return the measure of ``name=value`` words, and its own arguments."""
     of_ruler = [word.removeprefix("ruler.") for word in words if word.startswith("ruler.")]
     rest = [word for word in words if not word.startswith("ruler.")]
-    if any(word.startswith("tasks=") for word in words):  # RULER may be a part of its table
-        alone = [word for word in rest if not (of_ruler and word == "ruler=true")]
-        return Tasks, [*alone, *([f"ruler={' '.join(of_ruler)}"] if of_ruler else [])]
     if of_ruler or "ruler=true" in words:
         return Ruler, [*(word for word in rest if word != "ruler=true"), *of_ruler]
+    if any(word.startswith("tasks=") for word in words):
+        return Tasks, list(words)
     if any(word.startswith("lengths=") for word in words):
         return Lengths, [word for word in words if word != "lengths=paper"]  # the default
     return HeldOut, list(words)

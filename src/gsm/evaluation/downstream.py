@@ -19,14 +19,12 @@ from typing import Any, ClassVar
 
 from gsm import paths
 from gsm.config.check import ConfigError
-from gsm.config.command_line import read_arguments
 from gsm.config.load import refusals
 from gsm.evaluation import ruler, tasks
 from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, own_json, publish
 from gsm.evaluation.paper import Published, published
 from gsm.evaluation.results import Results, by_arm, difference, means, side_by_side
-from gsm.evaluation.ruler import Ruler
 from gsm.evaluation.tasks import Task
 from gsm.tables import Grid
 from gsm.training.callbacks.summary import versions
@@ -46,20 +44,17 @@ class Tasks(Measure):
     lm-evaluation-harness (extra eval) makes the questions. Every task leaves a file with the scores of all samples in
     tasks/ below the folder of its run; the same command goes on where it was interrupted. With several runs: mean and
     spread over the seeds of every arm, and the differences of the arms from the first on the same questions. RULER is a
-    part of tasks=ablation: the ruler.json of a run, if that is of the same checkpoint. output= names the folder of the
-    table: tasks.md, tasks.json.
+    part of tasks=ablation: the ruler.json of a run (ruler=true writes it), if that is of the same checkpoint. output=
+    names the folder of the table: tasks.md, tasks.json.
 
     Args:
-        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of the harness's tasks:
-            tasks=piqa,sciq, also yaml files of your own in its format
+        tasks: paper (its Table 1), ablation (its retrieval ablation), or some of the harness's tasks: tasks=piqa,sciq
         data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each; left out: the hub
         limit: largest number of documents of a task, spread evenly over its file (from the hub: the first, for each
             subtask); such results lie in tasks_limit<n>/; 0: all
         context: largest number of tokens that a model reads, a longer context is cut on the left; 0: as in training,
             up to 4096
         batch_size: answers scored at a time
-        ruler: true: for tasks=ablation, ask RULER's missing questions too; its own arguments as ruler.examples=20
-            ruler.lengths=4096,8192 (python evaluate.py ruler=true --help)
     """
 
     file: ClassVar[str] = "tasks.json"
@@ -70,25 +65,16 @@ class Tasks(Measure):
     limit: int = 0
     context: int = 0
     batch_size: int = ROWS
-    ruler: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 0), ("context", 0), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but has to be {least} or more")
-        _ = self.needles
 
     def require(self) -> None:
         """Raise ConfigError where lm-evaluation-harness is not installed."""
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(f"tasks= needs the extra eval: {paths.install('eval')}")
-
-    def evaluate(self) -> list[dict[str, Any]]:
-        """Measure RULER first, where it is asked too."""
-        self.require()
-        if self.needles:
-            self.needles.evaluate()
-        return super().evaluate()
 
     @cached_property
     def table(self) -> Published | None:
@@ -110,19 +96,6 @@ class Tasks(Measure):
 
         with refusals("tasks"):
             return {task.name: build(task, self.data, self.limit) for task in self.chosen}
-
-    @property
-    def needles(self) -> Ruler | None:
-        """The measure of RULER; None: it is not asked. Raises ConfigError."""
-        if self.ruler in ("", "false"):
-            return None
-        if not (self.table and self.table.ruler):
-            raise ConfigError(
-                "ruler=true stands beside tasks, but only tasks=ablation has it in its table: leave it out"
-            )
-        words = [] if self.ruler == "true" else self.ruler.split()
-        without = {"checkpoint", "device", "output"}
-        return Ruler(self.checkpoint, self.device, **read_arguments(words, Ruler, Ruler.script, without))
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return the scores of every task. The run's folder keeps each, and a finished one is not measured again."""
@@ -156,7 +129,7 @@ class Tasks(Measure):
         """Return the digest of a task's local files. Raises ConfigError."""
         with refusals("tasks"):
             files = task.paths(self.data)
-            return tasks.digest(task, list(files.values())) if files else HUB
+            return tasks.digest(list(files.values())) if files else HUB
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         """Print and write the paper's table with its average, and the differences of the arms."""

@@ -1,14 +1,11 @@
 """Any model of ours in lm-evaluation-harness (extra ``eval``), and the harness's scores of a task by question.
 
-Imports lm_eval, so this module is imported only by a function that needs it. The harness's own tasks may name functions
-of its package; ``tasks.read`` refuses them in yaml files of your own, and all templates run in Jinja's sandbox.
+Imports lm_eval, so this module is imported only by a function that needs it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,12 +15,9 @@ from typing import Any
 import datasets
 import lm_eval
 import lm_eval.utils as harness_utils
-from jinja2 import StrictUndefined
-from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api import task as harness_task
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from gsm.data.tokenizer import Tokenizer
@@ -32,18 +26,14 @@ from gsm.evaluation.loglikelihood import Score, loglikelihoods
 from gsm.evaluation.results import Progress, Results, silent
 from gsm.evaluation.tasks import Task
 
-# The harness renders templates without a sandbox, and a template may be a stranger's.
-sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-sandbox.filters |= harness_utils.env.filters
 # Without a cache the harness would compile a template for each document.
-sandbox.from_string = lru_cache(256)(sandbox.from_string)  # pyright: ignore[reportAttributeAccessIssue]
-harness_utils.env = sandbox
+harness_utils.env.from_string = lru_cache(256)(harness_utils.env.from_string)  # pyright: ignore[reportAttributeAccessIssue]
 harness_task.tqdm = lambda parts, **_: parts  # a bar for each task of a group hides our own progress
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 SEED = 42  # the paper's
-ACCURACIES = ("acc", "acc_norm")  # the metrics of a task that are shares of right answers
+KINDS = ("loglikelihood", "multiple_choice")  # `output_type` of tasks that log-likelihoods answer
 # The harness's own command scores tasks that our table cannot hold.
 ELSEWHERE = "Use lm_eval itself, on a model that export.py has written"
 
@@ -127,25 +117,20 @@ def build(task: Task, data: str = "", limit: int = 0) -> Questions:
 
     Args:
         task: the task.
-        data: the folder of its files; empty: the documents of the hub, or the files beside a yaml file.
+        data: the folder of its files; empty: the documents of the hub.
         limit: largest number of documents, spread evenly over the file; 0: all.
 
     Raises:
         ValueError, FileNotFoundError: the task or a document cannot be used; the message names it.
     """
-    paths = task.paths(data)
+    paths, name = task.paths(data), task.harness or task.name
     parts, lines = _parts(task, paths, limit) if paths else ({}, {})
-    manager = _manager(task) if task.config is None else TaskManager(include_defaults=False)
-    name = task.harness or task.name
-    specs: list[Any] = [{"task": part, "custom_dataset": _splits(rows)} for part, rows in parts.items()]
+    manager = _manager(task)
+    group = {"group": f"local_{name}", "task": [{"task": part, "custom_dataset": of} for part, of in parts.items()]}
     try:
-        if task.config is not None:
-            specs = [ConfigurableTask(config={**task.config, **specs[0], "test_split": "test"})]
-        elif paths:
-            for unknown in [part for part in parts if part not in manager.all_tasks]:
-                raise ValueError(f"lm-evaluation-harness has no task {unknown}")
-            specs = [{"group": f"local_{name}", "task": specs}]
-        built = list(manager.load(specs or [name])["tasks"].values())
+        for unknown in parts.keys() - set(manager.all_tasks):
+            raise ValueError(f"lm-evaluation-harness has no task {unknown}")
+        built = list(manager.load([group if parts else name])["tasks"].values())
     except Exception as error:  # the harness's own, of documents that a task does not fit
         raise ValueError(f"task {task.name} cannot be read: {' '.join(str(error).split())}") from error
     for part in built:
@@ -198,8 +183,10 @@ def measure(
         progress: passes on the batches that are still to do.
 
     Returns:
-        ``settings``, ``scores`` (see ``conclude``) and ``samples``. Each sample has the number of its document,
-        ``subtask``, ``loglikelihoods`` and ``greedy`` of its continuations, ``cut`` tokens, and its metrics.
+        ``settings``; ``scores``: each metric of the harness over all samples, so that a subtask counts by the number of
+        its samples, ``samples``, and ``cut``, the number of samples with a cut context; and ``samples``, each with the
+        number of its document, ``subtask``, ``loglikelihoods`` and ``greedy`` of its continuations, ``cut`` tokens, and
+        its metrics.
     """
     results = results or Results(None, {})
     adapter = Adapter(model, tokenizer, max_length=max_length, rows=rows, progress=progress, results=results)
@@ -209,40 +196,21 @@ def measure(
         for document in documents:
             own = [next(scores) for _ in document["arguments"]]
             number = questions.lines[name][document["doc_id"]] if questions.lines else document["doc_id"]
-            records.append(_record(document, number, questions.subtask(name), own))
-    metrics = [metric for metric in tasks.METRICS if metric in next(iter(logged.values()))[0]]
+            records.append(
+                {
+                    **{"document": number, "subtask": questions.subtask(name)},
+                    "loglikelihoods": [score.loglikelihood for score in own],
+                    "greedy": [score.greedy for score in own],
+                    "cut": max(score.cut for score in own),
+                    **{metric: document[metric] for metric in document["metrics"]},
+                }
+            )
+    means = questions.built[0].aggregation()
+    totals = {metric: means[metric]([record[metric] for record in records]) for metric in records[0] if metric in means}
+    totals |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
     results.cells.clear()  # the records hold all that these were for
-    results.save(scores=conclude(metrics, records), samples=sorted(records, key=lambda record: record["document"]))
+    results.save(scores=totals, samples=sorted(records, key=lambda record: record["document"]))
     return results.content()
-
-
-def conclude(metrics: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the scores of a task: means over all samples, so that a subtask counts by the number of its samples.
-
-    Returns:
-        Each metric; ``samples``; ``cut``, the number of samples with a cut context; and ``subtasks``, each with
-        ``samples`` and its accuracies.
-    """
-    subtasks: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        subtasks.setdefault(record["subtask"], []).append(record)
-    scores: dict[str, Any] = {metric: _mean(metric, records) for metric in metrics}
-    scores |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
-    if set(subtasks) != {""}:
-        accuracies = [metric for metric in metrics if metric in ACCURACIES]
-        scores["subtasks"] = {
-            name: {"samples": len(own), **{metric: _mean(metric, own) for metric in accuracies}}
-            for name, own in sorted(subtasks.items())
-        }
-    return scores
-
-
-def _mean(metric: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """Return a mean over samples; for perplexity, the exponential of the mean negative log-likelihood of a whole
-    continuation."""
-    if metric == "perplexity":
-        return math.exp(min(700.0, -statistics.fmean(record["loglikelihoods"][0] for record in records)))
-    return statistics.fmean(record[metric] for record in records)
 
 
 def run(adapter: Adapter, built: Sequence[Any], shots: int | None = None, limit: int = 0) -> Any:
@@ -256,17 +224,9 @@ def run(adapter: Adapter, built: Sequence[Any], shots: int | None = None, limit:
     return evaluate(lm=adapter, task_dict={"tasks": by_name}, **options)["samples"]
 
 
-def _splits(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
-    """Return a function that returns documents by split, as the harness calls it. A task of the harness may take its
-    questions from train or validation: these are the test documents here."""
-    splits = {split: datasets.Dataset.from_list(documents) for split, documents in rows.items()}
-    return lambda **_: {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
-
-
-def _parts(
-    task: Task, paths: Mapping[str, Path], limit: int
-) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], dict[str, list[int]]]:
-    """Return the documents of each of the harness's tasks by split, and the lines of its questions in their file."""
+def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Return the documents of each of the harness's tasks, as it takes them, and the lines of its questions in their
+    file. Raises ValueError that names the file."""
     name = task.harness or task.name
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
     lines: dict[str, list[int]] = {}
@@ -281,19 +241,26 @@ def _parts(
                 lines.setdefault(part, []).append(line)
             if part in lines:
                 parts.setdefault(part, {}).setdefault(split, []).append(rows[line])
-    for part, rows in parts.items():
+    for part, splits in parts.items():
         for split, path in paths.items():
-            if len(rows.get(split, ())) < (1 if split == "test" else task.shots or 0):
+            if len(splits.get(split, ())) < (1 if split == "test" else task.shots or 0):
                 raise ValueError(
-                    f"{path} has {len(rows.get(split, ()))} documents of {part}, but {task.shots} are shown"
+                    f"{path} has {len(splits.get(split, ()))} documents of {part}, but {task.shots} are shown"
                 )
-    return parts, lines
+    return {part: _source(splits) for part, splits in parts.items()}, lines
+
+
+def _source(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
+    """Return a function that returns documents by split, as the harness calls it. A task of the harness may take its
+    questions from train or validation: these are the test documents here."""
+    splits = {split: datasets.Dataset.from_list(documents) for split, documents in rows.items()}
+    return lambda **_: {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
 
 
 def _check(task: Task, built: Any) -> None:
     """Raise ValueError for a task without shares of right answers by log-likelihoods."""
     metrics = built.aggregation()
-    if built.OUTPUT_TYPE not in tasks.KINDS or "acc" not in metrics:
+    if built.OUTPUT_TYPE not in KINDS or "acc" not in metrics:
         raise ValueError(
             f"task {task.name} is not allowed because its table needs acc by log-likelihoods, and it has "
             f"{', '.join(metrics)} by {built.OUTPUT_TYPE}. {ELSEWHERE}"
@@ -308,14 +275,3 @@ def _render(built: Any, path: Path, lines: Sequence[int]) -> None:
         except Exception as error:  # a template or a function of the task may raise anything on a document
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(f"{path}, line {line + 1} does not fit task {built.config.task}: {reason}") from error
-
-
-def _record(logged: Mapping[str, Any], number: int, subtask: str, scores: Sequence[Score]) -> dict[str, Any]:
-    """Return the part of the harness's log of a document that results keep."""
-    return {
-        **{"document": number, "subtask": subtask},
-        "loglikelihoods": [score.loglikelihood for score in scores],
-        "greedy": [score.greedy for score in scores],
-        "cut": max(score.cut for score in scores),
-        **{metric: float(logged[metric]) for metric in ACCURACIES if metric in logged},
-    }

@@ -45,6 +45,7 @@ class Measure(ABC):
         Raises:
             ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
         """
+        self.require()
         if not self.checkpoint:
             raise lacks(self.script, "checkpoint")
         files, place = checkpoints(self.checkpoint), Path(self.output)
