@@ -136,8 +136,8 @@ class Theirs:
         """Parameters that are decayed, and that are not."""
         parameters = list(self.model.parameters())
         return {
-            "decay": [one for one in parameters if one.ndim > 1],
-            "no_decay": [one for one in parameters if one.ndim < 2],
+            "decay": [p for p in parameters if p.ndim > 1],
+            "no_decay": [p for p in parameters if p.ndim < 2],
         }
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -192,8 +192,8 @@ class Llama(Theirs):
 
     def __init__(self, geometry: Geometry, parameters: int):
         dim, depth = geometry.dim, geometry.depth
-        others = geometry.vocabulary * dim + depth * (4 * dim * dim + 2 * dim) + dim
-        width = round((parameters - others) / (3 * depth * dim))
+        remaining = geometry.vocabulary * dim + depth * (4 * dim * dim + 2 * dim) + dim
+        width = round((parameters - remaining) / (3 * depth * dim))
         if width < 1:
             raise ValueError(f"a Llama of {depth} layers, {dim} wide, has more than {parameters:,} parameters")
         config = library().LlamaConfig(
@@ -227,13 +227,13 @@ def library() -> Any:
     """Return the library. Raises ModuleNotFoundError, with the remedy, where it is missing or too old."""
     remedy = "which is not installed: pip install -c constraints.txt -e '.[clients]'"
     try:
-        found = import_module("transformers")
-        if not hasattr(found, "DeepseekV4ForCausalLM"):
-            remedy = f"and {found.__version__} is too old: pip install -c constraints.txt -e '.[clients]'"
+        transformers = import_module("transformers")
+        if not hasattr(transformers, "DeepseekV4ForCausalLM"):
+            remedy = f"and {transformers.__version__} is too old: pip install -c constraints.txt -e '.[clients]'"
             raise ModuleNotFoundError("no DeepseekV4ForCausalLM")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"the model to compare with is in transformers >= 5.23, {remedy}") from error
-    return found
+    return transformers
 
 
 def configuration(geometry: Geometry, **changes: Any) -> Any:
@@ -343,8 +343,8 @@ def run(
     where = machine.chosen(how.device)
     file = how.open("clients", where)
     file.facts["versions"] |= {"transformers": library().__version__}
-    pairs = [(size, one) for size in sizes for one in read_models(models) if one.trained_size in (None, size)]
-    tasks = [*((batch_size, *one) for one in itertools.product(contexts, work)), *((1, n, MADE_UP) for n in made_up)]
+    pairs = [(size, model) for size in sizes for model in read_models(models) if model.trained_size in (None, size)]
+    tasks = [*((batch_size, *cell) for cell in itertools.product(contexts, work)), *((1, n, MADE_UP) for n in made_up)]
     rows = {}
     for (size, model), (batch, context, task) in itertools.product(pairs, tasks):
         job = Job(model, client, size, batch, context, task, rounds, seconds)
@@ -370,16 +370,16 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     with torch.device(device):
         theirs = CLIENTS[job.client](geometry, sum(p.numel() for p in ours.model.parameters()))
     pair: dict[str, Contender] = {"ours": ours, "theirs": theirs}
-    parameters = {who: sum(p.numel() for p in one.model.parameters()) for who, one in pair.items()}
-    row: dict[str, Any] = {"parameters": parameters, "chosen": {who: one.chosen for who, one in pair.items()}}
+    parameters = {who: sum(p.numel() for p in side.model.parameters()) for who, side in pair.items()}
+    row: dict[str, Any] = {"parameters": parameters, "chosen": {who: side.chosen for who, side in pair.items()}}
     tokens_BT = torch.randint(geometry.vocabulary, (job.batch, job.context + 1), device=device)
     if job.work == "step":
-        row["kept_gib"] = {who: kept_bytes(one, tokens_BT) / 2**30 for who, one in pair.items()}
+        row["kept_gib"] = {who: kept_bytes(side, tokens_BT) / 2**30 for who, side in pair.items()}
         optimizer = instantiate(config["optimizer"], "optimizer")
-        runs = {who: training_step(one, optimizer, tokens_BT) for who, one in pair.items()}
+        runs = {who: training_step(side, optimizer, tokens_BT) for who, side in pair.items()}
     else:
         make = {"prefill": _prefill, "decode": _decode, MADE_UP: _decode_made_up}[job.work]
-        runs = {who: make(one, tokens_BT[:, :-1], job.rounds) for who, one in pair.items()}
+        runs = {who: make(side, tokens_BT[:, :-1], job.rounds) for who, side in pair.items()}
     return {**row, **paired(runs, device, job.rounds, job.seconds)}
 
 
@@ -402,21 +402,22 @@ def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> 
 def paired(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
     """Times of ``ours`` and ``theirs``, in turns after one that does not count, and of each round their ratio: by the
     clock, and on a CPU also by processor time."""
-    for one in runs.values():
-        one()
+    for run in runs.values():
+        run()
     if device.type != "cpu":
         return _compared(take_turns(runs, device, rounds, seconds), "")
     moments = take_moments(runs, rounds, seconds)
     walls, processors = (
-        {who: [one[clock] for one in laps] for who, laps in moments.items()} for clock in range(len(Moment._fields))
+        {who: [moment[clock] for moment in laps] for who, laps in moments.items()}
+        for clock in range(len(Moment._fields))
     )
     return _compared(walls, "") | _compared(processors, "processor_")
 
 
 def _compared(times: Mapping[str, Sequence[float]], clock: str) -> dict[str, Any]:
     ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
-    found = {f"{clock}{who}_ms": spread(laps)._asdict() for who, laps in times.items()}
-    return {**found, f"{clock}ratio": spread(ratios)._asdict()}
+    spreads = {f"{clock}{who}_ms": spread(laps)._asdict() for who, laps in times.items()}
+    return {**spreads, f"{clock}ratio": spread(ratios)._asdict()}
 
 
 def kept_bytes(contender: Contender, tokens_BT: Tensor) -> int:
@@ -473,13 +474,13 @@ def _show(path: Path) -> Path:
 
 
 def _cells(name: str, row: Row) -> tuple[str, ...]:
-    kept = ", ".join(f"{row['kept_gib'][who]:.2f}" for who in ("ours", "theirs")) if "kept_gib" in row else ""
+    sizes = ", ".join(f"{row['kept_gib'][who]:.2f}" for who in ("ours", "theirs")) if "kept_gib" in row else ""
     if row.get("failed"):
-        return name, f"failed: {row['failed']}", "", "", "", kept
+        return name, f"failed: {row['failed']}", "", "", "", sizes
     both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
     ratio, processor = _ratio(row, ""), _ratio(row, "processor_") if "processor_ratio" in row else ""
     title = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
-    return title, *both, ratio, processor, kept
+    return title, *both, ratio, processor, sizes
 
 
 def _ratio(row: Row, clock: str) -> str:

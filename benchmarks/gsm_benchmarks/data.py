@@ -95,9 +95,9 @@ class Bench:
 
     def cached(self) -> Callable[[], int]:
         """A pass over encoded text."""
-        kept = str(self.folder / "kept")
+        folder = str(self.folder / "kept")
         data = TextData(
-            **self.numbers, tokenizer=self.tokenizer, corpus=self.corpus, max_tokens=self.tokens, cache_dir=kept
+            **self.numbers, tokenizer=self.tokenizer, corpus=self.corpus, max_tokens=self.tokens, cache_dir=folder
         )
         data.prepare_data()
         return lambda: sum(batch["tokens"].numel() for batch in data.train_dataloader())

@@ -127,11 +127,11 @@ def run(
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype={dtype} is not allowed. Use {', '.join(WIDTHS)}, or null")
     where = machine.chosen(how.device)
-    known = read_models(models)
-    names = [model.name for model in known]
+    chosen = read_models(models)
+    names = [model.name for model in chosen]
     if not set(unpruned) <= set(names):
         raise ValueError(f"unpruned={list(unpruned)} is not allowed, because models are {names}. Use names of models")
-    size, dtype = one_size(known, size, SIZES[where.type]), dtype or DTYPES[where.type]
+    size, dtype = one_size(chosen, size, SIZES[where.type]), dtype or DTYPES[where.type]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
     cases = plan(
         names,
@@ -139,9 +139,9 @@ def run(
         SYNTHETIC[where.type] if synthetic_lengths is None else synthetic_lengths,
         unpruned,
     )
-    file, served = how.open("inference", where), _served(known, protocol, where)
+    file, served = how.open("inference", where), _served(chosen, protocol, where)
     by_row = {case.name(protocol): case for case in cases}
-    file.given = {name: model.given for name, case in by_row.items() for model in known if model.name == case.model}
+    file.given = {name: model.given for name, case in by_row.items() for model in chosen if model.name == case.model}
     with file.shown(show):
         left = [by_row[name] for name in file.left(by_row, asdict(protocol), how.force)]
         for _, group in groupby(left, key=lambda case: (case.tokens, case.kind == "decode")):
@@ -183,7 +183,7 @@ def _served(models: Sequence[Model], protocol: Protocol, device: torch.device) -
     @cache
     def build(name: str) -> Served:
         with _default(getattr(torch, protocol.dtype)):
-            model = next(one for one in models if one.name == name).build(protocol.size, device=device)
+            model = next(model for model in models if model.name == name).build(protocol.size, device=device)
         return Served(model, protocol, prompts(protocol.text, model.vocabulary), roof())
 
     return build
@@ -322,8 +322,8 @@ class Request(ABC):
     def spreads(self, part: str) -> tuple[float, dict[str, Any]]:
         """Return the median in seconds, and the spread of milliseconds as a row has it, with each run's."""
         wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[part], strict=True))
-        own = processor if self.served.device.type == "cpu" else None
-        return wall["median"] / 1e3, {"ms": wall, "processor_ms": own}
+        processor_ms = processor if self.served.device.type == "cpu" else None
+        return wall["median"] / 1e3, {"ms": wall, "processor_ms": processor_ms}
 
     def prefilled(self, parts: Parts) -> dict[str, Any]:
         """Return times, FLOPs and rates of prompts that take these FLOPs each. They move at least the bytes of a pruned
@@ -395,7 +395,7 @@ class Decode(Request):
     def measured(self) -> dict[str, Any]:
         """Return times, bytes and rates of a token, and the bytes of the memory."""
         served, memory = self.served, self.engine.memory
-        kept = {"bytes": memory.nbytes(), "formula": served.cache_bytes(self.tokens), "parts": memory.breakdown()}
+        cache = {"bytes": memory.nbytes(), "formula": served.cache_bytes(self.tokens), "parts": memory.breakdown()}
         (seconds, times), batch = self.spreads("decode"), served.protocol.batch
         moved = served.cost.decode_bytes(self.tokens, served.dtype, batch).total()
         decode = {
@@ -405,7 +405,7 @@ class Decode(Request):
             "bytes": moved,
             "share_of_floor": moved / served.roof.bytes / seconds,
         }
-        return {"decode": decode, "cache": kept, "synthetic": self.synthetic}
+        return {"decode": decode, "cache": cache, "synthetic": self.synthetic}
 
 
 class Read(Decode):
@@ -485,8 +485,8 @@ def _timed(request: Request, timed: bool) -> bool:
 
 
 def _refusal(case: Case, model: Served) -> dict[str, str]:
-    memories, there = KINDS[case.kind].memories, available_bytes(model.device)
-    return {"failed": model.room.refusal(case.tokens, there, memories, tried=True)}
+    memories, available = KINDS[case.kind].memories, available_bytes(model.device)
+    return {"failed": model.room.refusal(case.tokens, available, memories, tried=True)}
 
 
 # The table and the picture of a file.
@@ -495,11 +495,11 @@ def _refusal(case: Case, model: Served) -> dict[str, str]:
 def show(path: Path) -> Path:
     """Publish a file of results: tables, and a picture for each group of rows that may be compared."""
     content = read(path, "kind")
-    alike = groups([{**row, "name": name} for name, row in content["rows"].items()])
-    sections = [section for rows in alike for section in _sections(rows)]
+    tables = groups([{**row, "name": name} for name, row in content["rows"].items()])
+    sections = [section for rows in tables for section in _sections(rows)]
     results.publish(path, results.measured_on(content), *sections)
-    for number, rows in enumerate(alike):
-        name = f"-{rows[0]['protocol']['size']}-{number + 1}" if len(alike) > 1 else ""
+    for number, rows in enumerate(tables):
+        name = f"-{rows[0]['protocol']['size']}-{number + 1}" if len(tables) > 1 else ""
         try:
             path.with_name(f"{path.stem}{name}.png").write_bytes(picture(rows))
         except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
@@ -509,10 +509,10 @@ def show(path: Path) -> Path:
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows in groups of one protocol, device, versions and sources, which may be compared."""
-    found: dict[str, list[Row]] = {}
+    by_protocol: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(repr((sorted(row["protocol"].items()), mark(row))), []).append(row)
-    return list(found.values())
+        by_protocol.setdefault(repr((sorted(row["protocol"].items()), mark(row))), []).append(row)
+    return list(by_protocol.values())
 
 
 def _sections(rows: Sequence[Row]) -> Iterator[str]:
@@ -570,9 +570,9 @@ def against(rows: Sequence[Row]) -> str:
         if ours is None or ours is row or row.get("failed"):
             continue
         apart = "" if ours["turn"] == row["turn"] else " (not in turns)"
-        kept = f"{ours['cache']['bytes'] / row['cache']['bytes']:.3f}" if "cache" in row else ""
+        cache_ratio = f"{ours['cache']['bytes'] / row['cache']['bytes']:.3f}" if "cache" in row else ""
         speeds = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
-        cells.append((f"{row['model']}, {row['kind']}{apart}", short(row["tokens"]), *speeds, kept))
+        cells.append((f"{row['model']}, {row['kind']}{apart}", short(row["tokens"]), *speeds, cache_ratio))
     return table((f"{leader} {AGAINST[0]}", *AGAINST[1:]), cells) if cells else ""
 
 
@@ -587,8 +587,8 @@ def _faster(ours: Row, other: Row, part: str, by: str) -> tuple[str, str, str]:
     if part not in ours or part not in other:
         return "", "", ""
     wall, processor = speed_up(ours, other, part, "ms"), speed_up(ours, other, part, "processor_ms")
-    own = "" if processor is None else f"{processor:.2f}"
-    return f"{wall:.2f}", own, f"{other[part][by] / ours[part][by]:.2f}"
+    processor_ratio = "" if processor is None else f"{processor:.2f}"
+    return f"{wall:.2f}", processor_ratio, f"{other[part][by] / ours[part][by]:.2f}"
 
 
 def speed_up(ours: Row, other: Row, part: str, clock: str = "ms") -> float | None:

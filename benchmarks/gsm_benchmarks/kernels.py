@@ -88,8 +88,8 @@ def measure(
     chosen = heard[0][1]
     runs: dict[str, Callable[[], Call]] = {OURS: ours}
     absent: dict[str, str] = {}
-    others = {} if without is None else peers.peers_of(case.op, call)
-    for name, maker in others.items():
+    makers = {} if without is None else peers.peers_of(case.op, call)
+    for name, maker in makers.items():
         if name in (without or ()) or (name == "eager" and chosen == "reference"):
             continue
         try:
@@ -101,7 +101,7 @@ def measure(
     times = timing.measured(runs, device, rounds, seconds)
     mine = times.pop(OURS)
     median = mine["ms"]["median"]
-    compared = {name: {**one, "ratio": one["ms"]["median"] / median} for name, one in times.items()}
+    compared = {name: {**row, "ratio": row["ms"]["median"] / median} for name, row in times.items()}
     floor = roof().floor(*work)
     return {
         **work._asdict(),

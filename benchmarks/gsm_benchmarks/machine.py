@@ -78,13 +78,13 @@ def watching(device: torch.device) -> Iterator[Peak]:
 
 def saved_bytes(call: Callable[[], object], parameters: Iterable[Tensor]) -> int:
     """Bytes of all tensors but these parameters that autograd has saved when a call returns, each storage once."""
-    own, sizes = {p.untyped_storage()._cdata for p in parameters}, {}
+    storages, sizes = {p.untyped_storage()._cdata for p in parameters}, {}
     alive: list[object] = []  # or a storage's address could come back as another's
 
     def weigh(tensor: Tensor) -> Tensor:
         alive.append(tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in storages:
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 

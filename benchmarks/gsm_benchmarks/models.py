@@ -145,15 +145,15 @@ def _read(entry: Any, place: str) -> Model:
         raise ConfigError(
             f"{place}.overrides={list(overrides)} is not allowed, because all models have one size. Use size="
         )
-    known = {file.stem for folder in paths.config_folders() for file in (folder / "model").glob("*.yaml")}
+    variants = {file.stem for folder in paths.config_folders() for file in (folder / "model").glob("*.yaml")}
     if path is not None:
         model = _trained(name, tuple(overrides), path, place)
     else:
-        plain = name if name in known or not overrides else "gsm"
+        plain = name if name in variants or not overrides else "gsm"
         chosen = next((word.removeprefix("model=") for word in overrides if word.startswith("model=")), plain)
         model = Model(name, chosen, tuple(word for word in overrides if not word.startswith("model=")))
         model.config("nano")  # a wrong value is refused before anything is measured
-    if name in known and name != model.variant:
+    if name in variants and name != model.variant:
         raise ConfigError(
             f"{place}.name={name} is not allowed, because the model is a {model.variant}. Use another name"
         )

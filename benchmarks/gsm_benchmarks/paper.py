@@ -64,14 +64,14 @@ def run(
     how = Asked(**asked)
     if how.results:
         return show(Path(how.results))
-    known, where = read_models(models), machine.chosen(how.device)
-    names = [model.name for model in known]
+    chosen, where = read_models(models), machine.chosen(how.device)
+    names = [model.name for model in chosen]
     if set(names) != {"gsm", "baseline"}:
         raise ValueError(
             f"models={names} is not allowed, because the paper compares two. Use entries with the names gsm and "
             "baseline, such as {name: gsm, checkpoint: logs/default/gsm}"
         )
-    size = one_size(known, size, SIZE if where.type == "cuda" else "nano")
+    size = one_size(chosen, size, SIZE if where.type == "cuda" else "nano")
     longest = max(inference.LENGTHS[where.type])
     lengths = [n for n in INFERENCE["lengths"] if n <= longest] if lengths is None else list(lengths)
     path = Path(how.output) if how.output else usual_path(machine.facts(where), "paper")

@@ -212,9 +212,9 @@ def flex(call: Call) -> Peer:
         if not gpu:
             return flex_attention_module.flex_attention(query, key, value, block_mask=mask).transpose(1, 2)
         wanted = flex_attention_module.AuxRequest(lse=True)
-        out, kept = flex_attention_module.flex_attention(query, key, value, block_mask=mask, return_aux=wanted)
-        assert kept.lse is not None
-        return sunk(out.transpose(1, 2), kept.lse.transpose(1, 2), sink_H)
+        out, aux = flex_attention_module.flex_attention(query, key, value, block_mask=mask, return_aux=wanted)
+        assert aux.lse is not None
+        return sunk(out.transpose(1, 2), aux.lse.transpose(1, 2), sink_H)
 
     blocks = compiled(attend_blocks)
 

@@ -36,15 +36,15 @@ def panels(
     """
     figure, axes = plots.figure(columns=len(labels), width=2.9, height=3.0)
     styles = plots.styles(models)
-    for one, (what, label) in zip(axes, labels.items(), strict=True):
+    for axis, (what, label) in zip(axes, labels.items(), strict=True):
         for model, style in styles.items():
-            draw(one, what, model, style)
-        one.set_xlabel("tokens", fontsize=9)
-        one.set_ylabel(label, fontsize=9)
-        if one.has_data():
-            _scale(one, sorted(set(lengths)))
+            draw(axis, what, model, style)
+        axis.set_xlabel("tokens", fontsize=9)
+        axis.set_ylabel(label, fontsize=9)
+        if axis.has_data():
+            _scale(axis, sorted(set(lengths)))
         else:
-            one.set_title("not measured", fontsize=8)
+            axis.set_title("not measured", fontsize=8)
     from matplotlib.lines import Line2D
 
     handles = []

@@ -304,7 +304,8 @@ def sent(model: LanguageModel, tokens: int, ranks: int) -> float:
     """Return the bytes that each rank sends in a forward pass in bfloat16, for one sequence that all ranks divide."""
     if ranks == 1:
         return 0.0
-    return sum(one.bytes for one in traffic.sent(model, batch=1, tokens=tokens, ranks=ranks, number_bytes=2)) / ranks
+    messages = traffic.sent(model, batch=1, tokens=tokens, ranks=ranks, number_bytes=2)
+    return sum(message.bytes for message in messages) / ranks
 
 
 def slots(model: LanguageModel, tokens: int) -> int:
@@ -383,14 +384,14 @@ def run(
             "and lengths of 1 or more"
         )
     path = Path(output) if output else FOLDER / "plan.md"
-    given = ", ".join(f"{name} {value:g}" for name, value in asdict(assumed).items())
-    known = models.read(models.ALL)
-    costs = {model.name: known_cost(model, size) for model in known}
+    assumptions = ", ".join(f"{name} {value:g}" for name, value in asdict(assumed).items())
+    chosen = models.read(models.ALL)
+    costs = {model.name: known_cost(model, size) for model in chosen}
     sections = (
         "# Computed: a token at any length, and large runs",
         f"**Everything here is computed, nothing measured**, by `{shlex.join(['python', *sys.argv])}`; "
         "`benchmarks/gsm_benchmarks/plan.py` has the formulas, `configs/benchmark/plan.yaml` the assumptions: "
-        f"{given}.",
+        f"{assumptions}.",
         "## A token",
         f"Size {size}, bfloat16, one sequence, prompts in chunks of 4,096 tokens:",
         table(TOKEN, _token_cells(costs, contexts)),
@@ -399,7 +400,7 @@ def run(
         "## Training on many GPUs",
         "GSM; GiB of a GPU without recomputation, and with it in brackets. Hours are those of the fastest way that "
         f"fits, at the assumed MFU and at that of the paper's own tokens a second ({_paper_mfu(assumed):.1%}):",
-        table(RUN, [_run_cells(one, n, tokens, assumed) for one, tokens in budgets.items() for n in gpus]),
+        table(RUN, [_run_cells(budget, n, tokens, assumed) for budget, tokens in budgets.items() for n in gpus]),
         _checked(assumed),
         "`bfloat16 gathered` stands for `trainer=fsdp trainer.strategy.gathered=bfloat16 "
         "trainer.strategy.reduced=float32`.",
@@ -463,7 +464,7 @@ def _run_cells(size: str, gpus: int, tokens: float, assumed: Assumed) -> tuple[s
                 min((step["step"] / step["tokens"] * float(tokens) / 3600 for step in steps), default=math.inf)
             )
     least = [min(hours[0::2]), min(hours[1::2])]
-    words = [f"{one:.3g}" if one < math.inf else "does not fit" for one in least]
+    words = [f"{time:.3g}" if time < math.inf else "does not fit" for time in least]
     return f"{size}, {float(tokens) / 1e9:g} B", str(gpus), str(batch), *cells, *words
 
 

@@ -123,8 +123,8 @@ class Results:
 
     def add(self, name: str, row: Row) -> None:
         """Put a row in place and write the file."""
-        given = {"given": self.given[name]} if self.given.get(name) else {}
-        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **given, **row}
+        overrides = {"given": self.given[name]} if self.given.get(name) else {}
+        self.rows[name] = {**{key: self.facts[key] for key in CARRIED if key in self.facts}, **overrides, **row}
         write_json(self.path, {**self.facts, "rows": self.rows})
 
 

@@ -187,8 +187,8 @@ def _extra_mib(run: Run, device: torch.device) -> float:
     with watching(device) as peak:
         returned = run()
         torch.cuda.synchronize(device)
-    kept = sum(x.nbytes for x in tree_leaves(returned) if isinstance(x, Tensor))
-    return max(0, (peak.extra or 0) - kept) / 2**20
+    returned_bytes = sum(x.nbytes for x in tree_leaves(returned) if isinstance(x, Tensor))
+    return max(0, (peak.extra or 0) - returned_bytes) / 2**20
 
 
 def _lap(run: Run, pause: int) -> Callable[[], float]:

@@ -86,12 +86,12 @@ def run(
             f"batch_size {batch_size}, context {context}, steps {steps}, warm_up {warm_up}: give 1 or more"
         )
     where = machine.chosen(how.device)
-    known = read_models(models)
-    size = one_size(known, size, "0p5b" if where.type == "cuda" else "nano")
+    chosen = read_models(models)
+    size = one_size(chosen, size, "0p5b" if where.type == "cuda" else "nano")
     file = how.open("training", where)
     marks = {"compiled": compile, "recomputed": recompute is True, "recomputed in part": recompute == "selective"}
     rows = {}
-    for model in known:
+    for model in chosen:
         tokens = context or model.config(size)["data"]["context"]
         row = ", ".join([f"{model.name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
         job = Job(model, size, recompute, batch_size, tokens, warm_up, steps)

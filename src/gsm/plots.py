@@ -64,12 +64,12 @@ class Style:
 
 def styles(arms: Iterable[str]) -> dict[str, Style]:
     """Return a style for each arm, by its place: seven colours, then the same with other lines and markers."""
-    found: dict[str, Style] = {}
+    styles_by_arm: dict[str, Style] = {}
     for number, arm in enumerate(dict.fromkeys(arms)):
         again, place = divmod(number, len(COLOURS))
         line, marker = LINES[(place + again) % len(LINES)], MARKERS[(place + again) % len(MARKERS)]
-        found[arm] = Style(COLOURS[place], line, marker)
-    return found
+        styles_by_arm[arm] = Style(COLOURS[place], line, marker)
+    return styles_by_arm
 
 
 def named(arms: Iterable[str]) -> dict[str, str]:
@@ -86,7 +86,9 @@ def short(arms: Iterable[str]) -> dict[str, str]:
     # A part behind a hyphen without an underscore belongs to the value before it, as in lr_1e-4.
     parts = {arm: re.split(r"-(?=[^-]*_)", arm) for arm in arms}
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
-    own_parts = {arm: "-".join(part for part in own if part not in common) or own[0] for arm, own in parts.items()}
+    own_parts = {
+        arm: "-".join(part for part in words if part not in common) or words[0] for arm, words in parts.items()
+    }
     return own_parts if len(set(own_parts.values())) == len(parts) else {arm: arm for arm in parts}
 
 
@@ -245,8 +247,8 @@ def cells(
 
 def _mean(values: Iterable[float | None]) -> float:
     """Return the mean of the values that are there; nan without any."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else float("nan")
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else float("nan")
 
 
 def lengths(

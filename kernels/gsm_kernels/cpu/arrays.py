@@ -104,9 +104,9 @@ def read(address, size, count, into):
         for c in range(0, whole, 16):
             _copy16(address + 4 * c, into + 4 * c)
         if whole < count:
-            given, rest = floats(address + 4 * whole, (16,)), floats(into + 4 * whole, (16,))
+            numbers, rest = floats(address + 4 * whole, (16,)), floats(into + 4 * whole, (16,))
             for c in range(count - whole):
-                rest[c] = given[c]
+                rest[c] = numbers[c]
     else:
         for c in range(0, whole, 16):
             _widen16(address + 2 * c, into + 4 * c)

@@ -44,16 +44,17 @@ def attend_range(inputs: Inputs) -> Tensor:
 
 def _forward(query, key, value, first, last, width=None, whole=False) -> Tensor:
     (batch, each, heads, channels), (_, slots, groups, _) = query.shape, key.shape
-    own, given, rows = loops("attend_range"), wide(query), batch * each
+    module, queries, rows = loops("attend_range"), wide(query), batch * each
     key, value, first, last = *_side_by_side(key, value), places(first), places(last)
-    shares = min(-(-slots // own.PART), own.SHARES)  # of slots, not of what rows see: a recorded call is for all ranges
-    items, out = shares * rows, torch.empty_like(given)
-    part = given.new_empty(items * heads * (channels + 2))
+    # Shares of all slots, not of the slots that these rows see: a recorded call serves every range.
+    shares = min(-(-slots // module.PART), module.SHARES)
+    items, out = shares * rows, torch.empty_like(queries)
+    part = queries.new_empty(items * heads * (channels + 2))
     least = -(-THREAD * items // max(2 * groups * channels * rows * slots, 1))
     sizes = (rows, shares, each, slots, heads, groups, channels, key.element_size(), *key.stride()[:2])
-    run(own.forward, items, *sizes, given, key, value, first, last, part, out, least=max(least, 1))
+    run(module.forward, items, *sizes, queries, key, value, first, last, part, out, least=max(least, 1))
     if items > least:  # else it was one piece, which has done this too
-        run(own.combine, rows, rows, shares, heads, channels, part, out, least=max(rows, 1))
+        run(module.combine, rows, rows, shares, heads, channels, part, out, least=max(rows, 1))
     return in_dtype(out, query.dtype)
 
 

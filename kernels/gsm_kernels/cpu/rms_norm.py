@@ -24,19 +24,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    given, width = wide(x), x.shape[-1]
-    rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(given)
-    run(loops("rms_norm").forward, rows, width, eps, given, wide(weight), out, least=least)
+    wide_x, width = wide(x), x.shape[-1]
+    rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(wide_x)
+    run(loops("rms_norm").forward, rows, width, eps, wide_x, wide(weight), out, least=least)
     return in_dtype(out, x.dtype)
 
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    given, own, width = [wide(one) for one in (grad, x, weight)], loops("rms_norm"), x.shape[-1]
+    inputs, module, width = [wide(tensor) for tensor in (grad, x, weight)], loops("rms_norm"), x.shape[-1]
     rows = x.numel() // max(width, 1)
-    blocks = -(-rows // own.ROWS)
-    x_grad, part_PD = torch.empty_like(given[1]), given[1].new_empty(blocks, width)
-    least = LEAST // (max(width, 1) * own.ROWS) + 1
-    run(own.backward, blocks, rows, width, eps, *given, x_grad, part_PD, least=least)
+    blocks = -(-rows // module.ROWS)
+    x_grad, part_PD = torch.empty_like(inputs[1]), inputs[1].new_empty(blocks, width)
+    least = LEAST // (max(width, 1) * module.ROWS) + 1
+    run(module.backward, blocks, rows, width, eps, *inputs, x_grad, part_PD, least=least)
     return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
 
 

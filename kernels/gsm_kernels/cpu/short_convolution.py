@@ -21,26 +21,26 @@ def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> 
 
 
 def _forward(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
-    given, (batch, length), (channels, width) = wide(seen_BEC), position_BT.shape, weight.shape
-    out_BTC, least = given.new_empty(batch, length, channels), LEAST // max(channels, 1) + 1
-    sizes = batch, length, given.shape[1], channels, width
-    numbers = given, wide(weight), places(position_BT), out_BTC
+    entries, (batch, length), (channels, width) = wide(seen_BEC), position_BT.shape, weight.shape
+    out_BTC, least = entries.new_empty(batch, length, channels), LEAST // max(channels, 1) + 1
+    sizes = batch, length, entries.shape[1], channels, width
+    numbers = entries, wide(weight), places(position_BT), out_BTC
     run(loops("short_convolution").forward, batch * length, *sizes, *numbers, least=least)
     return in_dtype(out_BTC, seen_BEC.dtype)
 
 
 def _backward(grad_BTC: Tensor, seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-    given, (batch, entries, channels) = [wide(one) for one in (grad_BTC, seen_BEC, weight)], seen_BEC.shape
+    inputs, (batch, entries, channels) = [wide(tensor) for tensor in (grad_BTC, seen_BEC, weight)], seen_BEC.shape
     width = weight.shape[1]
     rows = max(ROWS, 8 * width)  # sums of blocks then take at most an eighth of the memory of what comes in
     blocks, least = -(-batch * entries // rows), LEAST // (max(channels, 1) * rows) + 1
-    seen_grad_BEC, part_PWC = torch.empty_like(given[1]), given[1].new_empty(blocks, width, channels)
+    seen_grad_BEC, part_PWC = torch.empty_like(inputs[1]), inputs[1].new_empty(blocks, width, channels)
     sizes = rows, batch, position_BT.shape[1], entries, channels, width
     run(
         loops("short_convolution").backward,
         blocks,
         *sizes,
-        *given,
+        *inputs,
         places(position_BT),
         seen_grad_BEC,
         part_PWC,

@@ -20,16 +20,16 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    given = wide(gate)
-    out = torch.empty_like(given)
-    run(loops("swiglu").forward, out.numel(), limit, given, wide(up), out, least=LEAST)
+    gates = wide(gate)
+    out = torch.empty_like(gates)
+    run(loops("swiglu").forward, out.numel(), limit, gates, wide(up), out, least=LEAST)
     return in_dtype(out, gate.dtype)
 
 
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    given = [wide(x) for x in (grad, gate, up)]
-    gate_grad, up_grad = torch.empty_like(given[1]), torch.empty_like(given[2])
-    run(loops("swiglu").backward, gate_grad.numel(), limit, *given, gate_grad, up_grad, least=LEAST)
+    inputs = [wide(x) for x in (grad, gate, up)]
+    gate_grad, up_grad = torch.empty_like(inputs[1]), torch.empty_like(inputs[2])
+    run(loops("swiglu").backward, gate_grad.numel(), limit, *inputs, gate_grad, up_grad, least=LEAST)
     return in_dtype(gate_grad, gate.dtype), in_dtype(up_grad, up.dtype)
 
 

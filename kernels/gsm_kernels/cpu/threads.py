@@ -57,12 +57,12 @@ def _pooled(loop: Callable[..., None], items: int, arguments: Sequence[float], l
     each = _part(items, least * SLOWER)
     starts = range(0, items, each)
     pool = _pool(os.getpid())
-    others = [pool.submit(loop, start, min(start + each, items), *arguments) for start in starts[1:]]
+    pieces = [pool.submit(loop, start, min(start + each, items), *arguments) for start in starts[1:]]
     try:
         loop(0, min(each, items), *arguments)
     finally:
-        wait(others)  # they write to tensors that an error would release
-    for other in others:
+        wait(pieces)  # they write to tensors that an error would release
+    for other in pieces:
         other.result()
 
 

@@ -30,8 +30,8 @@ def loss_and_gradient(
     counted = target != ignore_index
     logit_ptr += row * logit_stride
     # A kernel cannot raise: a target outside the vocabulary makes the loss not a number.
-    known = (target >= 0) & (target < V)
-    at_target = tl.load(logit_ptr + target, mask=known, other=float("nan"))
+    valid = (target >= 0) & (target < V)
+    at_target = tl.load(logit_ptr + target, mask=valid, other=float("nan"))
     block = tl.arange(0, BLOCK)
     # Every lane has a maximum and a sum of its own; they meet once, at the end of the row.
     top = tl.full([BLOCK], -1e30, tl.float32)

@@ -29,10 +29,10 @@ def forward(
     query, weight = _heads(query_ptr, weight_ptr, row, J, I, HEADS, WIDTH)
     group = tl.load(index_ptr + line * (places // GROUP) + place // GROUP, mask=place < places, other=-1)
     slot = group * GROUP + place % GROUP
-    there = (group >= 0) & (slot < F)
-    key = _keys(key_ptr, batch * F + slot, there, I, WIDTH)
+    valid = (group >= 0) & (slot < F)
+    key = _keys(key_ptr, batch * F + slot, valid, I, WIDTH)
     fired = tl.maximum(tl.dot(key, tl.trans(query), input_precision="ieee"), 0.0)
-    score = tl.where(there, tl.sum(fired * weight[None, :], 1), 0.0)
+    score = tl.where(valid, tl.sum(fired * weight[None, :], 1), 0.0)
     tl.store(score_ptr + line * places + place, score, mask=place < places)
 
 
@@ -70,16 +70,16 @@ def backward(
     for start in range(0, places, KS):
         place = start + tl.arange(0, KS)
         slot = tl.load(index_ptr + line * places + place, mask=place < places, other=-1)
-        there = slot >= 0
-        key = _keys(key_ptr, batch * F + slot, there, I, WIDTH)
+        valid = slot >= 0
+        key = _keys(key_ptr, batch * F + slot, valid, I, WIDTH)
         product = tl.dot(key, tl.trans(query), input_precision="ieee")
-        grad = tl.load(grad_ptr + line * places + place, mask=there, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + line * places + place, mask=valid, other=0.0).to(tl.float32)
         weight_grad += tl.sum(tl.maximum(product, 0.0) * grad[:, None], 0)
         # Where a head fired, its gradient is its weight times the score's.
         fired_grad = tl.where(product > 0, grad[:, None] * weight[None, :], 0.0).to(query.dtype)
         query_grad += tl.dot(tl.trans(fired_grad), key, input_precision="ieee")
         pair = tl.dot(fired_grad, query, input_precision="ieee")
-        inside = there[:, None] & (channel < I)[None, :]
+        inside = valid[:, None] & (channel < I)[None, :]
         tl.store(pair_ptr + (line * places + place)[:, None] * I + channel[None, :], pair, mask=inside)
     inside = (head < J)[:, None] & (channel < I)[None, :]
     tl.store(query_grad_ptr + (row * J + head)[:, None] * I + channel[None, :], query_grad, mask=inside)

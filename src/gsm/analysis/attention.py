@@ -70,23 +70,23 @@ def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
 def entries_back(model: GSM, name: str, entries: int) -> Tensor:
     """How many positions before its row each of the entries was written that an attention sees besides those of a bank,
     int64 [W]: of a decoder layer the state's, and then those of a window of its own."""
-    own, each = 0, 1
+    own_entries, each = 0, 1
     if name.startswith("decoder/"):
         layer = list(model.decoder)[int(name.removeprefix("decoder/")) - model.geometry.encoder_layers - 1]
-        own, each = cast(StateAttention, layer.attention).own_size, model.writer.slots
-    return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
+        own_entries, each = cast(StateAttention, layer.attention).own_size, model.writer.slots
+    return torch.cat([torch.arange(entries - own_entries - 1, -1, -1) // each, torch.arange(own_entries - 1, -1, -1)])
 
 
 def decoder_attention(model: GSM, seen: Seen) -> Tensor:
     """What the decoder's layers look at, float32 [L, E]: the mean over heads, and over the rows that see a whole state;
     where none does, over all but padding."""
-    first, found = model.geometry.encoder_layers + 1, []
+    first, means = model.geometry.encoder_layers + 1, []
     for layer in range(first, model.geometry.depth + 1):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
         position_BR = last(seen["position"], weight_BRHE.shape[1])
         whole_BR = position_BR >= model.writer.positions - 1
-        found.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
-    return torch.stack(found)
+        means.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
+    return torch.stack(means)
 
 
 def names_of(model: GSM) -> list[str]:
@@ -100,12 +100,12 @@ def names_of(model: GSM) -> list[str]:
 def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
     """How much every head of every attention leaves to its sink, by name, float [H]: the mean over rows, without
     padding. Of a recorded call (``position``, ``*/weights``)."""
-    found = {}
+    sinks = {}
     for name in names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
         counted_BR = last(seen["position"], weight_BRHE.shape[1]) >= 0
-        found[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)
-    return found
+        sinks[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)
+    return sinks
 
 
 def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
 def selections(model: GSM, seen: Seen) -> dict[int, Tensor]:
     """By stage, how many tokens before its row every selected entry begins, int64 [B, R, K], -1 for none; of a call
     without a memory."""
-    ratio, found = model.geometry.encoder_ratio, {}
+    ratio, distances = model.geometry.encoder_ratio, {}
     for stage in range(1, len(model.aggregation.layers) + 1):
         chosen_BRK = seen.get(f"stage/{stage}/top_k")
         if chosen_BRK is None:
@@ -144,8 +144,8 @@ def selections(model: GSM, seen: Seen) -> dict[int, Tensor]:
         rows, position_BT = chosen_BRK.shape[1], seen["position"]
         first_BR = last(plan_slots(position_BT, ratio, None).first_BT, rows)
         entry_BRK = (chosen_BRK - first_BR[..., None]) * ratio
-        found[stage] = (last(position_BT, rows)[..., None] - entry_BRK).where(chosen_BRK >= 0, -1)
-    return found
+        distances[stage] = (last(position_BT, rows)[..., None] - entry_BRK).where(chosen_BRK >= 0, -1)
+    return distances
 
 
 def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
@@ -163,7 +163,7 @@ def selected_weights(model: GSM, seen: Seen, rows: int, sequence: int = 0) -> di
         rows: how many.
         sequence: which of the batch.
     """
-    length, found = seen["position"].shape[1], {}
+    length, maps = seen["position"].shape[1], {}
     for stage, back_BRK in selections(model, seen).items():
         back_RK = back_BRK[sequence, -rows:]
         weight_RE = seen[f"stage/{stage}/weights"][sequence, -rows:].float().mean(dim=1)
@@ -173,5 +173,5 @@ def selected_weights(model: GSM, seen: Seen, rows: int, sequence: int = 0) -> di
         for offset in range(model.geometry.encoder_ratio):
             place_RK = (row_R1 - back_RK + offset).where(back_RK >= 0, length)
             map_RT.scatter_(1, place_RK, weight_RK)
-        found[stage] = map_RT[:, :length]
-    return found
+        maps[stage] = map_RT[:, :length]
+    return maps

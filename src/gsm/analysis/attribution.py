@@ -144,9 +144,9 @@ def agreement(
         directions, seed: as of ``gradient_attribution``; the substitutes are drawn from the seed too.
     """
     sources = range(max(rows) + 1) if sources is None else sources
-    known = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
+    alphabet_A = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
     generator = torch.Generator().manual_seed(seed)
-    substitute_SN = torch.stack([_others(known, token_T[list(sources)], generator) for _ in range(substitutes)])
+    substitute_SN = torch.stack([_others(alphabet_A, token_T[list(sources)], generator) for _ in range(substitutes)])
     moved_RN = replacement_attribution(model, token_T, rows, sources, substitute_SN)
     gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions, seed=seed)
     with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
@@ -160,7 +160,9 @@ def agreement(
 def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
     before = [[place for place, source in enumerate(sources) if source <= row] for row in rows]
     pairs = zip(one_RN, other_RN, before, strict=True)
-    return torch.tensor([spearman(one_N[kept], other_N[kept]) for one_N, other_N, kept in pairs], dtype=torch.float64)
+    return torch.tensor(
+        [spearman(one_N[mask_N], other_N[mask_N]) for one_N, other_N, mask_N in pairs], dtype=torch.float64
+    )
 
 
 def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:

@@ -44,8 +44,8 @@ def _rows(count: int) -> list[tuple[float, float]]:
 
 def _beside(y: float, height: float) -> tuple[float, float]:
     """Top edge and height of a stage beside a layer."""
-    own = max(20.0, min(height, 46.0))
-    return y + (height - own) / 2, own
+    stage_height = max(20.0, min(height, 46.0))
+    return y + (height - stage_height) / 2, stage_height
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     size = next((word.removeprefix("size=") for word in arguments if word.startswith("size=")), "nano")
     path = next((Path(word) for word in arguments if "=" not in word), Path("docs/architecture.svg"))
     fields = yaml.safe_load((configs() / "size" / f"{size}.yaml").read_text(encoding="utf-8"))
-    known = {name: value for name, value in fields.items() if not name.startswith("_") and name != "defaults"}
+    numbers = {name: value for name, value in fields.items() if not name.startswith("_") and name != "defaults"}
     with replacing(path) as file:
-        file.write(draw(Geometry(**known)).encode())
+        file.write(draw(Geometry(**numbers)).encode())
 
 
 if __name__ == "__main__":

@@ -155,13 +155,13 @@ def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
     shuffled labels, the grey line is chance."""
     ticks = sorted({distance for curve in found.values() for distance in curve})
     for (name, curve), style in zip(found.items(), plots.styles(found).values(), strict=True):
-        distances, numbers = list(curve), list(curve.values())
+        distances, results = list(curve), list(curve.values())
         how: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 4, "linewidth": 1.4}
-        label = f"{name} ({numbers[0].features:,} numbers)"
+        label = f"{name} ({results[0].features:,} numbers)"
         places = [ticks.index(distance) for distance in distances]
-        axes.plot(places, [one.accuracy for one in numbers], label=label, **how)
-        axes.plot(places, [one.shuffled for one in numbers], ":", color=style.colour, linewidth=1)
-    chance = [one.chance for curve in found.values() for one in curve.values()]
+        axes.plot(places, [result.accuracy for result in results], label=label, **how)
+        axes.plot(places, [result.shuffled for result in results], ":", color=style.colour, linewidth=1)
+    chance = [result.chance for curve in found.values() for result in curve.values()]
     axes.axhline(sum(chance) / len(chance), color="#888888", linewidth=1, label="chance")
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
@@ -211,7 +211,7 @@ def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: flo
             axes.text(place, value + 0.01, f"{value:.2f}", ha="center", va="bottom", fontsize=SMALL)
     if chance is not None:
         axes.axhline(chance, color="#888888", linewidth=1, label="chance")
-    counts = {len(one.right_N) for answers in found.values() for one in answers.values()}
+    counts = {len(group.right_N) for answers in found.values() for group in answers.values()}
     axes.set_xticks(range(len(found)), list(found))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylim(0, 1.3)
@@ -264,12 +264,12 @@ def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -
 
 def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
     """Draw the weight of each attention's sink: a bar for the mean over heads, a dot for each head."""
-    found = sinks(model, seen)
+    weights = sinks(model, seen)
     colours = {"encoder": plots.COLOURS[0], "stage": plots.COLOURS[1], "decoder": plots.COLOURS[2]}
-    for place, (name, weight_H) in enumerate(found.items()):
+    for place, (name, weight_H) in enumerate(weights.items()):
         axes.bar(place, float(weight_H.mean()), color=colours[name.partition("/")[0]], width=0.7, alpha=0.75)
         axes.plot([place] * len(weight_H), weight_H.tolist(), ".", color="#000000", markersize=4)
-    axes.set_xticks(range(len(found)), names_of(model), rotation=40, ha="right")
+    axes.set_xticks(range(len(weights)), names_of(model), rotation=40, ha="right")
     axes.set_ylim(0, None)
     finish(axes, "", "weight of the sink (fraction)")
 

@@ -95,12 +95,12 @@ def without_stages(model: GSM, gone_BT: Tensor | None = None) -> Iterator[None]:
 
 def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]]]:
     """What can be taken away everywhere, by name: the state's entries, what each stage retrieves, and what all do."""
-    found: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
+    ablated: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
     stages = range(1, len(model.aggregation.layers) + 1)
-    found |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
+    ablated |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
     if len(stages) > 1:
-        found["all stages"] = partial(without_stages, model)
-    return found
+        ablated["all stages"] = partial(without_stages, model)
+    return ablated
 
 
 def without_slots(model: GSM, gone_BF: Tensor) -> AbstractContextManager[None]:

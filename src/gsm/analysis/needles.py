@@ -99,12 +99,12 @@ def needle_map(
     No needle stands in the last part of a sequence, with the gap and the questions. Depths therefore reach from 0 to
     the deepest place of any needle at that length, in ``depths`` equal steps of the sequence.
     """
-    asked = [ask(task, length, sequences) for length in lengths]
-    edges = torch.linspace(0, max(float(one.depth_N.max()) for one in asked) + 1e-6, depths + 1)
+    questions = [ask(task, length, sequences) for length in lengths]
+    edges = torch.linspace(0, max(float(question.depth_N.max()) for question in questions) + 1e-6, depths + 1)
     rows = []
-    for one in asked:
-        right_N = torch.cat([found.right_N for found in _in_parts(model, one)]).cpu().float()
-        place_N = torch.bucketize(one.depth_N, edges[1:-1], right=True)
+    for question in questions:
+        right_N = torch.cat([part.right_N for part in _in_parts(model, question)]).cpu().float()
+        place_N = torch.bucketize(question.depth_N, edges[1:-1], right=True)
         count_D = torch.bincount(place_N, minlength=depths)
         rows.append((torch.bincount(place_N, weights=right_N, minlength=depths) / count_D, count_D))
     accuracy_LD, count_LD = (torch.stack(parts) for parts in zip(*rows, strict=True))
@@ -155,18 +155,20 @@ def needle_test(
     """
     named = name(model, asked, "slots" if what == "slots" else "entries", count=count, start=start, seed=seed)
     apart = asked.apart()
-    without, others = (answers_without(model, apart, what, gone, start) for gone in (named.place_NK, named.other_NK))
-    return NeedleTest(_joined(_in_parts(model, apart)), without, others, named)
+    without, without_others = (
+        answers_without(model, apart, what, gone, start) for gone in (named.place_NK, named.other_NK)
+    )
+    return NeedleTest(_joined(_in_parts(model, apart)), without, without_others, named)
 
 
 def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
     """Return the answers with everything, without the retrieval of each stage, and without that of all stages."""
-    found = {"nothing removed": _joined(_in_parts(model, asked))}
+    by_removal = {"nothing removed": _joined(_in_parts(model, asked))}
     for what, without in ablations(model).items():
         if what != "state":
             with without():
-                found[what] = _joined(_in_parts(model, asked))
-    return found
+                by_removal[what] = _joined(_in_parts(model, asked))
+    return by_removal
 
 
 @torch.no_grad()
@@ -180,8 +182,8 @@ def name(model: GSM, asked: Asked, what: Literal["entries", "slots"], *, count: 
     for sequence, token_T in enumerate(asked.token_BT):
         with model.evaluating(), record(*TAPS) as seen:
             model.forward(token_T[None])
-        here = (asked.sequence_N == sequence).nonzero()[:, 0].tolist()
-        score_NT = _slots(model, seen, asked, here) if what == "slots" else _entries(model, seen, asked, here, start)
+        row_N = (asked.sequence_N == sequence).nonzero()[:, 0].tolist()
+        score_NT = _slots(model, seen, asked, row_N) if what == "slots" else _entries(model, seen, asked, row_N, start)
         chosen += [_chosen(score_T, count, generator) for score_T in score_NT]
     place, other = zip(*chosen, strict=True)
     return Named(torch.stack(place), torch.stack(other))
@@ -203,8 +205,8 @@ def _entries(model: GSM, seen: Seen, asked: Asked, here: list[int], start: bool)
     """Return the score of each position's entry for some questions, -1 where the row does not see it."""
     from_needle_TT, decoder_TT = state_routes(model, seen).total_TT, decoder_rollout(model, seen)
     scores = []
-    for row, told in zip(asked.row_N[here].tolist(), asked.told_N[here].tolist(), strict=True):
-        score_T = decoder_TT[row] * from_needle_TT[:, told : told + 2].sum(dim=1)
+    for row, place in zip(asked.row_N[here].tolist(), asked.told_N[here].tolist(), strict=True):
+        score_T = decoder_TT[row] * from_needle_TT[:, place : place + 2].sum(dim=1)
         sees_T = torch.zeros_like(score_T, dtype=torch.bool)
         sees_T[max(0, row - model.writer.positions + 1) : row + 1] = True
         scores.append(score_T.masked_fill(~sees_T, -1))
@@ -226,12 +228,12 @@ def _slots(model: GSM, seen: Seen, asked: Asked, here: list[int]) -> Tensor:
 
 def _chosen(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the places of the highest scores, and the same number of others at random among scores of at least 0."""
-    others = score_T >= 0
-    if int(others.sum()) < 2 * count:
-        raise ValueError(f"count {count}: an answer sees {int(others.sum())} only, so give at most half as many")
+    candidates = score_T >= 0
+    if int(candidates.sum()) < 2 * count:
+        raise ValueError(f"count {count}: an answer sees {int(candidates.sum())} only, so give at most half as many")
     named_K = score_T.topk(count).indices
-    others[named_K] = False
-    left_N = others.nonzero()[:, 0]
+    candidates[named_K] = False
+    left_N = candidates.nonzero()[:, 0]
     return named_K, left_N[torch.randperm(len(left_N), generator=generator)[:count]]
 
 
@@ -239,12 +241,12 @@ def _in_parts(
     model: LanguageModel, asked: Asked, inside: Callable[[slice], AbstractContextManager[None]] | None = None
 ) -> list[Answers]:
     """Return answers part by part; ``inside`` returns the intervention of a part."""
-    step, found = max(1, AT_ONCE // asked.token_BT.shape[1]), []
+    step, parts = max(1, AT_ONCE // asked.token_BT.shape[1]), []
     for first in range(0, len(asked.token_BT), step):
         part = slice(first, first + step)
         with inside(part) if inside else nullcontext():
-            found.append(answers(model, asked.token_BT[part], asked.target_BT[part]))
-    return found
+            parts.append(answers(model, asked.token_BT[part], asked.target_BT[part]))
+    return parts
 
 
 def _joined(parts: list[Answers]) -> Answers:

@@ -62,17 +62,17 @@ def measure(
     rows = []
     for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
         try:
-            found = sequences(length)
+            batches = sequences(length)
         except ValueError:  # too long for the text that there is, or too short for the task
             if lengths:
                 raise
             continue
-        stages = overlaps(model, found)
+        stages = overlaps(model, batches)
         if not stages:
             return None
         means = [float(one_N.mean()) if len(one_N) else None for one_N in stages.values()]
         queries = max(map(len, stages.values()))
-        rows.append({"length": length, "queries": queries, "chance": chance(model, found), "stages": means})
+        rows.append({"length": length, "queries": queries, "chance": chance(model, batches), "stages": means})
     whole = [value for row in rows if row["length"] == context for value in row["stages"] if value is not None]
     taken_over = {} if selects_for_itself(model) else {"by_construction": True}
     return {"mean": sum(whole) / len(whole) if whole else None, "context": context, "by_length": rows, **taken_over}
@@ -105,17 +105,17 @@ def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) ->
     """
     if not isinstance(model, GSM):
         return {}
-    found: dict[int, list[Tensor]] = {}
+    by_stage: dict[int, list[Tensor]] = {}
     with model.evaluating():
         for seen in _recordings(model, sequences):
             for stage, one_N in overlaps_seen(model, seen).items():
-                found.setdefault(stage, []).append(one_N.cpu())
-    return {stage: torch.cat(parts) for stage, parts in sorted(found.items())}
+                by_stage.setdefault(stage, []).append(one_N.cpu())
+    return {stage: torch.cat(parts) for stage, parts in sorted(by_stage.items())}
 
 
 def overlaps_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
     """Return the same for one recorded call: stage s against the encoder layer that it stands on."""
-    geometry, found = model.geometry, {}
+    geometry, by_stage = model.geometry, {}
     for stage, layer in enumerate(model.aggregation.layers, 1):
         own_BRJ, theirs_BTK = seen.get(f"stage/{stage}/top_k"), seen.get(f"encoder/{layer}/top_k")
         if own_BRJ is None or theirs_BTK is None:
@@ -123,8 +123,8 @@ def overlaps_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
         rows = own_BRJ.shape[1]
         visible_BR = (last(seen["position"], rows) + 1) // geometry.encoder_ratio
         count_BR = shared_slots(own_BRJ, last(theirs_BTK, rows))
-        found[stage] = count_BR[visible_BR > geometry.top_k].float() / geometry.top_k
-    return found
+        by_stage[stage] = count_BR[visible_BR > geometry.top_k].float() / geometry.top_k
+    return by_stage
 
 
 def shared_slots(own_BRJ: Tensor, theirs_BRK: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def restored(
             f"{float(base):.3g} in both, and there is nothing to restore"
         )
     pair = pair.to(model.embedding.weight.device)
-    found = []
+    recovered = []
     with model.evaluating():
         with record(*patterns) as seen:
             model.forward(pair.clean_NT)
@@ -112,8 +112,8 @@ def restored(
             with ExitStack() as stack:
                 for name, x in seen.items():
                     stack.enter_context(patch(name, partial(_put, x, place_N), model))
-                found.append((_margin(model, pair.corrupted_NT, pair) - base) / (clean - base))
-    return torch.stack(found) if place_NP is not None else found[0]
+                recovered.append((_margin(model, pair.corrupted_NT, pair) - base) / (clean - base))
+    return torch.stack(recovered) if place_NP is not None else recovered[0]
 
 
 def around(centre_N: Tensor, offsets: Sequence[int]) -> Tensor:

@@ -112,14 +112,14 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
     """
     if list(rows) != sorted(set(rows)):
         raise ValueError(f"rows {list(rows)} must ascend without repetition")
-    memory, read, found = model.start(len(token_BT)), 0, []
+    memory, read, features = model.start(len(token_BT)), 0, []
     for row in rows:
         with model.evaluating(), record(*TAPS) as seen:
             memory = model.prefill(token_BT[:, read : row + 1], memory, chunk).memory
         assert memory is not None  # one was given
-        found.append(_features(model, seen, row))
+        features.append(_features(model, seen, row))
         read = row + 1
-    return {name: torch.stack([one[name] for one in found], dim=1) for name in found[0]}
+    return {name: torch.stack([row_features[name] for row_features in features], dim=1) for name in features[0]}
 
 
 def by_distance(
@@ -146,11 +146,11 @@ def by_distance(
     if max(distances) > min(rows):
         raise ValueError(f"distance {max(distances)} reaches back beyond the sequence from row {min(rows)}")
     share = max(1, round(held_out * len(token_BT))) / len(token_BT)
-    found = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
+    features = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
     return {
         name: {distance: probe(value_NF, label[distance], held_out=share, ridge=ridge) for distance in distances}
-        for name, value_NF in found.items()
+        for name, value_NF in features.items()
     }
 
 
@@ -166,8 +166,8 @@ def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out:
     rows = [row - before for row in asked.key_N.unique().tolist()]
     value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
     share = max(1, round(held_out * len(asked.token_BT))) / len(asked.token_BT)
-    found = states(model, asked.token_BT, rows).items()
-    return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in found}
+    features = states(model, asked.token_BT, rows).items()
+    return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in features}
 
 
 def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:

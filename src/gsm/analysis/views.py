@@ -81,9 +81,9 @@ def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
 def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     """Return a picture of each stage's selection from the history, by the weight that it reads with: a panel each."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
-    found, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
-    figure, panels = _panels(len(found), columns=1, height=HEIGHT if len(found) == 1 else 0.55 * HEIGHT)
-    for axes, (stage, map_RT) in zip(panels, found.items(), strict=True):
+    maps, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
+    figure, panels = _panels(len(maps), columns=1, height=HEIGHT if len(maps) == 1 else 0.55 * HEIGHT)
+    for axes, (stage, map_RT) in zip(panels, maps.items(), strict=True):
         layer, follows = model.aggregation.layers[stage - 1], stages[stage - 1].retriever.follows_encoder
         how = f"reads what layer {layer} selects" if follows else f"on layer {layer} selects for itself"
         figures.selected(axes, map_RT, f"stage {stage} {how}")

@@ -36,12 +36,12 @@ class Context(Ranks):
             model: the same on all ranks.
             tokens, documents, targets: whole sequences, as of ``LanguageModel.forward``.
         """
-        given, pieces = self.divided(model, tokens, documents, targets)
-        out = model(**given)
+        arguments, pieces = self.divided(model, tokens, documents, targets)
+        out = model(**arguments)
         losses = {name: pieces.weighed(loss) for name, loss in out.losses.items()}
         experts = report_balance(of_whole_sequences(out.balances, pieces))
         out = replace(out, losses=losses | experts.losses, metrics=out.metrics | experts.metrics)
-        return out, given["targets"]
+        return out, arguments["targets"]
 
     def divided(
         self, model: LanguageModel, tokens: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
@@ -53,13 +53,13 @@ class Context(Ranks):
         # A state goes from piece to piece, in order; without one, two pieces make the searches of all ranks even.
         each = 1 if holds(memory, State) else 2
         pieces = Pieces(self, shape, documents, each=each, device=tokens.device)
-        given = {
+        arguments = {
             "tokens": pieces.cut(tokens, 0),
             "documents": None if pieces.documents_BT is None else pieces.cut(pieces.documents_BT, -1),
             "targets": None if targets is None else pieces.cut(targets.long(), IGNORED),
             "memory": pieces.substitute(memory),
         }
-        return given, pieces
+        return arguments, pieces
 
     def total(self, count: Tensor) -> Tensor:
         """Return the sum over the ranks."""
@@ -95,10 +95,10 @@ class Context(Ranks):
         start, left = 0, tokens.shape[1] - _suffix(model)
         try:
             while piece := min(chunk, max(0, left - start) // self.size):
-                here = slice(start, start + piece * self.size)
-                start = here.stop
-                part = None if documents is None else documents[:, here].long()
-                memory = self._read(model, tokens[:, here], part, memory, tokens.shape[1] - start)
+                span = slice(start, start + piece * self.size)
+                start = span.stop
+                part = None if documents is None else documents[:, span].long()
+                memory = self._read(model, tokens[:, span], part, memory, tokens.shape[1] - start)
             return model.prefill(
                 tokens[:, start:], memory, chunk, documents=None if documents is None else documents[:, start:]
             )
@@ -126,12 +126,12 @@ def of_whole_sequences(balances: Sequence[Balance], pieces: Pieces) -> list[Bala
     the mean of the ranks' losses is that of whole sequences, and each rank has the gradient of its own rows."""
     if not balances:
         return []
-    counted_LYU = torch.stack([torch.cat([one.sent_BE, one.rows_B[:, None]], dim=-1) for one in balances])
+    counted_LYU = torch.stack([torch.cat([balance.sent_BE, balance.rows_B[:, None]], dim=-1) for balance in balances])
     counted_LBU = summed(counted_LYU.unflatten(1, (pieces.each, -1)).sum(1), pieces.ranks.group)
     result = []
-    for one, counted_BU in zip(balances, counted_LBU, strict=True):
-        share_BE = one.share_BE.unflatten(0, (pieces.each, -1)).sum(0) * pieces.ranks.size
-        result.append(one._replace(sent_BE=counted_BU[:, :-1], share_BE=share_BE, rows_B=counted_BU[:, -1]))
+    for balance, counted_BU in zip(balances, counted_LBU, strict=True):
+        share_BE = balance.share_BE.unflatten(0, (pieces.each, -1)).sum(0) * pieces.ranks.size
+        result.append(balance._replace(sent_BE=counted_BU[:, :-1], share_BE=share_BE, rows_B=counted_BU[:, -1]))
     return result
 
 

@@ -176,8 +176,8 @@ class Pieces:
 
     def weighed(self, mean: Tensor) -> Tensor:
         """Weight a mean over the local rows so that the mean over the ranks is the mean over all rows."""
-        here, everywhere = ((x >= 0).sum() for x in (self.cut(self.position_BT, -1), self.position_BT))
-        return mean * (here * self.ranks.size) / everywhere.clamp(min=1)
+        in_piece, everywhere = ((x >= 0).sum() for x in (self.cut(self.position_BT, -1), self.position_BT))
+        return mean * (in_piece * self.ranks.size) / everywhere.clamp(min=1)
 
     def places(self, ratio: int | None, count_B: Tensor | None = None) -> Places:
         """Return the sources of the slots of a bank with one slot for every ``ratio`` tokens of a document.

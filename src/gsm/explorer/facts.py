@@ -206,18 +206,18 @@ def _reading(model: GSM, seen: Seen, name: str) -> Reading:
     chosen_TK = torch.zeros(len(weight_THE), 0).long() if chosen_BTK is None else chosen_BTK[0]
     near = weight_THE.shape[2] - 1 - chosen_TK.shape[1]
     kind, number = name.split("/")
-    layer, own = int(number), 0
+    layer, own_entries = int(number), 0
     if kind == "stage":
         layer = model.aggregation.layers[layer - 1]
     if kind == "decoder":
         block = list(model.decoder)[layer - model.geometry.encoder_layers - 1]
-        own = cast(StateAttention, block.attention).own_size
+        own_entries = cast(StateAttention, block.attention).own_size
     return Reading(
         name=name,
         layer=layer,
         back_E=entries_back(model, name, near),
         near_THE=weight_THE[..., :near],
-        own=own,
+        own=own_entries,
         chosen_TK=chosen_TK,
         far_THK=weight_THE[..., near:-1],
         sink_TH=weight_THE[..., -1],

@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
             tap_name: tap of the weights, after the prefix of this layer.
         """
         band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
-        others = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
-        return attend_tapped((self, tap_name), *band, *others, repeats=repeats)
+        bank = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
+        return attend_tapped((self, tap_name), *band, *bank, repeats=repeats)
 
     def choose(self, attended: Attended, selection: Selection) -> Attended:
         """Return ``attended`` with the selection and, in training, with the bias that trains its indexer."""

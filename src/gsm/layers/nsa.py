@@ -102,9 +102,9 @@ class NSA(RangeAttention):
         x_BRD = last(x_BTD, span.rows)
         query_BRHC = rotate(self.query(x_BRD)[0], *angles.last(span.rows))
         chosen_BRGN = choose_blocks(query_BRHC, compressed, span.row_position_BR, self.block, self.blocks)
-        own = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # True in training
+        own_tokens = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # True in training
         history = self.key_value.history(seen_BFU, slots, span)
-        selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block, own=own)
+        selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block, own=own_tokens)
         window = self.key_value.recent(recent_BEU, self.window, span)
         gates = self.gate(x_BRD).sigmoid().unflatten(-1, (len(BRANCHES), -1, 1)).unbind(2)
         out = [
@@ -224,7 +224,7 @@ def choose_blocks(query_BRHC: Tensor, blocks: History, position_BR: Tensor, bloc
     if not rows or not slots:
         return own_BRG1
     size = max(1, scratch_elements(query_BRHC.device) // (len(query_BRHC) * query_BRHC.shape[2] * slots))
-    best = [_best(query_BRHC, blocks, own_BR, here, count - 1) for here in slices(rows, size)]
+    best = [_best(query_BRHC, blocks, own_BR, part, count - 1) for part in slices(rows, size)]
     return torch.cat((own_BRG1, torch.cat(best, dim=1)), dim=-1)
 
 

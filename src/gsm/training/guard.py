@@ -78,7 +78,7 @@ class NonFiniteGuard:
         """Note the norms of a step's gradients, after its last batch ``number``, without waiting for a GPU."""
         losses_A, batches = torch.stack(self._losses), self._batches
         self._losses, self._batches = [], []
-        batch = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
+        batch = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
         if self._noted_4 is None:
             self._noted_4, self._kept = torch.full((4,), NONE, device=losses_A.device), batch
         broken_A = ~losses_A.isfinite()
@@ -113,11 +113,11 @@ def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
     """
     speaker = 0
     if trainer.world_size > 1:
-        found: list[str] = [""] * trainer.world_size
-        torch.distributed.all_gather_object(found, broken.what)
-        speaker = found.index("loss") if "loss" in found else 0
-    said = _written(broken, trainer) if trainer.global_rank == speaker else ""
-    raise FloatingPointError(trainer.strategy.broadcast(said, src=speaker))
+        sources: list[str] = [""] * trainer.world_size
+        torch.distributed.all_gather_object(sources, broken.what)
+        speaker = sources.index("loss") if "loss" in sources else 0
+    sentence = _written(broken, trainer) if trainer.global_rank == speaker else ""
+    raise FloatingPointError(trainer.strategy.broadcast(sentence, src=speaker))
 
 
 def _written(broken: Broken, trainer: lightning.Trainer) -> str:

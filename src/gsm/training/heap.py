@@ -25,5 +25,5 @@ def keep_freed() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    kept = mallopt(M_MMAP_THRESHOLD, BLOCK) or mallopt(M_MMAP_THRESHOLD, OLDER)
-    return bool(mallopt(M_TRIM_THRESHOLD, UNUSED) and kept)
+    threshold_set = mallopt(M_MMAP_THRESHOLD, BLOCK) or mallopt(M_MMAP_THRESHOLD, OLDER)
+    return bool(mallopt(M_TRIM_THRESHOLD, UNUSED) and threshold_set)

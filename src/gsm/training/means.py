@@ -50,10 +50,10 @@ class Means:
 
     def compute(self) -> dict[str, Tensor]:
         """Return the means of all values since the last call, over all ranks."""
-        found = {name: mean.compute() for name, mean in self._means.items() if mean.update_called}
+        means = {name: mean.compute() for name, mean in self._means.items() if mean.update_called}
         for mean in self._means.values():
             mean.reset()
-        return found
+        return means
 
 
 class OverTargets:

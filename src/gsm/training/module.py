@@ -107,10 +107,10 @@ class LanguageModeling(lightning.LightningModule):
         tokens_BT, document_BT, target_BT = batch["tokens"], batch.get("documents"), batch.get("targets")
         if target_BT is None:
             target_BT = next_tokens(tokens_BT, document_BT)
-        given = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
+        arguments = {"tokens": tokens_BT, "documents": document_BT, "targets": target_BT}
         if self._context is not None:
-            return self._context.call(self.model, **given)
-        return self.model(**given), target_BT
+            return self._context.call(self.model, **arguments)
+        return self.model(**arguments), target_BT
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
         """Cross-entropy plus the losses that the model adds to it, weighted by the batch's share of the step's targets.

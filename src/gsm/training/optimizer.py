@@ -50,8 +50,8 @@ class AdamW:
         if self.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}, but has to be 0 or more")
         if self.schedule not in SCHEDULES:
-            known = ", ".join(SCHEDULES)
-            raise ValueError(f"optimizer.schedule is '{self.schedule}', but has to be one of {known}")
+            names = ", ".join(SCHEDULES)
+            raise ValueError(f"optimizer.schedule={self.schedule} is not allowed because no such schedule exists. Use {names}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {list(self.betas)}, but has to be two numbers from 0 to below 1")
 

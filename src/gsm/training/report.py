@@ -85,8 +85,8 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += ["  " + command("generate", f"checkpoint={shown(folder)}", "prompt=def ")]
         lines += ["  " + command("evaluate", f"checkpoint={shown(folder)}")]
     if "shared_state" in (facts["memory_bytes"] or {}):
-        given = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
-        lines += ["  " + command("explore", f"checkpoint={shown(folder)}", *given)]
+        arguments = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
+        lines += ["  " + command("explore", f"checkpoint={shown(folder)}", *arguments)]
     return "\n".join(lines)
 
 

@@ -77,10 +77,10 @@ def combine(first, last, rows, shares, heads, channels, part_at, out_at):
             if high == NOTHING:
                 continue
             for share in range(shares):
-                found = part[share, row]
-                if found[h] != NOTHING:
-                    fade, mixed = exp(found[h] - high), found[2 * heads + h * channels :]
-                    total += found[heads + h] * fade
+                sums = part[share, row]
+                if sums[h] != NOTHING:
+                    fade, mixed = exp(sums[h] - high), sums[2 * heads + h * channels :]
+                    total += sums[heads + h] * fade
                     for c in range(channels):
                         into[c] += mixed[c] * fade
             for c in range(channels):
@@ -99,22 +99,22 @@ def forward(
     own_at = np.int64(memory.ctypes.data)
     score_at = own_at + 4 * width
     spare = score_at + 4 * heads * PART
-    own, score = floats(own_at, (width,)), floats(score_at, (heads, PART))
+    scaled, score = floats(own_at, (width,)), floats(score_at, (heads, PART))
     since, until = integers(first_at, (rows,)), integers(last_at, (rows,))
     scale = ONE / np.sqrt(np.float32(channels))
     for item in range(first, last):
         row = item % rows
         low, high = _share(since[row], until[row], slots, item // rows)
-        found = part_at + 4 * item * (width + 2 * heads)
-        top, total = floats(found, (heads,)), floats(found + 4 * heads, (heads,))
+        sums_at = part_at + 4 * item * (width + 2 * heads)
+        top, total = floats(sums_at, (heads,)), floats(sums_at + 4 * heads, (heads,))
         for h in range(heads):
             top[h], total[h] = LOWEST if low < high else NOTHING, ZERO
         if low >= high:
             continue
-        mixed_at, given = found + 8 * heads, floats(query_at + 4 * row * width, (width,))
+        mixed_at, query = sums_at + 8 * heads, floats(query_at + 4 * row * width, (width,))
         mixed, all_mixed = floats(mixed_at, (heads, channels)), floats(mixed_at, (width,))
         for c in range(width):
-            own[c], all_mixed[c] = given[c] * scale, ZERO
+            scaled[c], all_mixed[c] = query[c] * scale, ZERO
         for begin in range(low, high, PART):
             count, entry = min(PART, high - begin), (row // each * batch_step + begin * slot_step) * size
             for i in range(0, count, 16):

@@ -16,13 +16,13 @@ def forward(first, last, width, eps, x_at, weight_at, out_at):
     x, weight, out = floats(x_at, (last, width)), floats(weight_at, (width,)), floats(out_at, (last, width))
     eps = np.float32(eps)
     for n in range(first, last):
-        one, into = x[n], out[n]
+        row, into = x[n], out[n]
         total = np.float32(0)
         for i in range(width):
-            total += one[i] * one[i]
+            total += row[i] * row[i]
         inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
         for i in range(width):
-            into[i] = one[i] * inverse * weight[i]
+            into[i] = row[i] * inverse * weight[i]
 
 
 @compiled
@@ -36,14 +36,14 @@ def backward(first, last, rows, width, eps, grad_at, x_at, weight_at, x_grad_at,
         for i in range(width):
             weight_grad[i] = np.float32(0)
         for n in range(block * ROWS, min((block + 1) * ROWS, rows)):
-            one, pull, into = x[n], grad[n], x_grad[n]
+            row, pull, into = x[n], grad[n], x_grad[n]
             total, along = np.float32(0), np.float32(0)
             for i in range(width):
-                total += one[i] * one[i]
-                along += pull[i] * weight[i] * one[i]
+                total += row[i] * row[i]
+                along += pull[i] * weight[i] * row[i]
             inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
             # Along itself x has no gradient: the norm takes that part away.
             along *= -inverse * inverse * inverse / np.float32(width)
             for i in range(width):
-                weight_grad[i] += pull[i] * one[i] * inverse
-                into[i] = pull[i] * weight[i] * inverse + along * one[i]
+                weight_grad[i] += pull[i] * row[i] * inverse
+                into[i] = pull[i] * weight[i] * inverse + along * row[i]

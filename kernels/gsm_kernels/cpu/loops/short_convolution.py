@@ -34,13 +34,13 @@ def forward(first, last, batch, length, entries, channels, width, seen_at, weigh
             for i in range(channels):
                 into[i] = np.float32(0)
             continue
-        one, tap = seen[b, place], taps[0]
+        entry, tap = seen[b, place], taps[0]
         for i in range(channels):
-            into[i] = one[i] * tap[i]
+            into[i] = entry[i] * tap[i]
         for back in range(1, reach + 1):
-            one, tap = seen[b, place - back], taps[back]
+            entry, tap = seen[b, place - back], taps[back]
             for i in range(channels):
-                into[i] += one[i] * tap[i]
+                into[i] += entry[i] * tap[i]
 
 
 @compiled
@@ -62,7 +62,7 @@ def backward(
                 into[i] = np.float32(0)
         for n in range(block * rows, min((block + 1) * rows, batch * entries)):
             b, e = n // entries, n % entries
-            one, into = seen[b, e], seen_grad[b, e]
+            entry, into = seen[b, e], seen_grad[b, e]
             for i in range(channels):
                 into[i] = np.float32(0)
             for back in range(taps.shape[0]):
@@ -72,4 +72,4 @@ def backward(
                 pull, tap, tap_grad = grad[b, t], taps[back], weight_grad[back]
                 for i in range(channels):
                     into[i] += pull[i] * tap[i]
-                    tap_grad[i] += pull[i] * one[i]
+                    tap_grad[i] += pull[i] * entry[i]

@@ -106,7 +106,7 @@ class Best(Checkpoint):
     def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
         if not monitor.startswith("val/"):
             raise ValueError(
-                f"callbacks.best.monitor is '{monitor}', but has to be what validations find: val/loss, ..."
+                f"callbacks.best.monitor={monitor} is not allowed because validations measure val/... alone. Use val/loss."
             )
         self.path, self.monitor = Path(path), monitor
         self.lowest = math.inf
@@ -116,13 +116,14 @@ class Best(Checkpoint):
         if trainer.sanity_checking:
             return
         if self.monitor not in trainer.callback_metrics:
-            known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+            measures = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
             raise ConfigError(
-                f"callbacks.best.monitor is '{self.monitor}', but validations find {', '.join(known)}: say one of them"
+                f"callbacks.best.monitor={self.monitor} is not allowed because no validation measures it. "
+                f"Use one of {', '.join(measures)}."
             )
-        found = float(trainer.callback_metrics[self.monitor])
-        if found < self.lowest:
-            self.lowest = found
+        value = float(trainer.callback_metrics[self.monitor])
+        if value < self.lowest:
+            self.lowest = value
             save(trainer, self.path)
 
     def state_dict(self) -> dict[str, Any]:

@@ -94,8 +94,10 @@ class Interruption(lightning.Callback):
             self.signal, self._since = number, time.monotonic()
             if self._notice:
                 with contextlib.suppress(RuntimeError):  # it has come in the middle of another message
-                    said = f"\n{signal.Signals(number).name}: training {self._notice}; a second signal ends it at once"
-                    print(said, file=sys.stderr, flush=True)
+                    notice = (
+                        f"\n{signal.Signals(number).name}: training {self._notice}; a second signal ends it at once"
+                    )
+                    print(notice, file=sys.stderr, flush=True)
         elif time.monotonic() - self._since > SAME:
             with contextlib.suppress(RuntimeError):
                 print(self.farewell(), file=sys.stderr, flush=True)

@@ -77,10 +77,10 @@ class MetricsFile(Logger):
         """Drop the lines after ``step``, and lines that a killed process or a disk has garbled."""
         if not self.path.is_file():
             return
-        found = ((LINE.fullmatch(line), line) for line in _lines(self.path)[1:])
-        kept = [line for match, line in found if match and int(match[1]) <= step]
+        matches = ((LINE.fullmatch(line), line) for line in _lines(self.path)[1:])
+        lines = [line for match, line in matches if match and int(match[1]) <= step]
         with replacing(self.path) as file:
-            file.write("".join([HEADER, *kept]).encode())
+            file.write("".join([HEADER, *lines]).encode())
 
     @rank_zero_only
     def save(self) -> None:

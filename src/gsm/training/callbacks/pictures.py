@@ -75,7 +75,7 @@ class Pictures(lightning.Callback):
             print(f"there will be no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
-            name: torch.stack([one[name] for one in chosen]) for name in ("tokens", "documents") if name in chosen[0]
+            name: torch.stack([item[name] for item in chosen]) for name in ("tokens", "documents") if name in chosen[0]
         }
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
@@ -129,8 +129,8 @@ class Pictures(lightning.Callback):
 def scalars(model: GSM, seen: Seen) -> dict[str, float]:
     """Facts of the state, not finite where all is padding; of stages that select for themselves also the overlap, if a
     row sees more than K entries."""
-    found = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
-    shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in found.items() if len(one_N)}
+    overlaps = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
+    shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in overlaps.items() if len(one_N)}
     return {**state_facts(model, seen), **shares(model, seen), **shared}
 
 

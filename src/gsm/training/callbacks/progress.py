@@ -63,9 +63,10 @@ class Progress(lightning.Callback):
         """Print the results of the validation."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
-            found = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
+            values = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
             self._show(
-                f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(found), stays=True
+                f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(values),
+                stays=True,
             )
 
     def _line(self, trainer: lightning.Trainer, loss: float) -> str:
@@ -75,7 +76,7 @@ class Progress(lightning.Callback):
         bits = trainer.callback_metrics.get("val/bits_per_byte")
         if bits is not None:
             parts.append(f"val bits/byte {bits:.3f}")
-        speed = next((one.latest for one in find(trainer, Throughput) if one.latest), None)
+        speed = next((callback.latest for callback in find(trainer, Throughput) if callback.latest), None)
         if speed:
             parts.append(f"{speed:,.0f} tokens/s")
         done, since = trainer.global_step - self._start[0], time.perf_counter() - self._start[1]

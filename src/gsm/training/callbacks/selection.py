@@ -48,14 +48,14 @@ class DenseFirst(lightning.Callback):
     ) -> None:
         """Sets K for the step that begins."""
         length = batch["tokens"].shape[1]
-        for module, own in self._own.items():
+        for module, configured in self._own.items():
             slots = math.ceil(length / getattr(module, "ratio", self._ratio))
-            cast(Any, module).top_k = self.top_k(trainer.global_step / trainer.max_steps, own, slots)
+            cast(Any, module).top_k = self.top_k(trainer.global_step / trainer.max_steps, configured, slots)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Give the model its own K back, for everything that looks at it between two steps."""
-        for module, own in self._own.items():
-            cast(Any, module).top_k = own
+        for module, configured in self._own.items():
+            cast(Any, module).top_k = configured
 
     def on_exception(self, *_: Any) -> None:
         """Give the model its own K back when a step breaks off."""

@@ -181,7 +181,7 @@ class Hyperparameters(lightning.Callback):
 def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     """The part of the layout for which there are tags, as ``SummaryWriter.add_custom_scalars`` takes it."""
     tags = list(tags)
-    found = {
+    layout = {
         tab: {
             name: ["Multiline", patterns]
             for name, patterns in of.items()
@@ -189,7 +189,7 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
         }
         for tab, of in LAYOUT.items()
     }
-    return {tab: of for tab, of in found.items() if of}
+    return {tab: of for tab, of in layout.items() if of}
 
 
 def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[str]) -> list[Any]:

@@ -106,15 +106,16 @@ def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] =
     values: list[Any] = [None] * torch.distributed.get_world_size()
     group = torch.distributed.new_group(backend="gloo", timeout=PREPARING)
     torch.distributed.all_gather_object(values, mine, group=group)
-    for one in values:
-        if isinstance(one, Exception):
-            raise one
-    for number, one in enumerate(values):
-        here, there = ({**dict.fromkeys({*one, *values[0]}, "nothing"), **each} for each in (one, values[0]))
-        for key in sorted(here, key=order):
-            if here[key] != there[key]:
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+    for number, value in enumerate(values):
+        absent = dict.fromkeys({*value, *values[0]}, "nothing")
+        mine, first = {**absent, **value}, {**absent, **values[0]}
+        for key in sorted(mine, key=order):
+            if mine[key] != first[key]:
                 raise ConfigError(
-                    f"{key}={here[key]!s:.60} on rank {number} is not allowed because rank 0 has {there[key]!s:.60}, "
+                    f"{key}={mine[key]!s:.60} on rank {number} is not allowed because rank 0 has {first[key]!s:.60}, "
                     "and they train one model. Use the same on all ranks."
                 )
 
@@ -138,15 +139,15 @@ def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
     """
     if not BROKEN.search(str(error)) or not torch.distributed.is_initialized():
         return []
-    world, here = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
         # torchrun keeps one store for all its restarts, and the answers of an earlier one in it.
         answers = f"gsm/answers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store.set(f"{answers}/{here}", "")
+        store.set(f"{answers}/{rank}", "")
         end = time.monotonic() + patience
-        while absent := [one for one in range(world) if not store.check([f"{answers}/{one}"])]:
+        while absent := [other for other in range(world) if not store.check([f"{answers}/{other}"])]:
             if time.monotonic() > end:
                 break
             time.sleep(0.1)
@@ -164,9 +165,9 @@ def before_lightning_kills(say: Callable[[list[int]], None]) -> Iterator[None]:
     """
 
     def wait(record: logging.LogRecord) -> bool:
-        found = re.search(r"rank: (\d+)", record.getMessage())
+        match = re.search(r"rank: (\d+)", record.getMessage())
         time.sleep(2 * PATIENCE)  # a daemon's thread: the process ends meanwhile if it can
-        say([int(found[1])] if found else [])
+        say([int(match[1])] if match else [])
         return False
 
     observer = logging.getLogger(OBSERVER)

@@ -196,10 +196,10 @@ class Sharded(ModelParallelStrategy):
             tensors, _ = shards.take_apart(checkpoint, self._names)
             tensors = {key: _share(value, _owner(owners, key, value.shape)) for key, value in tensors.items()}
         rest = {"optimizer_states": checkpoint["optimizer_states"]}
-        found = shards.put_together(rest, tensors, self._names)
+        states = shards.put_together(rest, tensors, self._names)
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(found["state_dict"])
-        for optimizer, state in zip(self.optimizers, found["optimizer_states"], strict=False):
+        self.lightning_module.load_state_dict(states["state_dict"])
+        for optimizer, state in zip(self.optimizers, states["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}
 
@@ -217,10 +217,10 @@ class Sharded(ModelParallelStrategy):
         raise its error.
         """
         upload.result()
-        own = shards.described(path.parent / shards.FOLDER / name, self.global_rank)
+        parts = shards.described(path.parent / shards.FOLDER / name, self.global_rank)
         of_ranks: list[dict[str, list[int]]] = [{}] * self.world_size
-        torch.distributed.all_gather_object(of_ranks, own, self._host_group())
-        files = {part: known for of_rank in of_ranks for part, known in of_rank.items()}
+        torch.distributed.all_gather_object(of_ranks, parts, self._host_group())
+        files = {part: description for of_rank in of_ranks for part, description in of_rank.items()}
 
         def write() -> None:
             save_whole({**rest, shards.FOLDER: {"folder": name, "names": self._names, "files": files}}, path)

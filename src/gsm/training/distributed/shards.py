@@ -68,7 +68,7 @@ def put_together(rest: Mapping[str, Any], tensors: Tensors, names: Sequence[str]
             name, _, entry = key.removeprefix(OPTIMIZER).rpartition("/")
             state.setdefault(numbers[name], {})[entry] = value
     weights = {key.removeprefix(WEIGHTS): value for key, value in tensors.items() if key.startswith(WEIGHTS)}
-    states = [{**one, "state": state} for one in rest["optimizer_states"]]
+    states = [{**optimizer, "state": state} for optimizer in rest["optimizer_states"]]
     rest = {key: value for key, value in rest.items() if key != FOLDER}
     return {**rest, "state_dict": weights, "optimizer_states": states}
 
@@ -78,8 +78,8 @@ def kinds(checkpoint: Mapping[str, Any], path: Path) -> Described:
     folder = _folder(checkpoint, path)
     try:
         tensors = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        kinds = {name: (tuple(one.size), one.properties.dtype) for name, one in tensors.items()}  # pyright: ignore
-        pieces = {name: [tuple(chunk.sizes) for chunk in one.chunks] for name, one in tensors.items()}  # pyright: ignore
+        kinds = {name: (tuple(metadata.size), metadata.properties.dtype) for name, metadata in tensors.items()}  # pyright: ignore
+        pieces = {name: [tuple(chunk.sizes) for chunk in metadata.chunks] for name, metadata in tensors.items()}  # pyright: ignore
     except Exception as error:  # whatever safetensors and json say to a header
         raise Broken(f"the parts in {folder} cannot be read: {error!r:.200}") from error
     for name, (size, _) in kinds.items():
@@ -146,8 +146,8 @@ def check(checkpoint: Mapping[str, Any], path: Path, verify: bool = False) -> No
 
 def described(folder: Path, rank: int) -> dict[str, list[int]]:
     """Return size and CRC-32 of the files that a rank has written, by name."""
-    own = folder.glob(f"shard-{rank + 1:05}-*.safetensors")
-    return {part.name: [part.stat().st_size, _checksum(part)] for part in own}
+    parts = folder.glob(f"shard-{rank + 1:05}-*.safetensors")
+    return {part.name: [part.stat().st_size, _checksum(part)] for part in parts}
 
 
 def separate(tensors: Tensors) -> Tensors:
