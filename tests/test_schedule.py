@@ -73,7 +73,7 @@ def test_runs_of_different_length_are_one_run_until_the_shorter_one_decays():
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("schedule", "cosin", "optimizer.schedule=cosin is not allowed because no such schedule exists. Use cosine, linear, wsd."),
+        ("schedule", "cosin", "optimizer.schedule=cosin is not allowed because there is no such schedule. Use cosine"),
         ("decay_fraction", 1.5, "optimizer.decay_fraction is 1.5, but has to lie between 0 and 1"),
         ("adamw_factor", -1.0, "optimizer.adamw_factor is -1.0, but has to lie between 0 and 1000"),
     ],

@@ -51,7 +51,9 @@ class AdamW:
             raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}, but has to be 0 or more")
         if self.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
-            raise ValueError(f"optimizer.schedule={self.schedule} is not allowed because no such schedule exists. Use {names}.")
+            raise ValueError(
+                f"optimizer.schedule={self.schedule} is not allowed because there is no such schedule. Use {names}."
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {list(self.betas)}, but has to be two numbers from 0 to below 1")
 
