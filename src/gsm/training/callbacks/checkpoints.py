@@ -106,7 +106,7 @@ class Best(Checkpoint):
     def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
         if not monitor.startswith("val/"):
             raise ValueError(
-                f"callbacks.best.monitor={monitor} is not allowed because validations measure val/... only. Use val/loss."
+                f"callbacks.best.monitor={monitor} is not allowed because its name must begin with val/. Use val/loss."
             )
         self.path, self.monitor = Path(path), monitor
         self.lowest = math.inf
