@@ -71,7 +71,6 @@ def gates() -> tuple[Case, ...]:
         index_top_k("index_top_k 256K", 1, 262144),
         indexer_kl("indexer_kl 4 x 4K", 4, 4096),
         mhc_boundary("mhc_boundary 16K", 16384),
-        mhc_boundary("mhc_boundary 16K, mixed precision", 16384, mixed=True),
         rms_norm("rms_norm 16K", 16384),
         swiglu("swiglu 16K", 16384),
         pool_groups("pool_groups 16K", 16384),
@@ -161,17 +160,14 @@ def indexer_kl(name: str, batch: int, length: int, heads: int = 32, channels: in
     return Case(name, "indexer_kl", make, {"both": Work(teacher + scores, moved)})
 
 
-def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False) -> Case:
-    """Streams written, mixed and read; its parameters are float32, as in training. In mixed precision the streams are
-    float32 too, since nothing rounds the embedding's output."""
+def mhc_boundary(name: str, tokens: int, width: int = MODEL) -> Case:
+    """Streams written, mixed and read; its parameters are float32, as in training."""
     streams = STREAMS
     numbers = 2 * streams + streams * streams
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         return {
-            "streams_BRXD": torch.randn(
-                1, tokens, streams, width, device=device, dtype=torch.float32 if mixed else dtype
-            ),
+            "streams_BRXD": torch.randn(1, tokens, streams, width, device=device, dtype=dtype),
             "update_BRD": torch.randn(1, tokens, width, device=device, dtype=dtype),
             "phi": torch.randn(numbers, streams * width, device=device) * (streams * width) ** -0.5,
             "bias": torch.randn(numbers, device=device),
@@ -179,14 +175,13 @@ def mhc_boundary(name: str, tokens: int, width: int = MODEL, mixed: bool = False
         }
 
     products, moved = 2 * numbers * streams * width * tokens, 2 * width * tokens
-    wide = 2 if mixed else 1
-    per_token = wide * (2 * streams + 1) + 1  # streams in and out, the mixture out; the update in
-    backward = wide * (3 * streams + 1) + 2  # also the streams themselves, and the update
+    forward = 2 * streams + 2  # streams in and out, the mixture out; the update in
+    backward = 3 * streams + 3  # also the streams themselves, and the update
     return Case(
         name,
         "mhc_boundary",
         make,
-        {"forward": Work(products, per_token * moved), "backward": Work(3 * products, backward * moved)},
+        {"forward": Work(products, forward * moved), "backward": Work(3 * products, backward * moved)},
     )
 
 

@@ -91,6 +91,17 @@ def unfit(*tensors: Tensor) -> str | None:
     return None
 
 
+def in_float32(*operands: Tensor) -> str | None:
+    """Return why PyTorch multiplies these operands faster than Triton kernels would, or None.
+
+    The kernels multiply float32 without the matrix units, and their registers spill. A forced choice runs them all the
+    same, for tests.
+    """
+    if forced() == "triton" or all(x.dtype != torch.float32 for x in operands):
+        return None
+    return "multiplies float32 more slowly than PyTorch. Use bfloat16 or float16"
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid](*args, **options)` on the device of its tensors. An empty grid runs nothing.
 

@@ -27,7 +27,6 @@ import torch
 from gsm.config.load import build_model
 from gsm.models.base import LanguageModel
 from gsm_kernels import launch
-from gsm_kernels.dispatch import using
 
 HOPPER = 90
 FEW_LAYERS = (
@@ -75,7 +74,10 @@ def target(capability: int = HOPPER) -> Iterator[None]:
 
 
 def variants(call: Callable[[], object]) -> list[Variant]:
-    """Return the variants that a call would launch, each once. Nothing is compiled. Called inside `target`."""
+    """Return the variants that a Hopper GPU would launch for a call, each once. Called inside `target`.
+
+    Nothing is compiled.
+    """
     from triton import knobs
 
     seen: dict[Variant, None] = {}
@@ -89,7 +91,7 @@ def variants(call: Callable[[], object]) -> list[Variant]:
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     try:
-        with using("triton"), launch.launching(instead):
+        with launch.launching(instead):
             call()
     finally:
         knobs.runtime.jit_cache_hook = before

@@ -92,7 +92,9 @@ def taken(op: Op, name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
     for case, make in CASES[op.name].items():
         call = make()
         given = cast(call, dtype)
-        if impl.refuses(op.inputs(**given)) if op.inputs else impl.refuses(**given):
+        with using(name):
+            refused = impl.refuses(op.inputs(**given)) if op.inputs else impl.refuses(**given)
+        if refused:
             left.add(case)
         else:
             yield case, call

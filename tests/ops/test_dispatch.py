@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from calls import cast, every_call
 
 import gsm_kernels
 from gsm_kernels import Impl, KernelBuildError, Op, device, launch, listening, using
@@ -253,6 +254,18 @@ def test_triton_without_the_fence_runs_on_no_hopper_gpu(gpu, triton, version, ri
     gpu((8, 0))
     with using("triton"):
         assert launch.missing() is None, "other GPUs have no wgmma"
+
+
+@pytest.mark.parametrize("op", ["attend", "attend_band", "index_top_k", "candidate_pool", "indexer_kl"])
+def test_on_a_gpu_float32_is_multiplied_by_pytorch(gpu, triton, op):
+    gpu((9, 0)), triton("3.7.1")
+    chosen = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        call = {k: x.to("meta") if isinstance(x, torch.Tensor) else x for k, x in cast(every_call()[op], dtype).items()}
+        chosen[dtype] = getattr(gsm_kernels, op).choose(**call).name
+        with using("triton"):
+            assert getattr(gsm_kernels, op).choose(**call).name == "triton", "a forced choice stays one"
+    assert chosen == {torch.float32: "reference", torch.bfloat16: "triton"}
 
 
 def test_training_on_hopper_needs_a_c_compiler(gpu, triton, monkeypatch):

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..inputs import contiguous, learns, schema
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..launch import build_once, cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, slices
 from .inputs import LEARNED, Inputs
@@ -89,7 +89,8 @@ def refuses(inputs: Inputs) -> str | None:
     if not 1 <= heads <= 64:
         return f"made for 1 to 64 heads, got {heads}"
     query, window, sink, bank, bias = inputs.learned
-    return unfit(*(x for x in (query, window, sink, inputs.cos_BRP, inputs.sin_BRP, bank, bias) if x is not None))
+    tensors = (query, window, sink, inputs.cos_BRP, inputs.sin_BRP, bank, bias)
+    return unfit(*(x for x in tensors if x is not None)) or in_float32(query)
 
 
 def attend(inputs: Inputs) -> Tensor:

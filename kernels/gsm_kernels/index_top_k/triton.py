@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..indexer import Indexer
 from ..inputs import schema
-from ..launch import cdiv, launch, power_of_two
+from ..launch import cdiv, in_float32, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
@@ -52,7 +52,7 @@ def refuses(inputs: Inputs) -> str | None:
     group = group_size(slots)
     if max(inputs.k * group, slots // group) > MOST or group > 64:
         return f"chooses among {MOST} slots at a time: too few for k = {inputs.k} of {slots}"
-    return inputs.indexer.unfit()
+    return inputs.indexer.unfit() or in_float32(inputs.query_BRJI, inputs.key_BFI)
 
 
 def refuses_pool(inputs: Inputs) -> str | None:
@@ -60,7 +60,7 @@ def refuses_pool(inputs: Inputs) -> str | None:
     slots, blocks, block = inputs.key_BFI.shape[1], inputs.k, inputs.block
     if max(blocks, cdiv(slots, block)) > MOST:
         return f"chooses among {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"
-    return inputs.indexer.unfit()
+    return inputs.indexer.unfit() or in_float32(inputs.query_BRJI, inputs.key_BFI)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..device import once
 from ..index_top_k.triton import Search, members_of
 from ..inputs import contiguous, learns, schema
-from ..launch import cdiv, launch, power_of_two, unfit
+from ..launch import cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import add_gradients, score_listed, zeros_for
@@ -46,7 +46,8 @@ def refuses(inputs: Inputs) -> str | None:
     if not 1 <= heads <= 128 or channels > 128 or channels % 2:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"
     floats = (inputs.query_BRHC, inputs.window_BEC, inputs.sink_H, inputs.cos_BRP, inputs.sin_BRP, inputs.bank_BFC)
-    return inputs.indexer.unfit() or unfit(*floats)
+    operands = (inputs.query_BRHC, inputs.window_BEC, inputs.bank_BFC, inputs.index_query_BRJI, inputs.index_key_BFI)
+    return inputs.indexer.unfit() or unfit(*floats) or in_float32(*operands)
 
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:
