@@ -413,12 +413,5 @@ def test_chunks_of_rows_change_nothing(name, op, monkeypatch):
 
 @pytest.mark.gpu
 @kernels
-def test_the_kernels_are_deterministic(op):
-    run, call = run_by("triton", op), ordinary(op, "triton")
-    assert_same_bits(gradients(run, call), gradients(run, call))
-
-
-@pytest.mark.gpu
-@kernels
 def test_in_bfloat16_the_kernels_err_no_more_than_eager(op):
     assert_as_good_as_eager(op, CALLS[op.name])
