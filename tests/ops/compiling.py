@@ -66,11 +66,13 @@ def target(capability: int = HOPPER) -> Iterator[None]:
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)
 
-    driver.set_active(Driver())
+    active: Any = Driver()
+    driver.set_active(active)
     try:
         yield
     finally:
-        driver.set_active(None)
+        active = None
+        driver.set_active(active)
 
 
 def variants(call: Callable[[], object]) -> list[Variant]:

@@ -28,6 +28,7 @@ from oracles import ORACLES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import gsm_kernels
@@ -293,8 +294,10 @@ def test_second_derivatives_are_refused(op):
     out = [x for x in outputs(op(**call)) if x.requires_grad]
     leaves = [x for x in call.values() if isinstance(x, Tensor) and x.requires_grad]
     with pytest.raises(RuntimeError, match="create_graph=True is not allowed|derivative .* is not implemented"):
-        first = torch.autograd.grad(sum(x.sum() for x in out), leaves, create_graph=True, allow_unused=True)
-        torch.autograd.grad(sum(x.square().sum() for x in first if x is not None), leaves)
+        first = torch.autograd.grad(
+            torch.stack([x.sum() for x in out]).sum(), leaves, create_graph=True, allow_unused=True
+        )
+        torch.autograd.grad(torch.stack([x.square().sum() for x in first if x is not None]).sum(), leaves)
 
 
 class Operators(TorchDispatchMode):
@@ -319,7 +322,7 @@ def test_the_operators_pass_pytorch_s_own_check(op, name):
     assert seen.calls or name not in ("numba", "triton")
     for function, args, options in seen.calls:
         with in_case(function):
-            given = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), args)
+            given = tree_map_only(Tensor, lambda x: x.detach().clone(), args)
             torch.library.opcheck(function, given, options, test_utils=CHECKS)
 
 

@@ -162,7 +162,7 @@ def test_the_same_shapes_and_numbers_are_checked_once_and_others_again():
 
 
 def test_help_shows_the_formula():
-    assert "sum_j weight_tj relu(query_tj . key_f)" in gsm_kernels.index_top_k.__doc__
+    assert "sum_j weight_tj relu(query_tj . key_f)" in str(gsm_kernels.index_top_k.__doc__)
 
 
 def test_the_table_names_every_operation_and_the_machine(capsys):
@@ -250,7 +250,7 @@ def test_triton_without_the_fence_runs_on_no_hopper_gpu(gpu, triton, version, ri
     with using("triton"):
         assert (gsm_kernels.attend.explain()[0] == "triton") == right
     for reason in (launch.missing(), launch.unready(), device.absent("fla")):
-        assert right or "pip install triton==3.7.1" in reason
+        assert right or "pip install triton==3.7.1" in str(reason)
     gpu((8, 0))
     with using("triton"):
         assert launch.missing() is None, "other GPUs have no wgmma"
@@ -273,7 +273,7 @@ def test_training_on_hopper_needs_a_c_compiler(gpu, triton, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
     gpu((9, 0)), triton("3.7.1")
-    assert "finds no C compiler" in launch.unready()
+    assert "finds no C compiler" in str(launch.unready())
     with using("reference"):
         assert launch.unready() is None
     monkeypatch.setenv("CC", "gcc-12")
@@ -286,5 +286,6 @@ def test_training_on_hopper_needs_a_c_compiler(gpu, triton, monkeypatch):
 def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):
     monkeypatch.setenv("GSM_KERNELS", "cuda")
     spec = importlib.util.find_spec("gsm_kernels.dispatch")
+    assert spec is not None and spec.loader is not None
     with pytest.raises(ValueError, match="GSM_KERNELS: 'cuda' is no implementation"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

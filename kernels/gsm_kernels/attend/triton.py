@@ -90,7 +90,7 @@ def refuses(inputs: Inputs) -> str | None:
         return f"made for 1 to 64 heads, got {heads}"
     query, window, sink, bank, bias = inputs.learned
     tensors = (query, window, sink, inputs.cos_BRP, inputs.sin_BRP, bank, bias)
-    return unfit(*(x for x in tensors if x is not None)) or in_float32(query)
+    return unfit(*(x for x in tensors if x is not None)) or in_float32(inputs.query_BRHC)
 
 
 def attend(inputs: Inputs) -> Tensor:
