@@ -113,9 +113,9 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
     with monkeypatch.context() as patch:
         patch.setattr(loglikelihood, "score", lambda *_: pytest.fail("this is computed already"))
         ask(place, "baseline/seed0", "tasks=piqa", "limit=1")
-    assert file.read_bytes() == before and "begun anew" not in capsys.readouterr().out
+    assert file.read_bytes() == before and "begins again" not in capsys.readouterr().out
     ask(place, "baseline/seed0", "tasks=piqa", "limit=1", "context=16")
-    assert "piqa.json is begun anew: it was made with another context" in capsys.readouterr().out
+    assert "piqa.json begins again: it was made with another context" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

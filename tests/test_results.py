@@ -64,7 +64,7 @@ def test_a_file_of_other_settings_is_moved_aside_and_that_is_said(
     squares(range(2), tmp_path / "a.json")
     _, computed = squares(range(2), tmp_path / "a.json", **settings)
     said = capsys.readouterr().out
-    assert said.startswith(f"a.json is begun anew: it was made with another {next(iter(settings))}; the old one is now")
+    assert said.startswith(f"a.json begins again: it was made with another {next(iter(settings))}; the old one is now")
     assert computed == [0, 1] and json.loads((tmp_path / "a.previous").read_text())["settings"] == {"of": "squares"}
     squares(range(2), tmp_path / "a.json", **settings)
     assert capsys.readouterr().out == "", "what comes back from JSON is the same"

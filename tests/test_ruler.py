@@ -15,7 +15,7 @@ import pytest
 
 from gsm.data.haystack import Haystack, Keys, open_haystack, open_keys, sentence_splitter
 from gsm.data.ingredients import TEMPLATES, Ingredients
-from gsm.data.ruler import Questions, read_samples, write_samples
+from gsm.data.ruler import Questions
 from gsm.data.ruler_tasks import DEPTHS, NOISE, TASKS
 from gsm.data.tokenizer import Tokenizer
 
@@ -71,10 +71,7 @@ def test_a_sample_among_lines_field_by_field():
     adjective, noun = key.split("-")
     assert adjective in MADE.keys.adjectives and noun in MADE.keys.nouns
     assert sample.length == len(sample.input + sample.answer_prefix) + 128, "a byte is a token here"
-    assert sample.input[sample.token_position_answer :].startswith(f"{value}.")
-    wanted = {"index": 3, "input": sample.input, "outputs": [value], "length": sample.length}
-    wanted |= {"length_w_model_temp": sample.length, "answer_prefix": sample.answer_prefix}
-    assert sample.row() == {**wanted, "token_position_answer": sample.token_position_answer}
+    assert sample.index == 3 and sample.needles == (f"One of the special magic numbers for {key} is: {value}.",)
 
 
 @pytest.mark.parametrize("task", OF_WORDS)
@@ -214,7 +211,7 @@ def test_essays_are_read_from_a_folder_a_packed_file_and_the_benchmarks_own(tmp_
     assert open_haystack(str(tmp_path / "PaulGrahamEssays.json")).words == ["five", "six"]
 
 
-def test_word_lists_come_from_a_file_a_folder_or_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_word_lists_come_from_a_file_or_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assets = tmp_path / "wonderwords" / "assets"
     assets.mkdir(parents=True)
     (tmp_path / "wonderwords" / "__init__.py").write_text("")
@@ -224,31 +221,9 @@ def test_word_lists_come_from_a_file_a_folder_or_the_package(tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wonderwords", raising=False)
     wanted = ["red-cat", "red-dog", "ad hoc-cat", "ad hoc-dog"]
-    assert list(open_keys("wonderwords")) == list(open_keys(str(assets))) == wanted
-    assert list(open_keys(str(tmp_path))) == list(open_keys(str(tmp_path / "words.json")))
+    assert list(open_keys("wonderwords")) == wanted
+    assert list(open_keys(str(tmp_path / "words.json"))) == ["big-car", "big-tram", "old-car", "old-tram"]
     assert list(open_keys("builtin", words=2)) == ["amber-anchor", "amber-barrel", "ancient-anchor", "ancient-barrel"]
-
-
-def test_a_file_of_the_benchmark_is_written_and_read(tmp_path: Path):
-    made = [asking("niah_single_2").sample(index, 1500) for index in range(3)]
-    write_samples(tmp_path / "1500" / "a.jsonl", made)
-    found = read_samples(tmp_path / "1500" / "a.jsonl")
-    assert [sample.row() for sample in found] == [sample.row() for sample in made]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"index": 1, "input": "a"}', "line 2, has no field 'outputs'; each line needs index, input, outputs"),
-        ("[1]", "line 2, has no field 'index'"),
-        ("{", "line 2, is not JSON"),
-    ],
-)
-def test_a_broken_line_is_named(line: str, words: str, tmp_path: Path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"index": 0, "input": "a", "outputs": ["1"]}\n' + line + "\n")
-    with pytest.raises(ValueError, match=words):
-        read_samples(file)
 
 
 @pytest.mark.parametrize(

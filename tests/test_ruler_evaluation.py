@@ -17,7 +17,7 @@ from short_runs import TINY
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import Questions, write_samples
+from gsm.data.ruler import Questions
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import commands
 from gsm.evaluation.held_out import HeldOut
@@ -180,18 +180,6 @@ def test_a_damaged_file_is_moved_aside(tmp_path: Path):
     (tmp_path / "a.json").write_text("{")
     assert ask(RIGHT, path=tmp_path / "a.json")["averages"]["average"] == 100
     assert (tmp_path / "a.previous").read_text() == "{"
-
-
-def test_files_of_the_benchmark_are_asked_instead(tmp_path: Path):
-    for task in TASKS:
-        made = [Questions(task, BYTES, SHORT).sample(index, 400, seed=1) for index in range(6)]
-        write_samples(tmp_path / "400" / f"{task}.jsonl", made)
-    result = ask(RIGHT, lengths=(400,), files=str(tmp_path))
-    assert result["averages"]["average"] == 100 and result["settings"]["files"] == str(tmp_path)
-    with pytest.raises(ValueError, match="holds 6 samples, and examples is 7; take fewer"):
-        ask(RIGHT, lengths=(400,), files=str(tmp_path), examples=7)
-    with pytest.raises(FileNotFoundError, match=r"no samples at .*512.niah_single_1.jsonl"):
-        ask(RIGHT, lengths=(512,), files=str(tmp_path))
 
 
 @pytest.mark.parametrize(

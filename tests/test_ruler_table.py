@@ -74,7 +74,7 @@ def test_an_interval_is_of_paired_questions_and_cells_count_alike():
 
 def test_what_was_asked_otherwise_is_not_compared_and_what_is_missing_is_said():
     one, other = everywhere(4, 4), everywhere(4, 4, seed=1, template="ruler")
-    assert ruler.alike([one, None, everywhere(0, 0, answers="cot", step=3)]) and not ruler.alike([one, other])
+    assert ruler.comparable([one, None, everywhere(0, 0, answers="cot", step=3)]) and not ruler.comparable([one, other])
     assert ruler.apart({0: one}, {0: other}, lambda *_: True) == "-"
     said = "\n".join(ruler.notes([one, other, None], ["a", "b", "c"]))
     assert "were not asked the same" in said and "RULER: nothing for c; ruler=true asks" in said

@@ -78,7 +78,6 @@ def test_all_keys_are_asked_for_in_the_order_of_the_answers():
         assert [told(sample.input)[key] for key in keys] == [[value] for value in sample.outputs] and len(keys) == 4
         orders.add(tuple(keys.index(key) for key in told(sample.input)))
         assert sample.answer == ", ".join(sample.outputs)
-        assert sample.input[sample.token_position_answer :].startswith(sample.outputs[0])
     assert len(orders) > 3
 
 

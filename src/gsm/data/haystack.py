@@ -116,8 +116,7 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
 
     Args:
         source: "builtin", 32 adjectives and 32 nouns; "wonderwords", the lists of that package, as in the benchmark; or
-            the path of a JSON file with `adjectives` and `nouns`, or of a folder with such a words.json or with
-            wonderwords' two text files.
+            the path of a JSON file with `adjectives` and `nouns`.
         words: as in `Keys`.
 
     Raises:
@@ -129,7 +128,7 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
         raise ValueError(f"words {words} is too small; take at least 2 adjectives and 2 nouns")
     if source == "builtin":
         return Keys(ADJECTIVES, NOUNS, source, words)
-    lists = _package_lists() if source == "wonderwords" else _read_lists(Path(source))
+    lists = _package_lists() if source == "wonderwords" else {name: list(_field(Path(source), name)) for name in LISTS}
     for name, entries in lists.items():
         if not entries:
             raise ValueError(f"the {name} of {source} are empty; give a list of words")
@@ -156,21 +155,11 @@ def _reference() -> Iterator[str]:
     return (word for name in sorted(topics) for word in topics[name].split() if any(map(str.isalnum, word)))
 
 
-def _read_lists(path: Path) -> dict[str, list[str]]:
-    if path.is_dir() and not (path / "words.json").is_file():
-        return {name: _words(read_text(path / file)) for name, file in LISTS.items()}
-    file = path / "words.json" if path.is_dir() else path
-    return {name: list(_field(file, name)) for name in LISTS}
-
-
 def _package_lists() -> dict[str, list[str]]:
     needed("wonderwords", "wonderwords", "keys of wonderwords", extra="eval")
     assets = resources.files("wonderwords") / "assets"
-    return {name: _words((assets / file).read_text(encoding="utf-8")) for name, file in LISTS.items()}
-
-
-def _words(text: str) -> list[str]:
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    texts = {name: (assets / file).read_text(encoding="utf-8") for name, file in LISTS.items()}
+    return {name: [line.rstrip() for line in text.splitlines() if line.strip()] for name, text in texts.items()}
 
 
 def _field(path: Path, field: str) -> Any:

@@ -28,21 +28,16 @@ haystack. `Ingredients.facts` has the other choices.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler_tasks import TASKS, Draw, Sample
 from gsm.data.tokenizer import Tokenizer
-from gsm.files import read_text
 
 SEED = 42
 TRIES = 1000  # draws of a sample, of which none fits
-FIELDS = ("index", "input", "outputs")  # required fields of a line of JSON
 
 
 class Questions:
@@ -88,11 +83,7 @@ class Questions:
                 raise self._too_short(length, tokens)
             units -= increment if units - increment >= self.task.least else 0
             sample, tries = self.task.draw(draw, units), tries + 1
-        position = -1
-        if sample.needles:
-            before = sample.input.index(sample.needles[0]) + sample.needles[0].rindex(sample.outputs[0])
-            position = self._count(sample.input[:before])
-        return replace(sample, index=index, length=tokens, token_position_answer=position)
+        return replace(sample, index=index, length=tokens)
 
     def _size(self, length: int, seed: int) -> tuple[int, int]:
         """Return the largest haystack that fits, in units, and its increment.
@@ -131,34 +122,3 @@ class Questions:
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
-
-
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as the benchmark's JSON lines. Raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(sample.row()) + "\n" for sample in samples), encoding="utf-8")
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Return the samples in a file of the benchmark, made for any tokenizer.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line (named) is not JSON or lacks a field.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no samples at {path}; a folder of them holds <length>/<task>.jsonl")
-    lines = read_text(path).splitlines()
-    return [_read(f"{path}, line {number},", line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _read(where: str, line: str) -> Sample:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error})") from error
-    missing = [name for name in FIELDS if not isinstance(row, Mapping) or name not in row]
-    if missing:
-        raise ValueError(f"{where} has no field {missing[0]!r}; each line needs {', '.join(FIELDS)}")
-    fields = ("index", "input", "length", "answer_prefix", "token_position_answer")
-    return Sample(outputs=tuple(map(str, row["outputs"])), **{name: row[name] for name in fields if name in row})

@@ -12,8 +12,8 @@ import string
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ LONG = 4096  # tokens: from this length on the benchmark takes larger steps and 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A question. The benchmark's fields; samples that are made here also have answer, key and needles.
+    """A question with its answer.
 
     Attributes:
         index: its number.
@@ -35,7 +35,6 @@ class Sample:
         outputs: strings that a right answer contains.
         length: tokens of the prompt and tokens kept free for the answer.
         answer_prefix: the end of the prompt.
-        token_position_answer: tokens before the number in the first needle; -1: unknown.
         answer: the right answer as training teaches it.
         key: the key of the question; empty for a task without keys.
         needles: the sentences with the answer, one for each of `outputs`; empty for a task without needles.
@@ -46,7 +45,6 @@ class Sample:
     outputs: tuple[str, ...]
     length: int = 0
     answer_prefix: str = ""
-    token_position_answer: int = -1
     answer: str = ""
     key: str = ""
     needles: tuple[str, ...] = ()
@@ -55,11 +53,6 @@ class Sample:
     def prompt(self) -> str:
         """The whole prompt of a model."""
         return self.input + self.answer_prefix
-
-    def row(self) -> dict[str, Any]:
-        """Return the fields of the benchmark's JSON. Without a chat template both lengths are equal."""
-        row = {name: value for name, value in asdict(self).items() if name not in ("answer", "key", "needles")}
-        return {**row, "outputs": list(self.outputs), "length_w_model_temp": self.length}
 
 
 @dataclass(frozen=True)
@@ -253,10 +246,13 @@ class Variables(Task):
         while len(names) <= self.hops:
             names["".join(draw.random.choices(string.ascii_uppercase, k=letters))] = None
         chain, value = list(names), str(draw.random.randrange(10_000, 99_999))
-        told = [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in zip(chain, chain[1:], strict=False))]
+        assignments = [
+            f"VAR {chain[0]} = {value}",
+            *(f"VAR {b} = VAR {a} " for a, b in zip(chain, chain[1:], strict=False)),
+        ]
         lines = [NOISE] * units
-        for offset, place in enumerate(sorted(draw.random.sample(range(units), len(told)))):
-            lines.insert(place + offset, told[offset])
+        for offset, place in enumerate(sorted(draw.random.sample(range(units), len(assignments)))):
+            lines.insert(place + offset, assignments[offset])
         words, wording = {"value": value, "count": len(chain)}, self.wording(draw.made)
         context = "\n".join(lines).replace(". \n", ".\n")
         return Sample(

@@ -125,7 +125,7 @@ def publish(
     Args:
         place: a JSON file, for ``content`` where there is some.
         grids, notes: the tables, and sentences about them.
-        content: the content of the file besides ``tables`` and ``notes``; None: the file exists already.
+        content: the content of the file but for ``tables`` and ``notes``; None: the file exists already.
         drawn: makes a picture (.png); where matplotlib is missing, its error becomes a note.
         further: other files beside it, by ending.
 

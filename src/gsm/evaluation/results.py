@@ -80,7 +80,7 @@ class Results:
         if self.path and self._outdated:
             previous = self.path.with_suffix(".previous")
             os.replace(self.path, previous)
-            print(f"{self.path.name} is begun anew: {self._outdated}; the old one is now {previous}", flush=True)
+            print(f"{self.path.name} begins again: {self._outdated}; the old one is now {previous}", flush=True)
             self._outdated = ""
         if self.path:
             write_lines(self.path, self.content())
@@ -90,7 +90,7 @@ class Results:
         return {"settings": self.settings, "cells": self.cells, **self.conclusion}
 
     def _saved(self, path: Path) -> dict[str, Any]:
-        """Return the content of a file besides its settings; nothing where the settings are others."""
+        """Return the content of a file but for its settings; nothing where the settings differ."""
         content = read_json(path) or {}
         before, now = content.pop("settings", None), self.settings
         if not (isinstance(before, dict) and isinstance(content.get("cells"), dict)):

@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.load import digest
 from gsm.data.adaptation import BOTH, MARK, RESPONSES, TAUGHT, trained_lengths
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import SEED, Questions, read_samples
+from gsm.data.ruler import SEED, Questions
 from gsm.data.ruler_tasks import TASKS, Sample
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import paper
@@ -51,24 +50,13 @@ Result = Mapping[str, Any]  # of `measure`
 Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
 
 
-class Writer(Protocol):
-    """A model that answers; any `LanguageModel` is one."""
-
-    def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int) -> Iterator[Tensor]:
-        """Yield the likeliest next id of every sequence, int64 [B].
-
-        A prompt is int64 [B,T], or a list of B lists of ids that differ in length.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Ruler(Measure):
     """Asks trained models RULER's tasks and prints accuracies; the names below are given as ruler.examples=20,
     but checkpoint=...
 
-    A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless told
-    otherwise. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
+    A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless these
+    are given. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
     tables, by arm, with the differences between arms on the same questions, and a picture: ruler.md and ruler.png.
 
     Args:
@@ -80,12 +68,11 @@ class Ruler(Measure):
         template: ruler; or short, for small models
         haystack: python, the language reference that comes with Python; or the path of essays
         keys: builtin, wonderwords, or the path of word lists
-        words: so many adjectives and as many nouns
+        words: number of adjectives and of nouns
         text_field: where the text of essays stands in JSON
         digits: of a number
-        new_tokens: kept free for an answer, and at most so many are generated
+        new_tokens: kept free for an answer; no more are generated
         increment: words (or lines) by which a text that is too long is cut
-        files: a folder with <length>/<task>.jsonl that the benchmark has prepared, instead of questions made here
         batch_size: prompts at a time
         chunk: tokens of a prompt that are read at a time
         seed: of the questions
@@ -106,7 +93,6 @@ class Ruler(Measure):
     digits: int = 0
     new_tokens: int = 0
     increment: int = 0
-    files: str = ""
     batch_size: int = 8
     chunk: int = 4096
     seed: int = SEED
@@ -139,7 +125,7 @@ class Ruler(Measure):
         choices = {name: own[name] for name in (*INGREDIENTS, "answers") if own.get(name) and not getattr(self, name)}
         if (self.answers or choices.get("answers")) == BOTH:
             raise ConfigError(
-                f"{trained.file} was trained with answers both; say ruler.answers=direct or ruler.answers=cot"
+                f"{trained.file} was trained with answers both: use ruler.answers=direct or ruler.answers=cot"
             )
         lengths = self.lengths or (
             sorted({*trained_lengths(own.get("lengths"), context), context})
@@ -149,13 +135,13 @@ class Ruler(Measure):
         if not lengths:
             raise ConfigError(
                 f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
-                "say ruler.lengths=, and ruler.template=short for small models"
+                "use ruler.lengths=, and ruler.template=short for small models"
             )
         return replace(self, **choices, lengths=lengths, tasks=self.tasks or own.get("tasks") or ())
 
     def measure(
         self,
-        model: Writer,
+        model: Any,
         tokenizer: Tokenizer,
         *,
         ingredients: Ingredients | None = None,
@@ -170,7 +156,7 @@ class Ruler(Measure):
         answer also ends with its line.
 
         Args:
-            model: gives the answers.
+            model: gives the answers by `stream`, as in `LanguageModel`.
             tokenizer: its tokenizer.
             ingredients: of the samples; None: built from the fields.
             path: a JSON file for the result. A file with the same settings is continued (`Results`).
@@ -184,7 +170,7 @@ class Ruler(Measure):
             `Final answer:` in chains of thought.
 
         Raises:
-            ValueError: a value is out of range, a length holds no sample.
+            ValueError: a value is out of range, or a length holds no sample.
             OSError: the file cannot be written.
         """
         tasks, lengths, answers = self.tasks or TAUGHT, self.lengths or LENGTHS, self.answers or "direct"
@@ -192,10 +178,9 @@ class Ruler(Measure):
         chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
         made = ingredients or Ingredients.choose(**chosen)
         for task in tasks:  # a length that holds no sample is refused before a cell is measured
-            for length in lengths if self.files else [min(lengths)]:
-                self._samples(Questions(task, tokenizer, made), length, 1)
+            Questions(task, tokenizer, made).sample(0, min(lengths), self.seed)
         settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
-        settings |= {"files": self.files, "new_tokens": made.new_tokens} if self.files else made.facts()
+        settings |= made.facts()
         results = Results(path, {**settings, **(identity or {})})
         asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
         for name in (name for name in asked if name in results.cells):
@@ -204,8 +189,10 @@ class Ruler(Measure):
         def compute(name: str) -> dict[str, Any]:
             (task, length), start = asked[name], time.perf_counter()
             questions = Questions(task, tokenizer, made)
-            samples, most = self._samples(questions, length, self.examples), questions.new_tokens
-            texts = _answers(model, tokenizer, samples, self.batch_size, most, answers == "direct", self.chunk)
+            samples = [questions.sample(index, length, self.seed) for index in range(self.examples)]
+            texts = _answers(
+                model, tokenizer, samples, self.batch_size, questions.new_tokens, answers == "direct", self.chunk
+            )
             counted = progress(texts, self.examples, f"{name}: ")
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
             cell = {"task": task, "length": length, "accuracy": accuracy(scored)}
@@ -241,19 +228,9 @@ class Ruler(Measure):
         average_of = written["averages"]
         return {"average": average_of["average"], **average_of["by_length"], **average_of["by_task"]}
 
-    def _samples(self, questions: Questions, length: int, count: int) -> list[Sample]:
-        """Return the first samples of a cell. Raise ValueError for a file with fewer than ``examples``."""
-        if not self.files:
-            return [questions.sample(index, length, self.seed) for index in range(count)]
-        file = Path(self.files) / str(length) / f"{questions.name}.jsonl"
-        samples = read_samples(file)
-        if len(samples) < self.examples:
-            raise ValueError(f"{file} holds {len(samples)} samples, and examples is {self.examples}; take fewer")
-        return samples[:count]
-
 
 def complete(
-    model: Writer, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool, chunk: int = 4096
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool, chunk: int = 4096
 ) -> list[str]:
     """Return the text of a model after each prompt, until its end of text or for `most` tokens.
 
@@ -320,7 +297,7 @@ def _check(tasks: Sequence[str], lengths: Sequence[int], examples: int, answers:
 
 
 def _answers(
-    model: Writer, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
+    model: Any, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
 ) -> Iterator[tuple[Sample, int, str]]:
     """Yield every sample with the tokens of its prompt and the model's text. Similar lengths are asked together."""
     prompts = sorted(((each, tokenizer.encode(each.prompt)) for each in samples), key=lambda pair: len(pair[1]))
@@ -384,7 +361,7 @@ def side_by_side_of(results: Sequence[Result], place: Path) -> str:
     Raise ConfigError if these files cannot be written.
     """
     lines = notes(results, [_name(result) for result in results])
-    if not alike(results):
+    if not comparable(results):
         return publish(place, [], lines, {"runs": results})
     arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
     return publish(place, tables(arms, paper.tables()["ruler"]), lines, {"runs": results}, lambda: _picture(arms))
@@ -396,7 +373,7 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
     Then follow every task at every length, and the differences of the other arms from the first.
 
     Args:
-        arms: by name and seed, comparable results (`alike`), in percent.
+        arms: by name and seed, comparable results (`comparable`), in percent.
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
     first, columns = next(iter(next(iter(arms.values())).values())), published["columns"]
@@ -452,10 +429,10 @@ def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Cal
         each = [[[sample["score"] for sample in one["cells"][name]["samples"]] for one in results] for name in cells]
         return dict(zip(cells, map(means, each), strict=True))
 
-    return difference(first, second, scores, alike)
+    return difference(first, second, scores, comparable)
 
 
-def alike(results: Sequence[Result | None]) -> bool:
+def comparable(results: Sequence[Result | None]) -> bool:
     """Return whether all results answer the same questions, in any form of answer, so that they compare."""
     questions = [
         ({name: value for name, value in result["settings"].items() if name not in OF_THE_MODEL}, result["asked"])
@@ -493,7 +470,7 @@ def notes(results: Sequence[Result | None], names: Sequence[str]) -> list[str]:
             lines.append(f"RULER, not as in the benchmark: {'; '.join(others)}.")
     if unmarked := [result["unmarked"] for result in present if result["settings"]["answers"] == "cot"]:
         lines.append(f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %.")
-    if not alike(results):
+    if not comparable(results):
         lines.append(
             "RULER: these models were not asked the same and are not compared; ask them with ruler=true and one "
             "ruler.lengths= (and ruler.examples=, ...) for all."
