@@ -1,16 +1,16 @@
-"""How fast our models are beside one that nobody here wrote: DeepSeek-V4 in transformers, with the same widths, or
-Llama with the same number of parameters and layers.
+"""Time our models beside a model from transformers: DeepSeek-V4 with the same widths, or Llama with the same number of
+parameters and layers.
 
 Both run in one process, in float32, with random weights, and take turns: a step of training (forward, backward,
 clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding, after a prompt or after a
 memory that is made up.
 
-Of Llama, width, depth, vocabulary and heads are taken over, keys and values have as many heads as queries, and the
-feed-forward is as wide as gives it the parameters of ours. It attends by PyTorch's SDPA.
+Llama gets our width, depth, vocabulary and heads. Its keys and values have the number of heads of its queries. Its
+feed-forward is as wide as needed for the number of our parameters. It attends by PyTorch's SDPA.
 
-Of DeepSeek-V4 are taken over: vocabulary, width, depth, heads, entries and their rotated channels, query and output
-ranks, window, index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, the tied
-embedding. Left are the differences of V4 from V4.1, which the baseline follows, and of the library's way to compute:
+DeepSeek-V4 gets our vocabulary, width, depth, heads, entries and their rotated channels, query and output ranks,
+window, index heads, K, four residual streams with 20 rounds of Sinkhorn, the clamped SwiGLU, and the tied embedding.
+The remaining differences are between V4 and V4.1, which the baseline follows, and in the library's way to compute:
 
 * Every layer behind the window-only ones pools a bank of its own, over groups that overlap (two projections of width
   2C), pools index keys of its own likewise, and searches them. The baseline's layers share three banks.
@@ -183,8 +183,8 @@ class Llama(Theirs):
     """The library's Llama.
 
     Args:
-        geometry: of which it has width, depth, vocabulary and heads; its layers are a plain stack.
-        parameters: how many it has, as near as the width of its feed-forward allows.
+        geometry: gives width, depth, vocabulary and heads. The layers are a plain stack.
+        parameters: number of parameters, met as closely as the width of the feed-forward allows.
 
     Raises:
         ValueError: with fewer parameters than it needs for a feed-forward of one channel.
@@ -275,15 +275,15 @@ def configuration(geometry: Geometry, **changes: Any) -> Any:
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": None,
-        "attn_implementation": "eager",  # the only one that the model has
+        "attn_implementation": "eager",  # the model has no other
     }
     return library().DeepseekV4Config(**{**fields, **changes})
 
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement: which model beside which client, of which size, with how many sequences of how many tokens, of
-    which kind of work (``step``, ``prefill``, ``decode`` or MADE_UP), and the largest numbers of rounds and seconds."""
+    """A measurement: a model beside a client, their size, the number of sequences and of tokens in each, the kind of
+    work (``step``, ``prefill``, ``decode`` or MADE_UP), and the largest numbers of rounds and seconds."""
 
     of: Model
     client: str
@@ -301,7 +301,7 @@ class Job:
         return f"{self.of.name} {self.size}{beside}, {self.batch} x {self.context}, {self.work}"
 
     def about(self) -> dict[str, Any]:
-        """Return the constants of its row; ``tokens`` are those that a lap decodes."""
+        """Return the constants of its row; ``tokens`` is the number of tokens that a lap decodes."""
         about = {"model": self.of.name, "client": self.client, "size": self.size, "batch_size": self.batch}
         tokens = DECODED if self.work in ("decode", MADE_UP) else 1
         return {**about, "context": self.context, "work": self.work, "dtype": "float32", "tokens": tokens}
@@ -400,8 +400,8 @@ def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> 
 
 
 def paired(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
-    """Times of ``ours`` and ``theirs``, in turns after one that does not count, and of each round their ratio: by the
-    clock, and on a CPU also by processor time."""
+    """Return the times of ``ours`` and of ``theirs``, and their ratio in each round: by the clock, and on a CPU also by
+    processor time. The two take turns; the first round does not count."""
     for run in runs.values():
         run()
     if device.type != "cpu":

@@ -27,7 +27,7 @@ from gsm.data.tokens import find_or_encode
 from . import paper, results
 from .results import Asked, read, table
 
-NEED = paper.TRAINING["gsm"]["tokens_per_second"] / 8  # of one GPU
+NEED = paper.TRAINING["gsm"]["tokens_per_second"] / 8  # tokens per second for one GPU
 HEAD = ("source", "tokens/s", "slowest, fastest round", "tokens/s of processor time", "x the need of a GPU", "tokens")
 
 

@@ -80,7 +80,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement: ``read``, a whole request; ``unpruned``, a prompt of which every layer computes every row;
+    """A measurement: ``read``, a whole request; ``unpruned``, a prompt in which every layer computes every row;
     ``decode``, tokens alone, after a synthetic memory."""
 
     model: str
@@ -342,8 +342,8 @@ class Request(ABC):
 
 
 class Unpruned(Request):
-    """A prompt of which every layer computes every row, in the same chunks. Apart from the rows it does the work of
-    ``LanguageModel.prefill``."""
+    """Read a prompt so that every layer computes every row, in the same chunks. Apart from the rows, the work is that
+    of ``LanguageModel.prefill``."""
 
     def prepare(self) -> None:
         """Make the memory."""
@@ -436,7 +436,7 @@ KINDS: dict[str, type[Request]] = {"read": Read, "unpruned": Unpruned, "decode":
 
 
 def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield the row of every case; of one that does not fit, a row with a sentence about the largest that does.
+    """Yield the row of every case. The row of a case that does not fit has a sentence about the largest case that does.
 
     Args:
         cases: of one length.

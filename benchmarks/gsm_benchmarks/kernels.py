@@ -43,7 +43,7 @@ def run(
     Args: as in configs/benchmark/kernels.yaml and configs/benchmark.yaml, and `cases` (None: those of the device).
 
     Raises:
-        ValueError: there is no such device or case, or the file is none of results.
+        ValueError: there is no such device or case, or the file does not hold results.
         Exception: the first that a row raised, once the other rows were measured.
     """
     how = Asked(**asked)

@@ -89,7 +89,7 @@ def saved_bytes(call: Callable[[], object], parameters: Iterable[Tensor]) -> int
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
-        alive.append(call())  # which holds the graph
+        alive.append(call())  # the result holds the graph
     return sum(sizes.values())
 
 

@@ -1,6 +1,6 @@
 """The models that a benchmark measures: variants of ``configs/model``, as they are, changed, or trained.
 
-An entry of ``models`` is a name, ``gsm``, or a mapping with a name, of which the rest may be left out:
+An entry of ``models`` is a name, ``gsm``, or a mapping with a name. All other fields of the mapping are optional:
 
     {name: wide, overrides: [model.state_size=64]}                           GSM with another value
     {name: no_pool, overrides: [model=baseline, model.candidate_pool=false]}
@@ -28,7 +28,7 @@ from gsm.costs.model import Cost, cost
 from gsm.errors import ConfigError
 from gsm.models.base import LanguageModel
 
-Entry = str | Mapping[str, Any]  # of `models`
+Entry = str | Mapping[str, Any]  # an item of `models`
 KEYS = ("name", "overrides", "checkpoint")
 ALL = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net")  # the default
 PAIR = ("gsm", "baseline")
@@ -66,7 +66,7 @@ class Model:
         return {key: value for key, value in parts.items() if value}
 
     def build(self, size: str, overrides: Sequence[str] = (), device: str | torch.device = "cpu") -> LanguageModel:
-        """Return the model, with random weights of seed 0 or those of its checkpoint."""
+        """Return the model, with random weights of seed 0 or with the weights of its checkpoint."""
         with torch.device(device):
             if self.checkpoint:
                 return load_model(self.checkpoint, device, overrides=[*self.overrides, *overrides]).train()

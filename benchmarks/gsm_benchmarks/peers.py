@@ -3,9 +3,9 @@
 A peer is a function with the arguments and the results of the operation. A peer that cannot take part raises `Absent`
 with the reason, when it is made or when it first runs. Results are compared before times are.
 
-Those of `attend` and `attend_band` (dense masks, gathered entries, FlexAttention, fused kernels) get the rotations and
-the sink as well. On a GPU their own arithmetic around the kernel is compiled. G columns: the window's stream, then the
-bank.
+The peers of `attend` and `attend_band` (dense masks, gathered entries, FlexAttention, fused kernels) get the rotations
+and the sink as well. On a GPU their own arithmetic around the kernel is compiled. G columns: the window's stream, then
+the bank.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Maker = Callable[[Call], Peer]
 
 IN_CHUNKS, FEW_ROWS = ("attend", "attend_band", "index_top_k", "indexer_kl"), 16384
 LIGER = "liger_kernel.transformers.functional"
-MOST_PAIRS = 1 << 29  # of rows and columns in a mask that is a tensor
-ROWS = 512  # of a chunk under a dense mask
-GATHERED_ROWS = 8192  # of a chunk of gathered entries: they take 65 KB a row, and a grid holds 65,535 sequences
+MOST_PAIRS = 1 << 29  # pairs of rows and columns in a mask that is a tensor
+ROWS = 512  # rows of a chunk under a dense mask
+GATHERED_ROWS = 8192  # rows of a chunk of gathered entries: 65 KB a row, and a grid holds 65,535 sequences
 BLOCK = 128  # FlexAttention's
-NO_SINK = "no sink"  # in the name of a peer whose result may differ
+NO_SINK = "no sink"  # part of the name of a peer with a result that may differ
 
 
 class Absent(Exception):
-    """Raised by a peer that cannot take part here; the message says why."""
+    """Raised by a peer that cannot take part here; the message gives the reason."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ def sdpa_dense(call: Call) -> Peer:
 
 
 def sdpa_gathered(call: Call) -> Peer:
-    """Every row's entries are gathered, and a row is a sequence of its own whose heads are the queries."""
+    """Gather the entries of every row. A row becomes a sequence of its own, and its heads become the queries."""
 
     def attend_chunk(query_NHC: Tensor, keys_GC: Tensor, place_NS: Tensor, seen_NS: Tensor, sink_H: Tensor) -> Tensor:
         query, key, value = with_sink(query_NHC[:, None], keys_GC[place_NS], sink_H)
@@ -185,7 +185,7 @@ def sdpa_gathered(call: Call) -> Peer:
         out = F.scaled_dot_product_attention(query, key[:, None], value[:, None], attn_mask=mask, scale=scale)
         return out[:, 0, :, : query_NHC.shape[-1]]
 
-    chunk = compiled(attend_chunk)  # not the loop, which would be a graph of all chunks
+    chunk = compiled(attend_chunk)  # a compiled loop would be one graph of all chunks
 
     def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
         place_BRS, seen_BRS = places(call)
@@ -276,7 +276,7 @@ def places(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def visible(call: Call) -> Tensor:
-    """Which columns each row sees, bool [B,R,G]. Raises Absent where that is too much to hold."""
+    """Return the columns that each row sees, bool [B,R,G]. Raises Absent where the mask is too large to hold."""
     batch, rows = call["query_BRHC"].shape[:2]
     stored = columns(call).shape[1]
     if batch * rows * stored > MOST_PAIRS:
@@ -287,7 +287,7 @@ def visible(call: Call) -> Tensor:
 
 
 def with_sink(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with one more column, whose logit is the sink and whose value is 0: a further channel holds
+    """Return query, key and value with one more column: its logit is the sink, its value is 0. A further channel holds
     the sink in the query, and 1 in that column's key. Channels stay a multiple of 8, as fused kernels want them."""
     channels = query_BRHC.shape[-1]
     logit = (sink_H * channels**0.5).to(query_BRHC.dtype)

@@ -23,14 +23,14 @@ def panels(
     lengths: Iterable[int],
     draw: Draw,
 ) -> bytes:
-    """A PNG, both axes logarithmic.
+    """Return a PNG, both axes logarithmic.
 
     Args:
-        title: above all panels.
-        labels: of the vertical axes, one a panel, by what they show.
-        models: that have a line each.
+        title: text above all panels.
+        labels: label of the vertical axis of each panel, by the quantity that the panel shows.
+        models: models that have a line each.
         lengths: in tokens; some of them are ticks.
-        draw: draws a model in a panel: on which axes, what they show, which model, in which style.
+        draw: draws a model in a panel. Takes the axes, the quantity, the model and the style.
 
     Raises ImportError if matplotlib is missing.
     """

@@ -2,7 +2,7 @@
 
 Everything is computed, nothing is measured: FLOPs, bytes and caches by ``gsm.costs.model``, traffic by
 ``gsm.costs.traffic``, activations by ``kept``, and the rest from the number P of parameters and the assumptions about
-the hardware (``Assumed``). With G GPUs, of which n share a node, b bytes:
+the hardware (``Assumed``). With G GPUs, n of them in a node, b bytes:
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
     buckets                     4 P: DDP's copy of the gradients
@@ -123,13 +123,13 @@ class Assumed:
 
     def one_pass(self, moved: float, gpus: int, near: int | None = None) -> float:
         """Return the seconds in which these bytes are gathered, or reduced, over all GPUs: within nodes, then between
-        them, each GPU of a node with its share. ``near`` of the GPUs are in a node (None: as many as there can be)."""
+        them, each GPU of a node with its share. A node holds ``near`` of the GPUs (None: a full node)."""
         near = min(gpus, self.per_node if near is None else near)
         within, between = (near - 1) / near * moved, (1 - near / gpus) * moved / near
         return (within / self.nvlink + between / self.network) / self.reached
 
     def exchange(self, moved: float, ranks: int) -> float:
-        """Return the seconds in which a GPU sends these bytes to ranks beside it: to those of its node by NVLink."""
+        """Return the seconds in which a GPU sends these bytes to its neighbours: to ranks of its own node by NVLink."""
         outside = max(0, ranks - self.per_node) / max(1, ranks - 1)
         return moved * ((1 - outside) / self.nvlink + outside / self.network) / self.reached
 
@@ -168,8 +168,8 @@ class Kept:
 
     Attributes:
         fixed: the float32 gradient of the head's weight, which is made together with the loss.
-        each: of a token, of all layers.
-        block: of a token, of one layer (the mean of all) whose activations are not recomputed.
+        each: bytes of a token, over all layers.
+        block: bytes of a token in one layer that is not recomputed, the mean over all layers.
     """
 
     fixed: int
@@ -208,7 +208,7 @@ def _counted(model: Model, size: str, tokens: int) -> tuple[Kept, Kept]:
 def saved_bytes(model: LanguageModel, tokens: int) -> int:
     """Return the bytes of all tensors but parameters that autograd saves for the loss of one sequence.
 
-    The model runs on the meta device with the GPU's kernels, of which none is launched."""
+    The model runs on the meta device with the GPU's kernels; none of them is launched."""
     ids_BT = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
 
     def forward() -> torch.Tensor:
@@ -267,8 +267,8 @@ def fits(setting: Setting, assumed: Assumed) -> bool:
 
 
 def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict[str, float]:
-    """Return the seconds of a step in arithmetic, in communication and as a whole, and its tokens. Sequences are those
-    of ``assumed``, or one for each GPU if there are more GPUs."""
+    """Return the seconds of a step in arithmetic, in communication and as a whole, and its tokens. The number of
+    sequences is that of ``assumed``, or the number of GPUs where that is larger."""
     sequences = max(assumed.sequences, setting.gpus)
     micro_batches = math.ceil(sequences / setting.gpus / setting.micro_batch)
     flops = sequences * setting.cost.training_flops(setting.context).total()
@@ -508,7 +508,7 @@ def _paper_mfu(assumed: Assumed) -> float:
 
 
 def _checked(assumed: Assumed) -> str:
-    """Return the paper's measured memory beside the computed one of the same setting."""
+    """Return the paper's measured memory beside the computed memory of the same setting."""
     words = []
     for model in models.read(models.PAIR):
         computed = memory(Setting(model, paper.SIZE, 8, "ddp", True, 4, 4096), assumed)["total"] / GIB

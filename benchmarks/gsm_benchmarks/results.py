@@ -59,7 +59,7 @@ class Results:
         return mark(row) == mark(self.facts) and row.get("given", {}) == self.given.get(name, {})
 
     def left(self, names: Iterable[str], protocol: Row, force: bool) -> list[str]:
-        """Return the names of rows that are to be measured; those that have failed before come last."""
+        """Return the names of rows that are to be measured; rows that have failed before come last."""
         wanted = []
         for name in names:
             if force or not self.has(name, protocol):
@@ -100,9 +100,9 @@ class Results:
         before = {name: self.rows.get(name) for name in rows}
         try:
             yield
-        except Exception as error:  # an error of one row says nothing about the others; it is raised after them
+        except Exception as error:  # the other rows may still succeed; the error is raised after them
             traceback.print_exception(error)
-            traceback.clear_frames(error.__traceback__)  # which would hold on to tensors
+            traceback.clear_frames(error.__traceback__)  # frames would hold on to tensors
             self._error = self._error or error
             for name, row in rows.items():
                 if self.rows.get(name) is before[name]:

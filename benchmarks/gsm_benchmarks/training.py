@@ -29,7 +29,7 @@ from .models import read as read_models
 from .results import Asked, Row, mark, quartiles, read, table
 from .timing import now
 
-# FLOP/s in bfloat16 without sparsity; a name that is not here has another rate, or one that nobody looked up.
+# FLOP/s in bfloat16 without sparsity. A name is missing here if its rate differs or was not looked up.
 DATA_SHEET = dict.fromkeys(["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"], 989e12)
 CLIP = 1.0
 HEAD = (
@@ -76,7 +76,7 @@ def run(
     Args: as in configs/benchmark/training.yaml and configs/benchmark.yaml.
 
     Raises:
-        ValueError: a value out of range, a model whose cost is not known, or a file of another benchmark.
+        ValueError: a value out of range, a model without a known cost, or a file of another benchmark.
     """
     how = Asked(**asked)
     if how.results:
@@ -102,7 +102,7 @@ def run(
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
-    """Return the row of one model, as plain containers. Raises ValueError for a model whose cost is not known."""
+    """Return the row of one model, as plain containers. Raises ValueError for a model without a known cost."""
     roof = timing.ceilings(device)
     plain = known_cost(job.of, job.size, ("model.recompute=false",))  # recomputed activations do not count as work
     flops = job.batch * plain.training_flops(job.context).total()

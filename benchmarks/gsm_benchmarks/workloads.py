@@ -2,7 +2,7 @@
 
 FLOPs are those of matrix products, on the entries that a row really sees; bytes are each input read once and each
 output written once, activations in bfloat16, slots in int32, statistics for backward in float32. An implementation may
-well do more. The geometry is that of the 1.5B model, with 32 heads unless the name of a case says 64.
+well do more. The geometry is that of the 1.5B model, with 32 heads unless the name of a case has 64.
 """
 
 from __future__ import annotations
@@ -282,7 +282,8 @@ def _ranges(batch: int, length: int, device: torch.device) -> Call:
 def _attention(
     batch: int, length: int, heads: int, channels: int, seen: int, entries: float, index: int
 ) -> dict[str, Work]:
-    """Of attention on `seen` entries a sequence; `entries` a token are stored, and its slots take `index` bytes."""
+    """Return the work of attention on `seen` entries a sequence. `entries` a token are stored, and its slots take
+    `index` bytes."""
     tokens, products = batch * length, 2 * heads * channels * batch * seen
     forward = tokens * (4 * heads * channels + 2 * channels * entries + index + 4 * heads)
     backward = tokens * (8 * heads * channels + 6 * channels * entries + index + 8 * heads)

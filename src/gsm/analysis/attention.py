@@ -1,5 +1,5 @@
 """Where attention goes, from taps: over the positions of a text and the entries of the state, how far back layers and
-stages look, and what goes to sinks. What stages and the encoder select in common is ``gsm.analysis.overlap``.
+stages look, and the share of the sinks. ``gsm.analysis.overlap`` has the selection that stages and encoder share.
 
 B sequences, T positions, R rows, H heads, W window entries, K selected slots, E weights of a row, L layers, N entries
 of all rows, D distances.
@@ -30,7 +30,7 @@ def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tenso
 
 
 def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tuple[Tensor, Tensor]:
-    """The same in two maps: what the window gives (the state's entries, of a decoder layer), and what the bank gives.
+    """The same in two maps: one for the window (in a decoder layer, the state's entries), one for the bank.
 
     Args:
         model: the model that was recorded.
@@ -68,8 +68,8 @@ def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
 
 
 def entries_back(model: GSM, name: str, entries: int) -> Tensor:
-    """How many positions before its row each of the entries was written that an attention sees besides those of a bank,
-    int64 [W]: of a decoder layer the state's, and then those of a window of its own."""
+    """Return the number of positions between a row and each entry that its attention sees outside of the bank, int64
+    [W]. In a decoder layer, the state's entries come first, then the entries of its own window."""
     own_entries, each = 0, 1
     if name.startswith("decoder/"):
         layer = list(model.decoder)[int(name.removeprefix("decoder/")) - model.geometry.encoder_layers - 1]
@@ -78,8 +78,8 @@ def entries_back(model: GSM, name: str, entries: int) -> Tensor:
 
 
 def decoder_attention(model: GSM, seen: Seen) -> Tensor:
-    """What the decoder's layers look at, float32 [L, E]: the mean over heads, and over the rows that see a whole state;
-    where none does, over all but padding."""
+    """Return the weights of the decoder's layers, float32 [L, E]: the mean over heads, and over the rows that see a
+    whole state. If no row does, the mean is over all rows but padding."""
     first, means = model.geometry.encoder_layers + 1, []
     for layer in range(first, model.geometry.depth + 1):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
@@ -98,8 +98,8 @@ def names_of(model: GSM) -> list[str]:
 
 
 def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
-    """How much every head of every attention leaves to its sink, by name, float [H]: the mean over rows, without
-    padding. Of a recorded call (``position``, ``*/weights``)."""
+    """Return the share that every head of every attention leaves to its sink, by name, float [H]: the mean over rows,
+    without padding. It needs a recorded call (``position``, ``*/weights``)."""
     sinks = {}
     for name in names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
@@ -109,8 +109,8 @@ def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
 
 
 def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
-    """How much weight falls on entries that begin so many tokens before their row, float [D]: a mean over rows and
-    heads; it sums to less than 1, and the rest is the sink's weight.
+    """Return the weight on entries by their distance from the row, in tokens, float [D]: a mean over rows and heads.
+    It sums to less than 1, and the rest is the sink's weight.
 
     Args:
         model: the model that was recorded.
@@ -154,14 +154,14 @@ def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
 
 
 def selected_weights(model: GSM, seen: Seen, rows: int, sequence: int = 0) -> dict[int, Tensor]:
-    """By stage, how much the last rows read of what they have selected, float [R, T], by place in the sequence: the
-    mean over heads, of an entry at each of its tokens; NaN at tokens that are not selected.
+    """Return the weights of the last rows on their selected entries, by stage, float [R, T] over the sequence. A weight
+    is the mean over heads; the weight of an entry stands at each of its tokens. It is NaN at tokens not selected.
 
     Args:
         model: the model that was recorded.
         seen: one call without a memory (``position``, ``stage/<s>/top_k`` and ``stage/<s>/weights``).
-        rows: how many.
-        sequence: which of the batch.
+        rows: number of rows.
+        sequence: its number in the batch.
     """
     length, maps = seen["position"].shape[1], {}
     for stage, back_BRK in selections(model, seen).items():

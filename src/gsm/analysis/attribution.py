@@ -166,7 +166,7 @@ def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: 
 
 
 def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Return for every token one of the known tokens, not itself."""
+    """Return for every token another token of the alphabet."""
     other_NV = (known != token_N.cpu()[:, None]).float()
     return known[torch.multinomial(other_NV, 1, generator=generator)[:, 0]]
 

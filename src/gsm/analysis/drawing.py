@@ -1,4 +1,4 @@
-"""The architecture as an SVG, drawn from a geometry; what it looks like stands in ``drawing.svg.jinja``.
+"""The architecture as an SVG, drawn from a geometry; ``drawing.svg.jinja`` has the look.
 
 python -m gsm.analysis.drawing docs/architecture.svg          size nano; any other: size=tiny
 """
@@ -15,8 +15,8 @@ from gsm.files import replacing
 from gsm.models.geometry import Geometry
 
 FILE = Path(__file__).with_suffix(".svg.jinja")
-BOTTOM, TOP = 420, 150  # of the two stacks of layers
-CHOSEN = ((2, 5, 9), (1, 7, 11), (0, 4, 12))  # of the entries drawn of a bank, in turn
+BOTTOM, TOP = 420, 150  # edges of the two stacks of layers
+CHOSEN = ((2, 5, 9), (1, 7, 11), (0, 4, 12))  # selected entries in the picture of a bank, in turn
 
 
 def draw(geometry: Geometry, *, stages: Sequence[int] | None = None, state_size: int | None = None) -> str:
@@ -36,7 +36,7 @@ def draw(geometry: Geometry, *, stages: Sequence[int] | None = None, state_size:
 
 
 def _rows(count: int) -> list[tuple[float, float]]:
-    """Top edge and height of so many layers, the first one at the bottom."""
+    """Return top edge and height of each of ``count`` layers, the first at the bottom."""
     gap = min(10.0, 60 / count)
     height = (BOTTOM - TOP + gap) / count - gap
     return [(BOTTOM - number * (height + gap) - height, height) for number in range(count)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 512  # of a map, at most: more are not visible
+COLUMNS = 512  # most columns of a map: more are not visible
 BROUGHT_BACK = "of the answer, brought back"
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
 

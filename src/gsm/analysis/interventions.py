@@ -4,10 +4,9 @@
         model(tokens)                    # stage 1 brings nothing
     model(tokens)                        # as before
 
-What is taken away becomes zeros: an entry of zeros gets a logit of 0 and gives nothing to whoever reads it. Nothing
-of the model is changed; outside of the block, and after an exception, it computes what it computed before. Blocks
-nest. Each is a patch of taps (``gsm.patch``) in the calls of one model; intervene on it as it was before
-``torch.compile``.
+A removed part becomes zeros: an entry of zeros gets a logit of 0 and adds nothing to its reader. The model itself is
+not changed: outside of the block, and after an exception, it computes as before. Blocks nest. Each is a patch of taps
+(``gsm.patch``) in the calls of one model; intervene on the model as it was before ``torch.compile``.
 
 B sequences, T positions, R rows, N answers.
 """
@@ -31,7 +30,7 @@ from gsm.shapes import last
 
 @contextmanager
 def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Iterator[None]:
-    """The state without what was written at some positions.
+    """Remove the entries of the state that were written at some positions.
 
     Args:
         model: any GSM.
@@ -86,7 +85,7 @@ def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Abst
 
 @contextmanager
 def without_stages(model: GSM, gone_BT: Tensor | None = None) -> Iterator[None]:
-    """All stages without what they retrieve, as ``without_stage``."""
+    """Remove the retrieval of all stages, as ``without_stage``."""
     with ExitStack() as stack:
         for stage in range(1, len(model.aggregation.layers) + 1):
             stack.enter_context(without_stage(model, stage, gone_BT))
@@ -94,7 +93,7 @@ def without_stages(model: GSM, gone_BT: Tensor | None = None) -> Iterator[None]:
 
 
 def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """What can be taken away everywhere, by name: the state's entries, what each stage retrieves, and what all do."""
+    """Return the parts to remove everywhere, by name: the state's entries, each stage's retrieval, all retrievals."""
     ablated: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
     stages = range(1, len(model.aggregation.layers) + 1)
     ablated |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
@@ -109,7 +108,7 @@ def without_slots(model: GSM, gone_BF: Tensor) -> AbstractContextManager[None]:
     Args:
         model: any GSM.
         gone_BF: bool, over the slots that the calls inside of the block add, which keep no memory: of one document a
-            sequence, slot f holds the tokens from f x ratio on. What is not named stays.
+            sequence, slot f holds the tokens from f x ratio on. All other slots stay.
     """
 
     def nothing(latent_BGC: Tensor) -> Tensor:
@@ -125,8 +124,8 @@ def parts(model: GSM) -> list[str]:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model says to its questions: ``log_probability_N`` of the right token, and whether it is the likeliest,
-    ``right_N``; in the order of sequences, and of positions in each."""
+    """A model's answers to questions: ``log_probability_N`` of the right token, and ``right_N``, whether this token is
+    the likeliest. The order is that of sequences, then of positions."""
 
     log_probability_N: Tensor
     right_N: Tensor
@@ -147,9 +146,9 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: LanguageModel, token_BT: Tensor, target_BT: Tensor) -> Answers:
-    """The answers where there is a target, not -100; int64 [B, T] each, every sequence one document.
+    """Return the answers where there is a target, not -100; int64 [B, T] each, every sequence one document.
 
-    The sequences are read in one call, so that what is taken away can be another thing in each.
+    The sequences are read in one call, so that each sequence may lack other parts.
     """
     with model.evaluating():
         logit_BTV = model.forward(token_BT).logits

@@ -148,7 +148,7 @@ def needle_test(
             encoder's part; ``slots``, slots of the banks that stages select at the key of the question.
         count: number of places.
         start: for ``entries``, as in ``without_entries``.
-        seed: of the others, drawn among the visible places that attribution does not name.
+        seed: seed of the draw of the other places, among the visible places that attribution does not name.
 
     Raises:
         ValueError: an answer sees less than twice ``count`` places.

@@ -6,7 +6,7 @@ the queries that see more than K entries, since the others have nothing to choos
 of v visible entries overlap by K / v: `chance` is the mean of that over the same queries, and (overlap - chance) /
 (1 - chance) is the agreement beyond it. Chance falls with the length.
 
-B sequences, T positions, R rows, K slots that a layer selects, J those that a stage selects, N queries of all
+B sequences, T positions, R rows, K slots that a layer selects, J slots that a stage selects, N queries of all
 rows.
 """
 
@@ -27,7 +27,7 @@ from gsm.tables import grid_lines
 
 CHUNK = 4096  # tokens of a sequence read at a time
 AT_ONCE = 16384  # tokens of all sequences read at a time
-SEQUENCES = 16  # of each length, by default
+SEQUENCES = 16  # default number of sequences for each length
 TAPS = ("position", "encoder/*/top_k", "stage/*/top_k")
 
 
@@ -149,7 +149,7 @@ def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterat
         memory = model.start(len(rows))
         for start in range(0, length, CHUNK):
             tokens, documents = (batch[name][:, start : start + CHUNK] for name in ("tokens", "documents"))
-            with record(*TAPS) as seen:  # not __call__: a compiled model would be compiled again to be recorded
+            with record(*TAPS) as seen:  # forward, since __call__ would compile a compiled model again to record it
                 memory = model.forward(tokens, documents=documents, memory=memory).memory
             yield seen
 

@@ -1,13 +1,14 @@
-"""Which places carry an answer: a question is asked twice, of a needle and of the same one with another value, and
-parts of the first call are put into the second (activation patching).
+"""Which places carry an answer: a question is asked twice, about a needle and about the same needle with another value.
+Parts of the first call are put into the second (activation patching).
 
     clean       . . K3 V7 . . . . . . K3 ->      log p(V7) - log p(V2) is large
     corrupted   . . K3 V2 . . . . . . K3 ->      it is as far below zero
-    patched     the corrupted call, in which one tensor, or one place of it, is that of the clean one
+    patched     the corrupted call, in which one tensor, or one place of it, comes from the clean call
 
-``restored`` says how far the patched call is from the corrupted to the clean one: 0, nothing of the answer was there;
-1, all of it. What is found so is enough for the answer; what is needed for it, ``needles.needle_test`` tells. Parts
-that bring the same thing each restore all of it, and parts that only do together, nothing: shares need not sum to 1.
+``restored`` measures how far the patched call is on the way from the corrupted call to the clean call. 0: the part
+carries nothing of the answer; 1: all of it. The method finds parts that are enough for the answer;
+``needles.needle_test`` finds parts that it needs. Two parts that carry the same each restore all of the answer, and
+two parts that work only together restore none of it: shares need not sum to 1.
 
 N questions, T positions, P places.
 """
@@ -34,8 +35,8 @@ class Pair:
 
     Attributes:
         clean_NT, corrupted_NT: int64, equal but for one token, ``told_N`` + 1.
-        row_N: int64, where the answer is due.
-        key_N, told_N: int64, where its key is asked, and was told.
+        row_N: int64, position of the answer.
+        key_N, told_N: int64, position of the key in the question, and in the needle.
         right_N, wrong_N: int64, the values.
     """
 
@@ -80,14 +81,14 @@ def restored(
     place_NP: Tensor | None = None,
     between: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """How much of the answer comes back when taps of the corrupted call are those of the clean one.
+    """Return the share of the answer that comes back when taps of the corrupted call get the clean call's tensors.
 
     Args:
         model: any that was trained on the task.
         pair: the questions, on any device.
         taps: patterns as of ``gsm.record``; all tensors that match are put in together.
-        place_NP: int64, places along dimension 1 of these tensors, of each question; one at a time is put in. A place
-            that a tensor does not have is left as it is. None: the whole tensors at once.
+        place_NP: int64, places along dimension 1 of these tensors, for each question; they are put in one at a time. A
+            place that a tensor does not have is left as it is. None: the whole tensors at once.
         between: ``margins``, where they are known.
 
     Returns:

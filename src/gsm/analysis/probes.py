@@ -1,7 +1,8 @@
-"""What a linear map can still read of the past from what a model keeps: ridge regression in closed form, on held-out
-sequences, beside the same with shuffled labels.
+"""How well a linear map reads the past from a model's memory: ridge regression in closed form, on held-out sequences,
+beside the same with shuffled labels.
 
-A probe tells what is there, not what the model makes use of: for that, take it away (``gsm.analysis.interventions``).
+A probe shows that information is present. Whether the model uses it, shows its removal
+(``gsm.analysis.interventions``).
 
 B sequences, T positions, R rows, N samples, F features, Y classes, M entries of the state, C their width.
 """
@@ -29,10 +30,9 @@ class Probe:
     """How well one probe does on samples that it was not fitted to.
 
     Attributes:
-        accuracy: fraction of labels found.
-        shuffled: the same of a probe that was fitted to the labels in another order: what is left is chance, and how
-            far it reaches by luck.
-        chance: the fraction that always saying the commonest label of the training samples would find.
+        accuracy: fraction of right labels.
+        shuffled: accuracy of a probe that was fitted to the labels in another order: chance, and the spread of luck.
+        chance: accuracy of always answering with the commonest label of the training samples.
         fitted, tested: samples of each kind.
         features: numbers that it reads.
     """
@@ -93,10 +93,10 @@ def ridge_map(feature_NF: Tensor, target_NY: Tensor, weight: float) -> Tensor:
 
 
 def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: int = 4096) -> dict[str, Tensor]:
-    """What a model keeps behind some positions, as features, [B, R, F] each.
+    """Return the model's memory after some positions, as features, [B, R, F] each.
 
-    * GSM: ``z`` of the row; ``entry``, what the row itself has written, before its rotation; ``state``, all M entries
-      that it sees, zeros where there are fewer.
+    * GSM: ``z`` of the row; ``entry``, the entries that the row itself has written, before their rotation; ``state``,
+      all M entries that it sees, zeros where there are fewer.
     * recurrent layers: ``state``, the matrices of all layers.
 
     Sequences are read in chunks with a memory, so that they may be long.
@@ -131,11 +131,11 @@ def by_distance(
     held_out: float = 0.25,
     ridge: float = 0.1,
 ) -> dict[str, dict[int, Probe]]:
-    """Probes for the token so many positions before a row, by what is read (``states``) and by distance.
+    """Return probes for the token at each distance before a row, by the features read (``states``) and by distance.
 
     Args:
         model, rows: as of ``states``.
-        token_BT: int64, drawn at random, or what is near tells something of what is far.
+        token_BT: int64. Draw them at random: in a text, near tokens hint at far tokens.
         distances: in tokens, 0 for the row's own; at most the first row.
         held_out: this fraction of the sequences is for testing, all rows of each: B x R samples in all.
         ridge: as of ``probe``.
@@ -155,12 +155,12 @@ def by_distance(
 
 
 def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out: float = 0.25) -> dict[str, Probe]:
-    """Probes for the value that each question asks for, from what is kept where its key stands, or some tokens before.
+    """Return probes for the value that each question asks for, from the memory at its key, or some tokens before.
 
     Args:
         model: as of ``states``, trained on the task.
         asked: questions, at the same places of every sequence.
-        before: so many tokens before the key, where nobody has asked for that value yet.
+        before: distance before the key, in tokens. There, no question has asked for that value yet.
         held_out: as of ``by_distance``.
     """
     rows = [row - before for row in asked.key_N.unique().tolist()]

@@ -1,15 +1,15 @@
-"""Which source positions reach each entry of the state, and by which way: attention weights multiplied through the
+"""Source positions that reach each entry of the state, and the way they take: attention weights multiplied through the
 layers (rollout: Abnar and Zuidema, 2020), with GSM's banks, stages and writer.
 
     A_0 = 1,    A_l = (A_(l-1) + near_l A_(l-1) + far_l A_(b-1)) / its sum            encoder layer l, bank of layer b
     stage s on layer l:    near_s A_(l-1) + far_s A_(b-1), divided by its sum
-    state:                 sum over ways of share x map,  share of a way = how long the part of z is that comes by it
+    state:                 sum over ways of share x map,  share of a way = length of the part of z that comes by it
 
-A layer adds what it reads to its stream, so both count, what it reads as much as its weights sum to: the rest goes to
-the sink. Weights are fair shares here, since entries are keys and values at once and leave a norm, all about equally
-long. Left out, as in every rollout: what feed-forwards do, how long a layer's update is beside its stream, how several
-residual streams are mixed, and that queries decide what is read. ``gsm.analysis.attribution`` holds it against
-gradients and interventions.
+A layer adds its reading to its stream, so both count; the reading counts by the sum of its weights, and the rest goes
+to the sink. Weights are fair shares here: entries are keys and values at once, and a norm makes them about equally
+long. As every rollout, this one leaves out the feed-forwards, the length of a layer's update beside its stream, the
+mixing of several residual streams, and the role of queries. ``gsm.analysis.attribution`` compares it with gradients
+and interventions.
 
 S ways: the encoder, then each stage. T positions, R rows, D model width.
 """
@@ -87,8 +87,8 @@ def encoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
 
 
 def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
-    """How long the part of z is that comes by each way, as shares, float [S, T]: what z loses in length, as the writer
-    makes it, when only that way brings nothing."""
+    """Return the share of each way in z, float [S, T]: the length that z loses, as the writer makes it, when only that
+    way brings nothing."""
     parts = [seen["state/e"], *(seen[f"stage/{stage}/increment"] for stage, _ in enumerate(model.aggregation, 1))]
     parts = [part_BTD[sequence, None] for part_BTD in parts]
     with torch.no_grad():
@@ -99,7 +99,7 @@ def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
 
 
 def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
-    """How much of what leaves the decoder at each row comes from each position's z, float [R, T]; rows sum to 1.
+    """Return the share of each position's z in the decoder's output at each row, float [R, T]; rows sum to 1.
 
     A row starts from its own z (or from the encoder's streams at its position) and adds what its layers read of the
     state: E_l = (E_(l-1) + map_l) / its sum.
@@ -114,7 +114,7 @@ def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
 
 
 def _read(model: GSM, seen: Seen, name: str, sequence: int, maps: Tensor | list[Tensor], layer: int) -> Tensor:
-    """What an attention on encoder layer ``layer`` takes from the sources, [T, T]; rows sum to 1 less the sink."""
+    """Return the sources' shares in an attention on encoder layer ``layer``, [T, T]; rows sum to 1 less the sink."""
     near_TT, far_TT = attention_parts(model, seen, name, sequence)
     owner = max((bank for bank in model.geometry.bank_layers if bank <= layer), default=layer)
     return near_TT @ maps[layer - 1] + far_TT @ maps[owner - 1]

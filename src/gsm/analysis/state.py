@@ -1,4 +1,4 @@
-"""What the shared state is like, from taps: its lengths, its entries before their rotation, and its effective rank.
+"""Properties of the shared state, from taps: its lengths, its entries before their rotation, and its effective rank.
 
 B sequences, T positions, R rows, E entries, J entries of a position, C width of an entry.
 """
@@ -15,8 +15,8 @@ from gsm_kernels import rotate
 
 
 def latents(model: GSM, seen: Seen) -> Tensor:
-    """The entries of the state as they were before their rotation, [B, E, C]: equal content is equal here wherever it
-    stands. Those of several parts lie side by side.
+    """Return the entries of the state as they were before their rotation, [B, E, C]: equal content is equal here
+    wherever it stands. Entries of several parts lie side by side.
 
     Args:
         model: the model that was recorded.
@@ -49,8 +49,8 @@ def effective_rank(value_EC: Tensor) -> float:
 
 
 def state_facts(model: GSM, seen: Seen) -> dict[str, float]:
-    """``state/norm``, the mean length of z over all rows, and ``state/effective_rank`` of the state that the last row
-    of each sequence sees, a mean over sequences. Of one call without a memory; padding does not count.
+    """Return ``state/norm``, the mean length of z over all rows, and ``state/effective_rank`` of the state that the
+    last row of each sequence sees, a mean over sequences. It takes one call without a memory; padding does not count.
 
     The length is that of z, from which entries are made: their own is fixed by a norm.
     """
