@@ -208,7 +208,7 @@ class Engine:
         self._token_B.copy_(token_B)
         try:
             step = self._decoding(self._memory.used + 1)
-        except HostRead:  # e.g. of the numbers of rows per expert
+        except HostRead:  # e.g. the host reads the numbers of rows per expert
             self._recorder = None
             return self._plain(token_B.to(self.device)[:, None])
         return self._repeat(step, 1)

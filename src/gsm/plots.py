@@ -5,8 +5,8 @@ Every function draws on axes that it is given, so that they can be arranged free
     figure, (left, right) = plots.figure(columns=2)
     plots.curves(left, {"mhc": [{50: 3.1, 100: 2.8}], "plain": [{50: 3.3, 100: 2.9}]}, "optimizer step", "loss")
 
-matplotlib is imported when the first figure is made. Colours are those of Okabe and Ito (2008), which people with any
-kind of colour vision can tell apart; lines and markers differ too, for print without colour.
+matplotlib is imported when the first figure is made. The colours come from Okabe and Ito (2008): people with any kind
+of colour vision can distinguish them. Lines and markers differ too, for print without colour.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ def label(name: str) -> str:
 def figure(
     columns: int = 1, width: float = PANEL[0], height: float = PANEL[1], grid: bool = True, rows: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many panels side by side in every row, each of this size in inches, with grid lines or without.
+    """Return a figure with ``columns`` panels in every row, each of this size in inches, with grid lines or without.
 
-    It needs no display and no pyplot; a notebook shows it where it stands at the end of a cell, and only there. Raises
-    ImportError, with the way to install matplotlib, where it is missing.
+    It needs no display and no pyplot. A notebook shows it if it is the last expression of a cell. Raises ImportError,
+    with the way to install matplotlib, where it is missing.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(REMEDY) from error
     made = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    made._repr_png_ = partial(png, made, 100)  # pyright: ignore[reportAttributeAccessIssue]  # what IPython asks for
+    made._repr_png_ = partial(png, made, 100)  # pyright: ignore[reportAttributeAccessIssue]  # IPython calls it
     panels = list(made.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -136,11 +136,11 @@ def png(made: Figure, dots_per_inch: int = 200) -> bytes:
 
 
 def svg(made: Figure, name: str) -> str:
-    """The figure as a part of an HTML page: on its background, in its font, black in the colour of its letters.
+    """Return the figure as a part of an HTML page: on its background, in its font, black in the colour of its letters.
 
     Args:
         made: the figure.
-        name: what its ids begin with, which no other picture of the page has.
+        name: prefix of its ids, different from the prefixes of all other pictures of the page.
     """
     from matplotlib import rc_context
 
@@ -223,10 +223,10 @@ def cells(
     """Draw one panel per task, in it a row per arm with a cell for each amount: the mean over its seeds, from 0 to 1.
 
     Args:
-        panels: to draw on, one for each task; of a figure of one row, made without grid lines.
+        panels: axes to draw on, one for each task, from a figure of one row without grid lines.
         tasks: by name, by arm, for each seed its values by amount.
         x: label of the axes.
-        label: of the values.
+        label: label of the values.
     """
     for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
         amounts = sorted({amount for seeds in arms.values() for seed in seeds for amount in seed})
@@ -257,7 +257,7 @@ def lengths(
     """Draw one panel per task, in it one line per arm over the tested lengths, as in ``curves``; one legend.
 
     Args:
-        panels: to draw on, at least one for each task; of a figure of one row or several.
+        panels: axes to draw on, at least one for each task, from a figure of one row or several.
         tasks: by name, by arm, for each seed its values by length.
         x, y: labels of the axes, with units.
         top: the highest possible value; the lowest is 0.

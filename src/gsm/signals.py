@@ -12,7 +12,7 @@ from collections.abc import Iterator
 # The last two are a cluster's warnings before the time limit: Lightning's convention with Slurm, and submitit's.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PARENT = "GSM_PARENT"  # variable with the number of the parent's process
-PDEATHSIG = 1  # of Linux' prctl
+PDEATHSIG = 1  # option of Linux' prctl
 
 
 def answered() -> tuple[signal.Signals, ...]:

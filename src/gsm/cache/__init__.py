@@ -1,1 +1,1 @@
-"""What is remembered between calls: windows, banks, index keys, states."""
+"""The memory between calls: windows, banks, index keys, states."""

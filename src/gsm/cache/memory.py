@@ -132,7 +132,7 @@ class Memory:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that a static memory holds; None for one that grows."""
+        """Number of tokens that a static memory can hold; None for a growing memory."""
         return self.ledger.capacity
 
     @property
@@ -284,7 +284,7 @@ def no_last_token(batch: int, device: torch.device) -> dict[str, Any]:
 
 
 def forgetful(node: Any) -> Any:
-    """Return a copy of a cache for training, whose stores discard all writes (``FORGET``)."""
+    """Return a copy of a cache for training: its stores discard all writes (``FORGET``)."""
     stores = (Window, Column, State)
     return map_nodes(node, (*stores, Tensor), lambda x: FORGET if isinstance(x, stores) else None)
 

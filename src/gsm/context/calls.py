@@ -76,8 +76,8 @@ class Context(Ranks):
     ) -> Output:
         """Read a prompt together, as ``LanguageModel.prefill`` does; all ranks have the same memory and output then.
 
-        Each rank reads ``chunk`` tokens at a time. The end of the prompt, of which upper layers need more than banks
-        and states, is read by every rank.
+        Each rank reads ``chunk`` tokens at a time. Every rank reads the end of the prompt, since upper layers need more
+        of it than banks and states.
 
         Args:
             model: the same on all ranks.
@@ -122,8 +122,9 @@ class Context(Ranks):
 
 
 def of_whole_sequences(balances: Sequence[Balance], pieces: Pieces) -> list[Balance]:
-    """Return where the rows of whole sequences were sent. The scores stay those of the rows here, times the ranks: so
-    the mean of the ranks' losses is that of whole sequences, and each rank has the gradient of its own rows."""
+    """Return where the rows of whole sequences were sent. The scores remain the scores of this rank's rows, times the
+    number of ranks. So the mean of the ranks' losses is the loss of whole sequences, and each rank has the gradient of
+    its own rows."""
     if not balances:
         return []
     counted_LYU = torch.stack([torch.cat([balance.sent_BE, balance.rows_B[:, None]], dim=-1) for balance in balances])

@@ -162,8 +162,8 @@ class Pieces:
         return torch.cat([x_BPL[:, piece] for piece in self.mine])
 
     def substitute(self, memory: Memory) -> MemoryOfPieces:
-        """Return a memory of the local pieces: the stores of this module around those of ``memory``, which is empty in
-        training."""
+        """Return a memory of the local pieces: the stores of this module around the stores of ``memory``, which is
+        empty in training."""
         caches = {name: map_nodes(getattr(memory, name), KINDS, self._store) for name in CACHES}
         ledger = Ledger(memory.ledger.layout)
         return MemoryOfPieces(self.document_Y, self.position_Y, **caches, ledger=ledger, pieces=self)
@@ -317,7 +317,7 @@ class MemoryOfPieces(Memory):
         return replace(span, tokens=self.pieces.tokens)
 
     def advance(self, after: Memory, tokens: int, single_document: bool, rows: int) -> Memory:
-        """Return ``after`` as it is: ``Pieces.concluded`` makes one memory of those of all pieces."""
+        """Return ``after`` as it is: ``Pieces.concluded`` joins the memories of all pieces."""
         return after
 
 
@@ -352,7 +352,7 @@ class Halo:
         return seen_BEC, replace(self.inner, entry_BEC=after_BEC)
 
     def stored(self, new_BTC: Tensor) -> Tensor:
-        """Return the entries of the memory's window, [E, B, C], after as many zeros as are missing."""
+        """Return the entries of the memory's window, [E, B, C], with zeros in front to full length."""
         zeros_EBC = new_BTC.new_zeros(self.size, self.pieces.batch, new_BTC.shape[2])
         if self.inner is None:
             return zeros_EBC
@@ -362,7 +362,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class Shared:
-    """One value for each slot of a bank, on every rank: the slots of ``inner``, followed by those of all pieces."""
+    """One value for each slot of a bank, on every rank: the slots of ``inner``, followed by the slots of all pieces."""
 
     pieces: Pieces
     ratio: int | None

@@ -1,1 +1,1 @@
-"""What a model costs in closed form: FLOPs, bytes and parameters, from what each part says of itself."""
+"""The cost of a model in closed form: FLOPs, bytes and parameters, from the costs that each part declares."""

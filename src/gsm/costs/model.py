@@ -15,7 +15,7 @@ implementation may compute more, on whole blocks, and mask the rest.
 
 Bytes moved are the minimum for a call in which kernels exchange only the activations listed here:
 
-    weights         every parameter that the call uses is read once; for experts, those that its rows can choose
+    weights         every parameter that the call uses is read once; experts count if its rows can choose them
     cache read      each layer reads its visible entries once, including new ones, and the state of a recurrence
     cache written   the new tokens' entries
     activations     each product with weights reads its input and writes its output, attention and recurrences read
@@ -198,10 +198,10 @@ class Cost:
     ) -> Parts:
         """Return the bytes that one step of training moves: three times those of a forward pass without a memory.
 
-        The backward pass reads everything again, and moves the same number of bytes for gradients; those of weights are
-        written. If activations are recomputed, all layers move theirs once more. An optimiser with two moments (AdamW)
-        reads the gradient, and reads and writes weights and moments, in the dtype ``master``. Not counted are the reads
-        of the indexers' teacher, and casts of weights.
+        The backward pass reads everything again, and moves the same number of bytes for gradients; gradients of weights
+        are written. If activations are recomputed, all layers move their bytes once more. An optimiser with two moments
+        (AdamW) reads the gradient, and reads and writes weights and moments, in the dtype ``master``. The count omits
+        the reads of the indexers' teacher, and casts of weights.
         """
         forward = self.forward_bytes(tokens, dtype=dtype, batch=batch)
         forward = Parts({part: size for part, size in forward.items() if not part.endswith("cache written")})

@@ -92,7 +92,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits and, with labels, the loss; in training the loss includes that of indexers and experts.
+        """Return logits and, with labels, the loss; in training it includes the losses of indexers and experts.
 
         Args:
             input_ids: int64 [B, T].

@@ -1,1 +1,1 @@
-"""What all models are built from: attention, recurrences, norms, rotary positions, feed-forward, residual streams."""
+"""The parts of all models: attention, recurrences, norms, rotary positions, feed-forward, residual streams."""

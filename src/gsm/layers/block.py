@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.feed_forward = feed_forward(dim)
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
-        """Map the streams of T positions to those of the last ``span.rows``; for 0 rows, only update the cache."""
+        """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the cache."""
         layer_input_BTD = entering(self.attention_residual, streams)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
         if not span.rows:

@@ -164,7 +164,7 @@ class LayerCost:
         return next((look for look in self.looks if look.part == "index scores"), None)
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        """Return the sum; window, bank and pool of ``other`` replace those of ``self``."""
+        """Return the sum; window, bank and pool come from ``other``."""
         return LayerCost(
             _merged(self.per_row, other.per_row),
             _merged(self.per_token, other.per_token),

@@ -168,7 +168,7 @@ def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
         logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
         hidden = _hidden(history, query_BRHC.shape[2])
-        lowest = torch.finfo(logit_BRHF.dtype).min  # not -inf: a row that sees nothing would have a gradient of NaN
+        lowest = torch.finfo(logit_BRHF.dtype).min  # with -inf, a row that sees nothing would have a gradient of NaN
         return logit_BRHF.masked_fill(hidden, lowest).softmax(dim=-1).masked_fill(hidden, 0)
 
 

@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         return self.indexer_training.loss(selection, *call, tokens=span.tokens)
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
-        """Return the cost per row of all parameters except those of ``others``, which are counted elsewhere.
+        """Return the cost per row of all parameters except the parameters of ``others``, which are counted elsewhere.
 
         The cost of reading entries is not included.
         """

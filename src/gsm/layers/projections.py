@@ -1,7 +1,7 @@
 """The projections of every latent attention: query, entry, compressor, indexer, output.
 
 Attention has H query heads and one latent per position that is key and value of all heads (an *entry*, width C). The
-equations of query, compressor and index are those of DeepSeek-V4.1 (CSA2); the paper's baseline retains them, and GSM's
+equations of query, compressor and index come from DeepSeek-V4.1 (CSA2); the paper's baseline retains them, and GSM's
 stages and decoder use them too.
 """
 

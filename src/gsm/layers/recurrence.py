@@ -62,7 +62,7 @@ class Recurrence(nn.Module, ABC):
         self.key = Linear(shape.dim, steps * inner)
         self.value = Linear(shape.dim, steps * inner)
         self.channels = (inner, steps * inner, steps * inner)
-        self.state_shape = (shape.entry_dim, shape.entry_dim)  # of a head
+        self.state_shape = (shape.entry_dim, shape.entry_dim)  # one matrix per head
         self.convolution = ShortConvolution(sum(self.channels), convolution) if convolution != 1 else None
         self.norm = RMSNorm(shape.entry_dim)
         self.output = Linear(inner, shape.dim, gain=INTO_RESIDUAL)

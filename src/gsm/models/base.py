@@ -489,7 +489,7 @@ class LanguageModel(nn.Module, ABC, Calls):
                         module.training = True
 
     def _training_stores(self) -> dict[str, Any]:
-        """Return the fields of ``Memory`` for training, whose stores discard all writes; made once."""
+        """Return the fields of ``Memory`` for training: its stores discard all writes; made once."""
         if self._forgetful is None:
             self._empty = self.empty_memory(0)
             self._forgetful = {name: forgetful(node) for name, node in self._empty.items()}

@@ -11,7 +11,7 @@ from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
 from gsm.layers.sparse import Role
 
-MOST_LAYERS = 1000  # of an encoder or decoder: each is built in Python
+MOST_LAYERS = 1000  # layers of an encoder or decoder: each is built in Python
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ class NonFiniteGuard:
         self._noted_4 = torch.where(first, now_4, self._noted_4)
         if all(self._kept[name].shape == value.shape for name, value in batch.items()):
             self._kept = {name: torch.where(first, value, self._kept[name]) for name, value in batch.items()}
-        elif bool(first) or self.found() is None:  # of another shape: can be compared only by looking
+        elif bool(first) or self.found() is None:  # another shape: only a look at the values can compare them
             self._kept = batch
 
     def found(self) -> Broken | None:
@@ -123,7 +123,7 @@ def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
 def _written(broken: Broken, trainer: lightning.Trainer) -> str:
     """Write the batch; return a sentence with the places of its sequences in the order of the data.
 
-    Their numbers come with it if the data have an ``order``. Of several ranks, this is the rank's share of each batch.
+    Their numbers come with it if the data have an ``order``. With several ranks, it is the rank's share of each batch.
     """
     size = len(next(iter(broken.batch.values()))) // (broken.last - broken.first + 1)
     batches = range(broken.first, broken.last + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 OLDER = 1 << 25  # bytes: the largest value that older releases take for the second
 BLOCK, UNUSED = 1 << 30, (1 << 31) - 1  # bytes: smallest block of the system; most that is kept
 

@@ -12,8 +12,8 @@ from torchmetrics import Metric
 class WeightedMean(Metric):
     """sum(weight x value) / sum(weight), over updates and over ranks.
 
-    ``torchmetrics.MeanMetric`` either looks for NaN, which makes a GPU wait at every update, or, told not to
-    (``nan_strategy="disable"``, version 1.9), ignores the weights.
+    ``torchmetrics.MeanMetric`` looks for NaN by default, which makes a GPU wait at every update. With
+    ``nan_strategy="disable"`` (version 1.9) it ignores the weights.
     """
 
     full_state_update = False
@@ -57,15 +57,16 @@ class Means:
 
 
 class OverTargets:
-    """Makes the gradients of accumulated batches those of the mean over the targets of all of them.
+    """Scales the gradients of accumulated batches, so that they belong to the mean over the targets of all batches.
 
-    How many targets a step has is known only after its last batch. So losses are weighed in units of its first, and
-    gradients are corrected once, before the step. Where all batches have equally many, both factors are exactly 1.
+    The number of targets of a step is known only after its last batch. So losses are weighed by the number of targets
+    relative to the first batch, and gradients are corrected once, before the step. If all batches have equal numbers of
+    targets, both factors are exactly 1.
     """
 
     def __init__(self) -> None:
         self._total: Tensor | None = None  # targets of the step's batches so far
-        self._unit: Tensor | None = None  # those of its first batch that has any
+        self._unit: Tensor | None = None  # number of targets of its first batch that has any
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
         """The loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first one."""

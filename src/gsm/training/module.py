@@ -62,10 +62,10 @@ class LanguageModeling(lightning.LightningModule):
         self.save_hyperparameters({"config": dict(config or {})}, logger=False)
         self.notes = dict(notes or {})
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
-        self.train_means, self.val_means = Means(), Means()  # of the logging interval, of the validation
+        self.train_means, self.val_means = Means(), Means()  # means over a logging interval, over a validation
         self.guard = NonFiniteGuard()
         self._over_targets = OverTargets()
-        self._load_LE: Tensor | None = None  # of the batches of the step so far
+        self._load_LE: Tensor | None = None  # loads of the experts in the step so far
         self.compiles = compile
         if compile:
             self.model.compile_blocks()
@@ -163,7 +163,7 @@ class LanguageModeling(lightning.LightningModule):
         return norms
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """One step of the optimiser, then one of the experts' biases, by the loads of all its batches on all ranks."""
+        """Do a step of the optimiser, then update the experts' biases by the loads of all its batches on all ranks."""
         super().optimizer_step(*args, **kwargs)
         if self._load_LE is not None:
             self.model.rebalance(self._sum_over_ranks(self._load_LE))

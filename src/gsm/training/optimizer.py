@@ -20,11 +20,11 @@ class AdamW:
         learning_rate: peak learning rate.
         warmup_steps: steps of linear warm-up; never more than a quarter of the run, so that very short runs learn too.
         final_fraction: learning rate of the last step, as a fraction of the peak.
-        weight_decay: decay of all groups but those with a name that ends in ``no_decay``.
+        weight_decay: decay of all groups except groups with a name that ends in ``no_decay``.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
         schedule: course of the rate after the warm-up: ``cosine``, ``linear`` or ``wsd``.
-        decay_fraction: part of all steps in which ``wsd`` falls, the last ones; 0: it never does. The others ignore it.
+        decay_fraction: fraction of all steps, at the end, in which ``wsd`` falls; 0: never. The others ignore it.
     """
 
     learning_rate: float
@@ -107,7 +107,7 @@ class Muon(AdamW):
     """Muon (Jordan et al., 2024) for the matrices of the layers, AdamW for everything else, in one schedule.
 
     A step of Muon has singular values near 1, unless the gradient's are tiny. Scaled by 0.2 sqrt(max(rows, columns))
-    it is about as long as one of AdamW (Liu et al., 2025): learning rate and weight decay mean the same for both.
+    it is about as long as AdamW's step (Liu et al., 2025): learning rate and weight decay mean the same for both.
 
     Left to AdamW: the embedding, which is the head too; norms, sinks, scales and biases; the filters of convolutions;
     indexers, which have a loss of their own; and weights of three dimensions, experts and grouped projections:
@@ -118,8 +118,8 @@ class Muon(AdamW):
 
     Attributes:
         momentum: decay rate of Muon's moment.
-        iterations: of Newton and Schulz, towards singular values of 1.
-        adamw_factor: learning rate of AdamW's share over that of Muon, which is the one in the logs.
+        iterations: iterations of Newton and Schulz, towards singular values of 1.
+        adamw_factor: learning rate of AdamW's share over that of Muon. The logs show Muon's.
     """
 
     momentum: float = 0.95

@@ -1,4 +1,4 @@
-"""What a run prints before and after training: plain ASCII, at most 80 columns, one screen."""
+"""The text that a run prints before and after training: plain ASCII, at most 80 columns, one screen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def header(
     data: DataModule,
     note: str = "",
 ) -> str:
-    """What is about to be trained, on what, and where to; ``facts`` are those of its summary."""
+    """Return the announcement: the model, the data and the folder of the run; ``facts`` are those of its summary."""
     sizes = ""
     if data.batch_size and data.context:
         step = data.batch_size * data.context * trainer.accumulate_grad_batches * sharing(trainer)[0]
@@ -60,7 +60,7 @@ def header(
 
 
 def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
-    """What came out of it, and what to do next; ``writes``: it has a tokenizer, so that it can be asked for text."""
+    """Return the results and the next commands; ``writes``: the model has a tokenizer and can generate text."""
     name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
     lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
     lines += [*_table(facts), "", _resources(facts), ""]
@@ -71,7 +71,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
             lines += [*table(facts[name]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    if sweeping():  # which ends in a table of all its jobs
+    if sweeping():  # a sweep ends in a table of all its jobs
         return "\n".join(lines)
     lines += [
         "Next:",
@@ -119,7 +119,7 @@ def device(trainer: Trainer) -> str:
 
 
 def kernels(explained: Mapping[str, str]) -> str:
-    """How many operations run on which implementation; ``python -m gsm_kernels`` says why."""
+    """Return the number of operations on each implementation; ``python -m gsm_kernels`` gives the reasons."""
     chosen = Counter(choice.partition(":")[0] for choice in explained.values())
     return ", ".join(f"{name} for {count} of {chosen.total()} operations" for name, count in chosen.items())
 

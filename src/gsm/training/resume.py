@@ -41,8 +41,8 @@ def ends_interval(trainer: lightning.Trainer) -> bool:
 class ResumeState(lightning.Callback):
     """Add the state for an exact resume to every checkpoint, and restore it.
 
-    Of several ranks, all get the random numbers of the one that writes the checkpoint: they begin with the same seed
-    and draw the same numbers.
+    All ranks get the random numbers of the rank that writes the checkpoint: they begin with the same seed and draw the
+    same numbers.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ResumeState(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the format, the RNG states, the number of ranks that share out sequences, and the names of the
-        optimiser's entries, so that one that is missing later can be named."""
+        optimiser's entries, so that an error can name a missing entry."""
         checkpoint["format"] = FORMAT
         checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0]}
         states = (state["state"] for state in checkpoint["optimizer_states"])
@@ -89,7 +89,7 @@ def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
     passes = fit_loop["epoch_progress"]
     passes["total"] = dict.fromkeys(passes["total"], passes["total"]["completed"])
     passes["current"] = dict.fromkeys(passes["current"], passes["current"]["completed"])
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # which decides about logging
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # decides about logging
 
 
 def hide_after(logger: TensorBoardLogger, step: int) -> None:

@@ -1,8 +1,8 @@
-"""Whether what a checkpoint holds of the weights and of the optimiser can be taken up by this model, entry by entry.
+"""Compare a checkpoint's weights and optimiser state with a model, entry by entry, before training goes on from it.
 
-PyTorch takes an optimiser's state as it finds it: a moment of another shape crashes the fused step, one in half
-precision or a missing one trains on without a word. So names, shapes and dtypes are compared with those of the model
-before anything is loaded.
+PyTorch loads any optimiser state without a check. A moment of another shape crashes the fused step. A moment in half
+precision, or a missing moment, trains on without a word. So names, shapes and dtypes are compared with the model before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ENTRIES, STATE, random_states, restore_random_states
 
 COUNT = ((), torch.float32)  # shape and dtype of an optimiser's count of steps
-HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # what all parameters are with such a precision
+HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all parameters with this precision
 
 
 def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Trainer, precision: str | None) -> None:
     """Compares names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:
-        path: of the checkpoint; its tensors stay on the disk.
-        task: with the model, before it is divided, or converted to the trainer's precision.
-        trainer: that is to go on.
-        precision: the trainer's, as it was chosen.
+        path: path of the checkpoint; its tensors stay on the disk.
+        task: module with the model, before it is divided, or converted to the trainer's precision.
+        trainer: the trainer that is to go on.
+        precision: the trainer's precision, as it was chosen.
 
-    Raises CheckpointError, which names what does not fit.
+    Raises CheckpointError, which names the entries that do not fit.
     """
     checkpoint, model = read_checkpoint(path, mmap=True), task.model
     optimizer = task.optimizer.build(model.parameter_groups())
@@ -59,7 +59,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         wrong += [*_wrong_settings(checkpoint, optimizer), *_wrong_places(checkpoint, trainer)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
-    if not wrong:  # of parts, each rank reads its share alone
+    if not wrong:  # if the checkpoint is in parts, each rank reads its own share
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
 
 
 def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
-    """Shape and dtype of every tensor. Raises TypeError for one that is sparse."""
+    """Return shape and dtype of every tensor. Raises TypeError for a sparse tensor."""
     other = [name for name, value in tensors.items() if value.layout is not torch.strided]
     if other:
         raise TypeError(f"{few(other)} is sparse")
@@ -107,7 +107,7 @@ def _wrong_tensors(found: shards.Described, wanted: shards.Described) -> Iterato
 
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """What the optimiser and its schedule are set to, which is what the configuration says, and where they stand."""
+    """Yield settings of the optimiser and its schedule that differ from the configuration's, and wrong step counts."""
     step = checkpoint["global_step"]
     (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     here = optimizer.state_dict()["param_groups"]
@@ -127,7 +127,7 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
 
 
 def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> Iterator[str]:
-    """What the trainer, its callbacks and the generators of random numbers could not take up."""
+    """Yield the entries that the trainer, its callbacks and the random number generators could not load."""
     for part in ("loops", "callbacks"):
         if not checkpoint[part]:
             yield f"{part} is missing"
@@ -147,7 +147,7 @@ def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> 
 
 
 def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
-    """Where numbers or mappings of one's own stand for something else in what was saved, or for nothing."""
+    """Yield the places where the saved value is missing, or is no number or mapping although the value here is."""
     if isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
             yield f"{place} is {saved!r:.40}"

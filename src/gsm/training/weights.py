@@ -1,4 +1,4 @@
-"""A run that starts from the weights of another one (`start_from=`): a fresh optimiser and step count, its own data.
+"""A run that starts from the weights of another run (`start_from=`): a fresh optimiser and step count, its own data.
 
 It may differ in everything that changes no parameter: the length of sequences, the rotation, the text, the optimiser.
 Its tokenizer is the checkpoint's, since weights mean nothing without the ids that they were trained on.
@@ -52,7 +52,8 @@ def told(path: str) -> str:
 
 
 def begins(config: Mapping[str, Any]) -> str | None:
-    """What a run starts from, as its checkpoint says: `digest`, marked where it is a branch. Raises as that does."""
+    """Return the `digest` of the checkpoint that a run starts from, marked where the run is a branch. Raises as
+    `digest`."""
     known = digest(config.get("start_from"))
     return f"{known} and its optimiser" if known and is_branch(config) else known
 

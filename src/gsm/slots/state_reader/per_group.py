@@ -11,7 +11,7 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class PerGroup(StateReader):
-    """G states, written by separate projections of the same z. Each is read by one of G groups of consecutive layers.
+    """G states, written by separate projections of the same z. Each of G groups of consecutive layers reads a state.
     With ``model.state_size`` divided by G, they take the bytes of a single state.
 
     Args:

@@ -1,8 +1,8 @@
 """``last.ckpt`` and ``best.ckpt``, each there as a whole or not at all, whenever the process or the machine stops.
 
-Lightning's ``ModelCheckpoint`` writes neither: it saves in ``on_train_batch_end``, before the metrics of that step are
-logged; it writes ``last.ckpt`` only where it also found a new best one; and where the disk refuses the one rank that
-writes, it leaves the others waiting. One of a user's own beside these works.
+Lightning's ``ModelCheckpoint`` writes neither. It saves in ``on_train_batch_end``, before the metrics of that step are
+logged. It writes ``last.ckpt`` only together with a new best one. If the disk refuses the writing rank, all other ranks
+wait forever. A user's own ``ModelCheckpoint`` beside these callbacks works.
 """
 
 from __future__ import annotations
@@ -149,15 +149,15 @@ class WholeFiles(TorchCheckpointIO):
         save_whole(checkpoint, path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Also one that several ranks have written in parts."""
+        """Load a checkpoint; several ranks may have written it in parts."""
         return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
 
 
 def save(trainer: lightning.Trainer, path: Path) -> None:
     """Call ``trainer.save_checkpoint``, once the files of all loggers are on the disk.
 
-    What the one rank that writes cannot do, such as for an OSError, all ranks raise: those that wait for it would
-    otherwise do so until a launcher ends them. Ranks that write their shares agree on those by themselves.
+    If the writing rank fails, for example by an OSError, all ranks raise: the others would wait for it until a launcher
+    ends them. Ranks that write their own shares agree on a failure by themselves.
     """
 
     def flush() -> None:

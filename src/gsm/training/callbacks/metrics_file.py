@@ -22,10 +22,10 @@ LINE = re.compile(r"(\d{1,15}),[^,\n]+,[^,\n]+\n")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
-    """Read such a file: values by name and step. Of two lines for a step, the later one counts.
+    """Read such a file: values by name and step. If a step has two lines, the later line counts.
 
-    Lines that a killed process has garbled are left out, and so is a value that is no finite number. A file that is
-    not there, or is no file, holds nothing. Raises OSError where it cannot be read.
+    Lines that a killed process has garbled are left out, and so are values that are not finite numbers. The result is
+    empty if the path does not exist or is no file. Raises OSError where it cannot be read.
     """
     metrics: dict[str, dict[int, float]] = {}
     if os.path.isfile(path):

@@ -1,7 +1,7 @@
 """Pictures of a GSM in training: the selections of its stages, the parts of its state, the reads of its decoder.
 
-Drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still there. They
-are those of ``gsm.analysis.views``, for which matplotlib is needed; a run without it has the numbers and histograms.
+They are drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still
+there. ``gsm.analysis.views`` draws them with matplotlib; a run without it has the numbers and histograms.
 
 B sequences, T positions, N values.
 """
@@ -35,25 +35,25 @@ TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 
 
 class Pictures(lightning.Callback):
-    """Writes, where the model has it, and nothing for models other than GSM:
+    """Writes the following of a GSM, as far as the model has it, and nothing for other models:
 
-    * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.analysis.overlap``), of
-      these few sequences; ``val/overlap/mean`` of the finished run, which its summary has too, is of more;
-    * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, how much
-      of the state comes by each way: scalars;
-    * ``view/retrieval_distance/stage<s>``: histogram of how many tokens before its row a selected entry begins;
+    * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.analysis.overlap``), from
+      these few sequences; ``val/overlap/mean`` of the finished run, also in its summary, is measured on more;
+    * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, the share
+      of the state that comes by each way: scalars;
+    * ``view/retrieval_distance/stage<s>``: histogram of the distance from a row to its selected entries, in tokens;
     * ``view/state_gate``: histogram of a writer's gate;
-    * ``view/<name>``: images, those of ``gsm.analysis.views``.
+    * ``view/<name>``: the images of ``gsm.analysis.views``.
 
     Weights, random numbers and the mode of the model stay as they were.
 
     Args:
         every: least number of steps from one time to the next; they are drawn at validations only.
-        sequences: how many held-out sequences are looked at, the same every time.
-        rows: how many of their last positions.
+        sequences: number of held-out sequences, the same every time.
+        rows: number of their last positions.
 
     Raises:
-        ValueError: one of them is below 1.
+        ValueError: a value below 1.
     """
 
     def __init__(self, every: int = 1, sequences: int = 4, rows: int = 64) -> None:
@@ -119,7 +119,7 @@ class Pictures(lightning.Callback):
         was_training = task.model.training
         task.model.eval()
         with record(*TAPS) as seen, trainer.precision_plugin.forward_context():
-            # Not __call__: a compiled model would be compiled once more to record.
+            # forward, since __call__ would compile a compiled model once more to record it.
             task.model.forward(batch["tokens"], documents=batch.get("documents"), rows=rows)
         task.model.train(was_training)
         restore_random_states(states, task.device)

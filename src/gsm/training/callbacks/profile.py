@@ -21,8 +21,8 @@ class Profile(lightning.Callback):
     Args:
         enabled: whether anything is done.
         folder: where the files go.
-        after: steps of this process before the first one that is watched: compiling and first allocations are over.
-        steps: how many are watched.
+        after: steps of this process before the first profiled step: compiling and first allocations are over.
+        steps: number of profiled steps.
 
     Raises:
         ValueError: a number out of range.

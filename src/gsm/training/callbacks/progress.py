@@ -89,7 +89,7 @@ class Progress(lightning.Callback):
         return self._terminal and time.perf_counter() - self._shown > 0.25
 
     def _show(self, line: str, stays: bool) -> None:
-        """Writes a line; one that does not stay is overwritten by the next."""
+        """Writes a line; the next line overwrites it unless it stays."""
         sys.stdout.write((CLEAR_LINE if self._terminal else "") + line + ("\n" if stays else ""))
         sys.stdout.flush()
         self._shown = time.perf_counter()

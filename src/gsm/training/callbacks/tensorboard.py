@@ -1,5 +1,5 @@
 """TensorBoard's view of a run beside its curves: events that a resumed run continues, charts that compare runs, and a
-table of hyper-parameters that begins with those that differ."""
+table of hyper-parameters in which the differing ones come first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAYOUT = {
         "recall by layer and stage": [r"train/indexer_recall/(encoder|decoder|stage)\d+$"],
     },
 }
-METRICS = (  # of the HPARAMS tab, in this order; the first five are shown at first
+METRICS = (  # columns of the HPARAMS tab, in this order; the first five are shown at first
     "val/bits_per_byte",
     "val/accuracy",
     "val/loss",
@@ -116,8 +116,8 @@ class TensorBoard(TensorBoardLogger):
 
 
 class Charts(lightning.Callback):
-    """Writes the layout of the charts for which the run has something, again when there is more; TensorBoard shows the
-    last one of a run, and merges those of all runs."""
+    """Writes the layout of the charts for which the run has data, again when there is more. TensorBoard shows the last
+    layout of a run, and merges the layouts of all runs."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -148,13 +148,13 @@ class Hyperparameters(lightning.Callback):
     """Writes the HPARAMS record when training starts; TensorBoard keeps the first one of a run. Other loggers get the
     values alone.
 
-    The tab takes its columns from the record of one run, whichever it meets first, and shows those first of which the
-    record says that they differ. So all runs of an experiment have the same record. Metrics are named in it without a
-    value: a run that does not have one leaves its cell empty.
+    The tab takes its columns from the record of a single run, the first that it meets. Columns that this record marks
+    as different come first. So all runs of an experiment have the same record. Metrics are named in it without a value:
+    a run without the metric leaves its cell empty.
 
     Args:
         config: the composed configuration, plain containers.
-        parameters: how many parameters the model has.
+        parameters: number of parameters of the model.
         differ: the paths in the configuration in which arms of the run's experiment differ.
     """
 
@@ -195,8 +195,8 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
 def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[str]) -> list[Any]:
     """Return the protobufs that the HPARAMS tab reads of a run: its columns and values.
 
-    Columns in ``first`` are marked as different among runs. No scalar is written; ``add_hparams`` and Lightning's
-    ``log_hyperparams`` write one for every metric.
+    Columns in ``first`` are marked as different among runs. No scalar is written, whereas ``add_hparams`` and
+    Lightning's ``log_hyperparams`` write a scalar for every metric.
     """
     columns, start, end = hparams(dict(values), dict.fromkeys(metrics))
     content = columns.value[0].metadata.plugin_data.content

@@ -17,7 +17,7 @@ from gsm.training.resume import ends_interval
 
 class Throughput(lightning.Callback):
     """Logs ``train/tokens_per_second`` over each logging interval, validation left out, and ``train/peak_memory_gib``;
-    there and at every validation also ``train/tokens``, those that the run has trained on until then.
+    there and at every validation also ``train/tokens``, the number that the run has trained on until then.
 
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.
@@ -62,7 +62,7 @@ class Throughput(lightning.Callback):
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Stops the clock."""
-        if not ends_interval(trainer):  # which has logged it
+        if not ends_interval(trainer):  # the end of an interval has logged it
             pl_module.log("train/tokens", self._total())
         self._read_clock()
         self._clock = None

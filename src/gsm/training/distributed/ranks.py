@@ -34,14 +34,14 @@ def rank() -> int:
 
 
 def _started_together() -> bool:
-    """Return whether torchrun, srun or Lightning has started this process as one of several."""
+    """Return whether torchrun, srun or Lightning has started this process together with other ranks."""
     by_lightning = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys()
     return by_lightning or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1"
 
 
 def refuse_leftover(alone: bool = False) -> None:
-    """Raises ConfigError for a rank in the environment of a process that trains ``alone``, or that nobody has started
-    as one of several: Lightning would take it for one of them, which writes no logs or waits for the others."""
+    """Raises ConfigError for a rank in the environment of a process that trains ``alone``, or that was not started
+    together with others. Lightning would take the process for a rank that writes no logs or waits for other ranks."""
     for name in RANKS:
         value = os.environ.get(name, "0")
         if value != "0" and (alone or not _started_together()):
@@ -73,7 +73,7 @@ def agreed(
         return decide()
     if group is None:
         made = torch.distributed.new_group(backend="gloo", timeout=patience)
-        assert not isinstance(made, int)  # which it would be for a rank that is not in it
+        assert not isinstance(made, int)  # an int would stand for a rank outside of the group
         group = made
     decision: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
@@ -88,13 +88,13 @@ def agreed(
 
 
 def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] = str) -> None:
-    """Refuses ranks that have met and would train with different values; they would train other weights, or hang.
+    """Refuses connected ranks with different values; they would train different weights, or hang.
 
     Args:
         make: gives the values of this rank, by their keys.
-        order: sorts the keys: the first that differs is named.
+        order: sorts the keys: the error names the first key with different values.
 
-    Raises, on all ranks, ConfigError, and whatever one of them raises while it makes its values.
+    Raises, on all ranks, ConfigError, and any error that a rank raises while it makes its values.
     """
     if not torch.distributed.is_initialized():
         make()
@@ -124,7 +124,7 @@ def portable(error: Exception) -> Exception:
     """Return the error, or one with its words, that can be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # which attributes and constructors do not let themselves be copied, nobody knows
+    except Exception:  # any attribute or constructor may refuse to be copied
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -132,8 +132,8 @@ def portable(error: Exception) -> Exception:
 def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
     """Return the ranks that do not answer any more; to be called after a collective has failed with ``error``.
 
-    At least one of them has ended; others may only be waiting for somebody and notice nothing (of four in a ring, rank
-    1 hears that rank 0 is gone, and ranks 2 and 3 go on waiting).
+    At least one rank has ended. Others may only be waiting and notice nothing: in a ring of four, rank 1 hears that
+    rank 0 is gone, and ranks 2 and 3 go on waiting.
 
     Return [] for an error that is not about a connection: it is this rank's own.
     """
@@ -158,10 +158,10 @@ def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
 
 @contextlib.contextmanager
 def before_lightning_kills(say: Callable[[list[int]], None]) -> Iterator[None]:
-    """Has ``say`` called with the rank that has failed, before Lightning kills all the others that it has started.
+    """Has ``say`` called with the rank that has failed, before Lightning kills all other processes that it has started.
 
     Lightning looks at its processes every few seconds, and kills this one too as soon as another has ended with an
-    error. This one needs a moment to find out by itself, to save what can be saved, and to say what has happened.
+    error. This process needs a moment to notice the failure, to save its state, and to report it.
     """
 
     def wait(record: logging.LogRecord) -> bool:

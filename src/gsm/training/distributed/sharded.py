@@ -41,11 +41,10 @@ class Sharded(ModelParallelStrategy):
     A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
     all of them, on its own rows. With ``experts`` N, each of N neighbouring ranks has an N-th of the experts, and rows
-    travel to them; the other ranks that have the same ones divide their weights.
+    travel to them. Ranks with the same experts divide the weights of these among themselves.
 
-    With ``context`` N, that many neighbouring ranks divide every sequence among themselves, too: each has its pieces of
-    it, and layers exchange what they need of the others' (``gsm.context``). The model is divided among all ranks
-    as before.
+    With ``context`` N, N neighbouring ranks divide every sequence among themselves, too: each has some pieces of it,
+    and layers exchange the entries that they need (``gsm.context``). The model is divided among all ranks as before.
 
     Every rank builds the whole model in its host's memory first (the weights follow from the seed alone).
 
@@ -54,7 +53,7 @@ class Sharded(ModelParallelStrategy):
             arithmetic of one device. ``bfloat16`` halves the traffic; then norms, routers and mixing coefficients of
             the streams, which compute in float32, have rounded weights too.
         reduced: dtype in which gradients are averaged; None: their own.
-        reshard_after_forward: give a block's weights back between its forward and its backward. Without, they are
+        reshard_after_forward: give a block's weights back between its forward and its backward. If false, they are
             gathered once instead of twice, and all stay in memory during the step.
         process_group_backend: None: Lightning chooses it for the device.
         context: ranks that divide the same sequences.
@@ -86,8 +85,8 @@ class Sharded(ModelParallelStrategy):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._context: Context | None = None
-        self._group: Any = None  # of its own: collectives of two threads must not meet in one
-        self._names: list[str] = []  # of the optimiser's parameters, in its order
+        self._group: Any = None  # a separate group: collectives of two threads must not meet in a shared group
+        self._names: list[str] = []  # names of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
         """All ranks share the model, and groups of neighbours sequences: to Lightning these are tensor-parallel ones,
@@ -110,7 +109,7 @@ class Sharded(ModelParallelStrategy):
         """Divide the parameters of every block and stage, and all others together; a second call does nothing."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return
-        # What a block returns may be a view: that is harmless as long as nothing is changed in place, and nothing is.
+        # A block may return a view. Nothing is changed in place, so this is harmless.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("ranks",))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self.policy}
@@ -122,7 +121,7 @@ class Sharded(ModelParallelStrategy):
         fully_shard(model, **options)
 
     def _share_experts(self, model: LanguageModel) -> None:
-        """Gives each rank its share of the experts of every layer, and divides these among those that have the same.
+        """Gives each rank its share of the experts of every layer. Ranks with the same experts divide them further.
         Their gradients already are means over the ranks that share them."""
         copies = self.world_size // self.experts
         mesh = init_device_mesh(self.root_device.type, (copies, self.experts), mesh_dim_names=("copies", "experts"))
@@ -169,7 +168,7 @@ class Sharded(ModelParallelStrategy):
         writer = dcp.HuggingFaceStorageWriter(str(path.parent / shards.FOLDER / name), save_distributed=True)
         upload = dcp.async_save(shards.separate(tensors), storage_writer=writer, process_group=self._host_group())
         assert isinstance(upload, Future)
-        rest = copy.deepcopy(rest)  # now: training changes what it holds
+        rest = copy.deepcopy(rest)  # now: training changes its content
         self._pending = self._writer.submit(self._commit, upload, path, rest, name)
 
     def finish(self) -> None:
@@ -178,7 +177,7 @@ class Sharded(ModelParallelStrategy):
         try:
             if pending is not None:
                 pending.result()
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # a BaseException, not an Exception
             causes = [cause for cause, _ in error.failures.values()]
             refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
             raise refused or RuntimeError(f"a checkpoint could not be written: {causes[0]}") from error

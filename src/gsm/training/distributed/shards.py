@@ -1,11 +1,11 @@
-"""A checkpoint in parts: every rank writes its own share of the tensors, and one small file says where they are.
+"""A checkpoint in parts: every rank writes its own share of the tensors, and a small file names the parts.
 
-    last.ckpt                   what an ordinary checkpoint holds but for weights and the optimiser's state, and where
-                                those are
-    shards/00000120-1f3a9c07/   those, as torch.distributed.checkpoint keeps them: one safetensors file of each rank
+    last.ckpt                   an ordinary checkpoint without weights and optimiser state; names the folder with them
+    shards/00000120-1f3a9c07/   weights and optimiser state in torch.distributed.checkpoint's format: one safetensors
+                                file of each rank
 
-The small file is written last, as a whole or not at all, so that it never stands for parts that are not there. Nothing
-in the parts depends on how many ranks have written them, and there is no index: the header of each file describes it.
+The small file is written last, as a whole or not at all, so that it never names missing parts. The parts do not depend
+on the number of ranks that have written them. There is no index: the header of each file describes it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def fill(tensors: Tensors, checkpoint: Mapping[str, Any], path: Path, **options:
     folder = _folder(checkpoint, path)
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException, not an Exception
         causes = [cause for cause, _ in error.failures.values()]
         raise Broken(f"the parts in {folder} cannot be read: {causes[0]}") from error
 
