@@ -203,7 +203,7 @@ def _no_hopper(oldest: tuple[int, int]) -> str | None:
     return _machine(oldest)
 
 
-# Like torch.compiler.assume_constant_result, whose import takes seconds. The machine is constant, and a graph cannot
+# Like torch.compiler.assume_constant_result, but its import takes seconds. The machine is constant, and a graph cannot
 # query it.
 _no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
-    """Yield chunks of a [B,R,...]: whole sequences, or rows of a sequence, whose buffers fit the scratch memory.
+    """Yield chunks of a [B,R,...]: whole sequences, or rows of a sequence. Their buffers fit the scratch memory.
 
     `per_row` is the number of elements per row in these buffers.
     """

@@ -42,7 +42,7 @@ def _lettered(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     return _lettered_once(names)
 
 
-# Like torch.compiler.assume_constant_result, whose import takes seconds. A graph cannot use the cache.
+# Like torch.compiler.assume_constant_result, but its import takes seconds. A graph cannot use the cache.
 _lettered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -1,8 +1,8 @@
 """Causal attention on chosen blocks of slots: for every row and each group of heads, a few blocks of its document.
 
-As `gsm_kernels.attend_range`, but row r sees of the slots in its range [first, last) those alone that lie in a block
-which it has chosen, where block n of a row is the slots first + n block to first + (n + 1) block - 1. The last block
-may reach beyond the range; what lies there is not seen. A row that sees nothing returns 0.
+As `gsm_kernels.attend_range`, but row r sees a slot of its range [first, last) only if it lies in a block that the row
+has chosen. Block n of a row is the slots first + n block to first + (n + 1) block - 1. The last block may reach beyond
+the range; slots there are not seen. A row that sees nothing returns 0.
 
 Args:
     query_BRHC: rotated already, if it is at all.
@@ -10,8 +10,8 @@ Args:
     first_BR, last_BR: int64, the slots [first, last) of a row's document up to its own.
     chosen_BRGN: int64, numbers of blocks in any order, none twice; -1 for none.
     block: slots of a block.
-    own: the promise that the slots are those of the rows themselves, F = R, with last = r + 1 for row r (and first =
-        last where it is padding).
+    own: the promise that the slots belong to the rows themselves, F = R, with last = r + 1 for row r (and first = last
+        where it is padding).
 
 Returns:
     out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in; on a GPU, fast

@@ -14,11 +14,11 @@ Args:
     first_BR, last_BR: int64, the slots [first, last) that a row sees; first = last for none.
     width: None, or the promise that slots are a stream at whose end the R rows stand, F >= R, and that row r sees at
         most the `width` slots that end with its own, F - R + r: then cost grows with R times width, not R times F.
-    whole: the promise that row r sees every slot up to its own, F - R + r, or with `width` the last so many of them. An
-        implementation may then leave the ranges alone, which it would have to fetch from the device.
+    whole: the promise that row r sees every slot up to its own, F - R + r, or with `width` the last `width` of them. An
+        implementation may then ignore the ranges, which it would have to fetch from the device.
 
 Returns:
-    out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in; on a GPU, fast
+    out_BRHC in the query's dtype. Computed in float32, or in float64 for inputs in float64; on a GPU, fast
     implementations multiply half types as they are and sum in float32.
 
 Raises:

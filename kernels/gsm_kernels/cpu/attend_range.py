@@ -1,7 +1,7 @@
 """Attention of a few rows over ranges of slots on a CPU, by compiled loops, for decoding.
 
-They read the slots that a row sees, and no others, as they lie in the memory: the cost follows what is filled, where
-that of a mask follows what there is room for. The slots of one row are shared among threads.
+They read the slots that a row sees, and no others, as they lie in the memory: the cost grows with the filled slots,
+whereas the cost of a mask grows with the capacity. The slots of one row are shared among threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..register import register
 from .native import loops, missing, places, run, unfit, wide
 
 NARROW = "for a few rows that need no gradient, as in decoding"
-ROWS = 8  # each of which reads the slots anew: more of them are faster as matrix products
+ROWS = 8  # each row reads the slots again: more rows are faster as matrix products
 THREAD = 1 << 18  # numbers of keys and values that are worth a thread
 LINE = 16  # channels that are computed at once
 

@@ -1,7 +1,7 @@
 """RMSNorm on a CPU by compiled loops, which keep nothing for backward but the inputs.
 
-PyTorch's own `F.rms_norm` is six operations there: forward twice the time of these loops for a thousand rows of 128
-numbers, and as much for one row; backward three times theirs.
+PyTorch's own `F.rms_norm` is six operations on a CPU. Its forward takes twice the time of these loops for a thousand
+rows of 128 numbers, and the same time for one row; its backward takes three times as long.
 """
 
 from __future__ import annotations

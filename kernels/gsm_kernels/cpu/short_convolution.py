@@ -12,7 +12,7 @@ from ..short_convolution import short_convolution as operation
 from .native import loops, missing, places, run, unfit, wide
 
 LEAST = 1 << 15  # numbers that are worth a thread
-ROWS = 32  # of a block at least, for which backward adds up the gradient of the weight
+ROWS = 32  # fewest rows of a block; backward adds up the weight's gradient by block
 
 
 def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _forward(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
 def _backward(grad_BTC: Tensor, seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
     inputs, (batch, entries, channels) = [wide(tensor) for tensor in (grad_BTC, seen_BEC, weight)], seen_BEC.shape
     width = weight.shape[1]
-    rows = max(ROWS, 8 * width)  # sums of blocks then take at most an eighth of the memory of what comes in
+    rows = max(ROWS, 8 * width)  # sums of blocks then take at most an eighth of the memory of the inputs
     blocks, least = -(-batch * entries // rows), LEAST // (max(channels, 1) * rows) + 1
     seen_grad_BEC, part_PWC = torch.empty_like(inputs[1]), inputs[1].new_empty(blocks, width, channels)
     sizes = rows, batch, position_BT.shape[1], entries, channels, width

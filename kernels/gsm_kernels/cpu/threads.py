@@ -1,6 +1,6 @@
 """Distribution of a compiled loop over threads: OpenMP's if PyTorch includes GNU's OpenMP (Linux), else Python's.
 
-OpenMP's threads are those of PyTorch's own operations. They spin for a while between tasks, so that starting a loop
+OpenMP's threads also run PyTorch's own operations. They spin for a while between tasks, so that starting a loop
 takes 2 to 4 microseconds. All of them take part, even without work: GNU's OpenMP ends the threads outside of a smaller
 team, and PyTorch's next operation would have to start them again. Python's threads sleep between tasks and share the
 interpreter lock with the caller. This takes 15 to 100 microseconds, for loops that may take 100 microseconds

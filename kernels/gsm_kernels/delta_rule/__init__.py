@@ -7,10 +7,10 @@ For every token t, from the state S [C, C] that the tokens before it have left,
     S  <-  S + k_t w_t^T                    w_t = beta_t (v_t - S^T k_t), the delta rule; w_t = v_t if beta is None
     out_t = scale S^T q_t
 
-A token that is not live (padding) leaves S as it is, whatever else is said of it, and its output is 0.
+A token that is not live (padding) leaves S as it is, whatever its other arguments are, and its output is 0.
 
 Args:
-    query_BTHC, key_BTHC, value_BTHC: with unit keys, the delta rule moves what the state answers to k_t towards v_t.
+    query_BTHC, key_BTHC, value_BTHC: with unit keys, the delta rule moves the state's answer to k_t towards v_t.
     beta_BTH: strength of a write, in (0, 1), or up to 2 to let S turn back on itself; None: no delta rule.
     log_decay_BTH: logarithm of the decay, at most 0; None: no decay.
     start_BT: bool, the token is the first of its document.

@@ -1,6 +1,6 @@
-"""A linear map of its own for each group of rows: what the experts of a mixture compute.
+"""A linear map of its own for each group of rows, as the experts of a mixture need it.
 
-Rows lie sorted by group, those of group e at [end_{e-1}, end_e), and
+Rows lie sorted by group: the rows of group e are [end_{e-1}, end_e). Then
 
     y_m = weight_e x_m    for every row m of group e
 

@@ -36,7 +36,7 @@ def _outer_products(y_MN: Tensor, x_MD: Tensor, end_E: Tensor) -> Tensor:
 
 
 def _each_by_all(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
-    """The same without waiting for the ends: every matrix meets all rows, of which its own are kept."""
+    """Compute the same without waiting for the ends: every matrix is applied to all rows, and its own are kept."""
     row_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None]
     y_MN, start = x_MD.new_zeros(len(x_MD), weight_END.shape[1]), end_E.new_zeros(())
     for weight, end in zip(weight_END, end_E, strict=True):
@@ -74,5 +74,5 @@ _products.register_autograd(_gradients, setup_context=_keep)
 
 @register_flop_formula([torch.ops.gsm_kernels.grouped_products, torch.ops.gsm_kernels.grouped_outer_products])
 def _flops(first: tuple[int, ...], second: tuple[int, ...], *_: object, **__: object) -> int:
-    """Of either op: every row meets one matrix."""
+    """Return the FLOPs of either op: every row is multiplied with one matrix."""
     return 2 * first[0] * first[-1] * (second[1] if len(second) == 3 else second[-1])

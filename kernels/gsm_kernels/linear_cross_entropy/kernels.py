@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def load(logit_ptr, column, stride, V: tl.constexpr):
-    """Logits of a row. A thread reads 16 bytes at a time only where a mask is known to be the same for all of them: so
-    the padding is read too, and what is not a logit becomes -1e30."""
+    """Return the logits of a row. A thread reads 16 bytes at a time only where all of them have the same mask. So the
+    padding is read too, and becomes -1e30."""
     logit = tl.load(logit_ptr + column, mask=column < stride, other=0.0)
     return tl.where(column < V, logit, -1e30)
 
@@ -20,10 +20,9 @@ def loss_and_gradient(
 ):  # fmt: skip
     """The loss of one row, and lift * (softmax - one at the target); both are 0 where the target is ignored.
 
-    The gradient's row begins where the logits' row does, in numbers that may be half as wide. What is stored at column
-    j therefore lies at or before the logit j: a block overwrites itself or blocks that have been read, if all of it has
-    been read when the first store comes, which the barrier sees to. The padding, up to `logit_stride` columns, is
-    written too.
+    The gradient's row begins where the logits' row does, in numbers that may be half as wide. So the gradient of column
+    j lies at or before the logit j: a block overwrites itself or blocks that have been read. The barrier makes sure
+    that all of a block is read before its first store. The padding, up to `logit_stride` columns, is written too.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)

@@ -1,13 +1,13 @@
 """Pooling in one kernel forward and one backward.
 
 Bytes, for S tokens and F = S / ratio groups of C channels in bfloat16: forward 4 C S (values and gates once) + 2 C F,
-which is the floor. Backward 8 C S + 2 C F, and 4 C S more to fill both gradients with zeros first, for the tokens that
-no group has: the tail of a document, padding. A token is in at most one group, so each gradient is written once, by the
-program of its group, without atomics.
+which is the floor. Backward 8 C S + 2 C F, and 4 C S more to fill both gradients with zeros first, for tokens outside
+of all groups: the tail of a document, padding. A token is in at most one group, so each gradient is written once, by
+the program of its group, without atomics.
 
-The values and gates of a `Compressor` are two halves of one projection: they are read where they lie. That, and one
-kernel for what the reference does in a dozen, is why this is here. torch.compile fuses some of these, but cannot know
-that groups are disjoint: the gradient of its gather is an `index_add`, with atomics. No library has this pooling.
+The values and gates of a `Compressor` are two halves of one projection; this kernel reads them where they lie. It also
+replaces a dozen kernels of the reference. torch.compile fuses some of these, but cannot know that groups are disjoint:
+the gradient of its gather is an `index_add`, with atomics. No library has this pooling.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def inverse_norm(x, row, eps, N, D: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps). Rows past the end hold zeros: without eps theirs would be infinite, and 0 * inf not a
-    number."""
+    """Return 1 / sqrt(mean(x^2) + eps). Rows past the end hold zeros. Without eps their result would be infinite, and
+    0 * inf is not a number."""
     return tl.rsqrt(tl.where(row < N, tl.sum(x * x, 1) / D + eps, 1.0))
 
 

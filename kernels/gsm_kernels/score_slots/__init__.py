@@ -1,4 +1,4 @@
-"""The index scores of slots that are selected already, with gradients: what `index_top_k` ranked them by.
+"""The index scores of slots that are selected already, with gradients; `index_top_k` ranked the slots by these scores.
 
     score_tk = sum_j weight_tj relu(query_tj . key_f),   f = index_tk
 

@@ -1,4 +1,4 @@
-"""What `score_slots` is called with."""
+"""The arguments of `score_slots`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..shapes import agree
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.score_slots`, which tells what they are."""
+    """The parameters of `gsm_kernels.score_slots`, described there."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
     @property
     def indexer(self) -> Indexer:
-        """What scores are computed from, and what gets a gradient."""
+        """The inputs of the scores; they get a gradient."""
         return Indexer(*self[:3])
 
 

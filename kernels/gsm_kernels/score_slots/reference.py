@@ -1,4 +1,4 @@
-"""Plain PyTorch scores of selected slots, in chunks of rows. What backward needs is computed again from the inputs."""
+"""Plain PyTorch scores of selected slots, in chunks of rows. Backward computes them again from the inputs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Scores of selected slots: one kernel forward, and backward one that computes them again and a sum over each slot.
 
 A row's keys are gathered into registers, multiplied with all its heads at once and never stored: forward reads K I
-numbers a row, from the second-level cache where neighbouring rows choose alike. Backward writes what each place adds to
-its key's gradient, [rows, K, I] in float32 for a chunk of rows of 64 MB, and `gsm_kernels.inverse` adds these up slot
-by slot without atomic additions: the same bits in every run. Operations: 2 K J I a row forward, 6 K J I backward, of
-which a matrix unit's tile of 16 heads wastes half for 8 heads; derived, the bytes outweigh them.
+numbers a row, from the second-level cache where neighbouring rows choose the same. Backward writes the part of each
+place in its key's gradient, [rows, K, I] in float32 for a chunk of rows of 64 MB, and `gsm_kernels.inverse` adds these
+up slot by slot without atomic additions: the same bits in every run. Operations: 2 K J I a row forward, 6 K J I
+backward. For 8 heads, a matrix unit's tile of 16 heads wastes half of them; derived, the bytes outweigh them.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
 def add_gradients(
     grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, indexer: Indexer, index_BRK: Tensor, part: Rows
 ) -> None:
-    """Given the scores' gradient `grad` [lines, places], write those of a chunk's queries and weights and add that of
-    the keys, which is float32."""
+    """Write the gradients of a chunk's queries and weights, given the scores' gradient `grad` [lines, places]. Add the
+    keys' gradient, which is float32."""
     from .kernels import backward
 
     query_grad, weight_grad, key_grad = grads

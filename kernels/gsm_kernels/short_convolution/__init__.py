@@ -2,11 +2,11 @@
 
     y_t = sum_j weight_j * x_(t-j)      for j below the width W, and at most the position of t
 
-The tokens x of a sequence are the E entries of `seen_BEC`, at whose end the T new ones stand; what would lie before the
-first entry counts as 0.
+The tokens x of a sequence are the E entries of `seen_BEC`; the last T are new. Tokens before the first entry count as
+0.
 
 Args:
-    seen_BEC: stored tokens, of which the last W - 1 are looked at, then the new ones.
+    seen_BEC: stored tokens (the last W - 1 are read), then the new tokens.
     weight: [C, W], W >= 1 numbers for each channel; the first is the token's own.
     position_BT: int64, document-local positions of the new tokens; -1 is padding, and gives 0.
 

@@ -7,12 +7,12 @@ For every token t, from the slots that the tokens before it have left, each a ke
     V_m    <-  exp(log_decay_tm) V_m + write_tm v_t
     out_t   =  sum_m p_m V_m                                p = softmax over m of scale K_m . q_t
 
-A token that is not live (padding) leaves the slots as they are, whatever else is said of it, and its output is 0.
+A token that is not live (padding) leaves the slots as they are, whatever its other arguments are, and its output is 0.
 
 Args:
-    query_BTHC, key_BTHC, value_BTHC: of the tokens.
-    write_BTHM: how strongly a token is written to each slot.
-    log_decay_BTHM: logarithm of what is left of each slot, at most 0.
+    query_BTHC, key_BTHC, value_BTHC: queries, keys and values of the tokens.
+    write_BTHM: strength with which a token is written to each slot.
+    log_decay_BTHM: logarithm of the fraction of each slot that remains, at most 0.
     start_BT: bool, the token is the first of its document.
     live_BT: bool, False for padding.
     state_BHMU: the slots before the first token, key and value side by side: U = 2 C.

@@ -1,8 +1,8 @@
 """The loops behind `gsm_kernels.attend_range` on a CPU: a few rows that read keys and values as they lie in a memory.
 
-An item is a share of the slots that one row sees. Its slots are taken PART at a time: the scores of all heads, whose
-keys a slot has side by side; the weights, by the largest score so far; and the mixture of values. What earlier slots
-came to shrinks where a larger score turns up. `combine` puts the shares of a row together.
+An item is a share of the slots that one row sees. The loop takes PART slots at a time: first the scores of all heads
+(their keys lie side by side in a slot), then the weights by the largest score so far, then the mixture of values. A
+larger score shrinks the sums over earlier slots. `combine` puts the shares of a row together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from ..arrays import dots, exp, floats, integers, multiply, peak, read
 from ..native import compiled, part
 
-PART = 64  # slots at a time; of so many scores, `peak` finds the largest
-SHARES = 16  # of a row's slots, at most
-# What `multiply` is given: for a number written in Python it would be compiled once more.
+PART = 64  # slots at a time; `peak` finds the largest of that number of scores
+SHARES = 16  # largest number of shares of a row's slots
+# Constants for `multiply`: it would be compiled once more for a number written in Python.
 LINE, UNIT, SIXTEEN, MORE = np.int64(PART), np.int64(1), np.int64(16), np.bool_(True)
 ZERO, ONE = np.float32(0), np.float32(1)
 NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # where there is no slot; before the first
@@ -30,7 +30,8 @@ def _share(first, last, slots, share):
 
 @part
 def _sixteen(at, count, step, numbers, size, spare):
-    """Where sixteen slots lie, and how many bytes apart: copied, where they are not float32 or not so many."""
+    """Return the address of sixteen slots, and their distance in bytes. They are copied if they are not float32 or
+    fewer than sixteen."""
     if count >= 16 and size == 4:
         return at, step
     for i in range(16):
@@ -45,7 +46,7 @@ def _sixteen(at, count, step, numbers, size, spare):
 
 @part
 def _weigh(heads, channels, score_at, top, total, mixed):
-    """Turns scores into exp(score - largest) and adds these up; shrinks what there was where the largest has grown."""
+    """Turns scores into exp(score - largest) and adds these up; shrinks earlier sums if the largest has grown."""
     for h in range(heads):
         score, before, after = floats(score_at + 4 * h * PART, (PART,)), top[h], peak(score_at + 4 * h * PART)
         if not after <= before:
@@ -64,7 +65,7 @@ def _weigh(heads, channels, score_at, top, total, mixed):
 
 @compiled
 def combine(first, last, rows, shares, heads, channels, part_at, out_at):
-    """What rows first to last take, from what their shares have found; 0 where a row sees nothing."""
+    """Writes the outputs of the rows first to last from the results of their shares; 0 where a row sees nothing."""
     part, out = floats(part_at, (shares, rows, heads * (channels + 2))), floats(out_at, (rows, heads, channels))
     for row in range(first, last):
         for h in range(heads):
@@ -92,8 +93,8 @@ def forward(
     first, last, rows, shares, each, slots, heads, groups, channels, size, batch_step, slot_step,
     query_at, key_at, value_at, first_at, last_at, part_at, out_at,
 ):  # fmt: skip
-    """What items find: for every head the largest score, the sum of the weights, and the mixture by them. If these are
-    all items, what rows take, too. Items are the first shares of all rows, then the second."""
+    """Writes the results of items: for every head the largest score, the sum of the weights, and the weighted mixture.
+    If these are all items, also the outputs of the rows. Items are the first shares of all rows, then the second."""
     shared, numbers, width, step = heads // groups, groups * channels, heads * channels, slot_step * size
     memory = np.empty(width + heads * PART + 16 * numbers, np.float32)
     own_at = np.int64(memory.ctypes.data)
@@ -133,4 +134,4 @@ def forward(
                     multiply(weights, LINE, UNIT, value, apart // 4, into, channels, shared, SIXTEEN, channels, MORE)
     if first == 0 and last == rows * shares:
         combine(0, rows, rows, shares, heads, channels, part_at, out_at)
-    memory[0] = ZERO  # an array of which only the address is used would be freed
+    memory[0] = ZERO  # an array would be freed if only its address were used

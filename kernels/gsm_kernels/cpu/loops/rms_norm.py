@@ -7,7 +7,7 @@ import numpy as np
 from ..arrays import floats
 from ..native import compiled
 
-ROWS = 32  # of a block, for which backward adds up the gradient of the weight
+ROWS = 32  # rows of a block; backward adds up the weight's gradient by block
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The short convolution, row by row: what a row reads beside its own token is still in the cache from the rows before.
+"""The short convolution, row by row: the earlier tokens that a row reads are still in the cache from the rows before.
 
 The filters are laid out channels last, once a call, so that all inner loops run along neighbouring channels.
 """
@@ -13,7 +13,7 @@ from ..native import compiled, part
 
 @part
 def _channels_last(weight, taps):
-    """The first filters of a weight [C, W] as [so many, C]."""
+    """Write the first filters of a weight [C, W] to `taps`, channels last."""
     for back in range(taps.shape[0]):
         tap = taps[back]
         for i in range(tap.size):
