@@ -45,9 +45,6 @@ def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
     assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.shown() == {"a": "1.0 (edge)", "b": "y"}
     choice = search(grid, lambda values: abs(values["a"] - 2))[1]
     assert choice and choice.shown() == {"a": "2.0", "b": "x"}, "the first of equal ones"
-
-
-def test_where_everything_has_diverged_nothing_is_found():
     choice = search(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
     assert choice and not choice.found
 
@@ -146,106 +143,67 @@ def rates(experiment: Experiment) -> dict[str, float]:
 
 
 def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_seeds_on_all_of_it(
-    asked: Callable[..., Experiment],
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
 ):
-    train_all(made := asked("seeds=2"))
+    """The table names the value and marks the edge; a changed table trains nothing, a further seed only itself."""
+    table = train_all(made := asked("seeds=2", "table=[val_loss]"))
     finals = [f"{arm}/seed{seed}" for seed in (0, 1) for arm in ("low", "high")]
-    assert Pretends.started == [*FIRST, *finals]
-    assert rates(asked("seeds=2")) == BEST
+    assert Pretends.started == [*FIRST, *finals] and rates(asked("seeds=2")) == BEST
     for name in Pretends.started:
         config = read_checkpoint(made.folder / name)["hyper_parameters"]["config"]
         assert config["data"]["held_out"] == ("tuning" if name.startswith(".tuning") else "validation")
         assert config["seed"] == int(name[-1])
-
-
-def test_what_is_tuned_is_not_tuned_again_nor_trained_when_seeds_or_table_change(asked: Callable[..., Experiment]):
-    train_all(asked("seeds=1"))
+    assert table.tuned == {"low": {RATE: "0.001 (edge)"}, "high": {RATE: "0.002"}}
+    assert table.text().splitlines()[:2] == [
+        "arm   runs  optimizer.learning_rate          val_loss",
+        "low      2             0.001 (edge)  1.0000 +- 0.0000",
+    ]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"tuning low, high on a part of the training data, by val_loss (lowest): {RATE}=0.001, 0.002" in printed
+    assert f"tuned: low {RATE}=0.001 (edge); high {RATE}=0.002" in printed
+    assert f"the best of {RATE}=0.001, 0.002, 0.004; '(edge)' marks the end of what was tried" in printed
+    assert f"[1/6] {FIRST[0]}: finished after" in printed
+    written = json.loads((made.folder / "results.json").read_text())
+    assert written["arms"]["low"]["tuned"] == {RATE: "0.001 (edge)"}
+    with (made.folder / "results.csv").open() as file:
+        assert [row[RATE] for row in csv.DictReader(file)] == ["0.001", "0.001", "0.002", "0.002"]
+    assert compare(str(made.folder)).tuned == table.tuned
+    contents = json.loads((made.folder / "experiment.json").read_text())
+    assert contents["arms"]["high"] == [f"{RATE}=0.002"], "so that charts know in what arms differ"
+    assert {run.folder.parent.name for run in made.table().runs} == {"low", "high"}, "no table sees an attempt"
+    assert all(".tuning" not in str(path) for path in checkpoints.checkpoints(str(made.folder)))
     del Pretends.started[:]
-    train_all(asked("seeds=1"))
-    train_all(asked("seeds=1", "table=[steps, val_loss]"))
-    assert Pretends.started == []
+    train_all(asked("seeds=2", "table=[steps, val_loss]"))
     train_all(asked("seeds=[0,5]"))
     assert Pretends.started == ["low/seed5", "high/seed5"]
 
 
-def test_the_table_says_which_value_won_and_marks_the_edge(
-    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
-):
-    made = asked(TUNE, ARMS, "seeds=1", "table=[val_loss]")
-    table = train_all(made)
-    assert table.tuned == {"low": {RATE: "0.001 (edge)"}, "high": {RATE: "0.002"}}
-    assert table.text().splitlines()[:3] == [
-        "arm   runs  optimizer.learning_rate  val_loss",
-        "low      1             0.001 (edge)    1.0000",
-        "high     1                    0.002    1.0000",
-    ]
-    said = " ".join(capsys.readouterr().out.split())
-    assert "tuned on a part of the training data, which no number above is of, by val_loss (lowest)" in said
-    assert f"the best of {RATE}=0.001, 0.002, 0.004; '(edge)' marks the end of what was tried" in said
-    written = json.loads((made.folder / "results.json").read_text())
-    assert written["arms"]["low"]["tuned"] == {RATE: "0.001 (edge)"}
-    with (made.folder / "results.csv").open() as file:
-        assert [row[RATE] for row in csv.DictReader(file)] == ["0.001", "0.002"]
-    assert "0.001 (edge)" in (made.folder / "results.html").read_text()
-    assert compare(str(made.folder)).tuned == table.tuned
-    contents = json.loads((made.folder / "experiment.json").read_text())
-    assert contents["arms"]["high"] == [f"{RATE}=0.002"], "so that charts know in what arms differ"
-
-
-def test_no_table_and_no_evaluation_sees_an_attempt(asked: Callable[..., Experiment]):
-    train_all(made := asked("seeds=1"))
-    assert {run.folder.parent.name for run in made.table().runs} == {"low", "high"}
-    assert all(".tuning" not in str(path) for path in checkpoints.checkpoints(str(made.folder)))
-
-
-def test_one_arm_alone_is_tuned_alone(asked: Callable[..., Experiment]):
+def test_one_arm_alone_is_tuned_alone_and_two_runs_at_a_time_are_the_same_runs(asked: Callable[..., Experiment]):
     table = train_all(asked("seeds=1", "arm=high"))
     assert Pretends.started == [*FIRST[3:], "high/seed0"]
     assert [run.arm for run in table.runs] == ["high"]
     del Pretends.started[:]
-    assert {run.arm for run in train_all(asked("seeds=1")).runs} == {"low", "high"}
-    assert Pretends.started == [*FIRST[:3], "low/seed0"]
-
-
-def test_the_header_says_what_will_be_tried(asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]):
-    train_all(asked("seeds=2"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "experiment toy tunes low, high first, on a part of the training data, by val_loss (lowest)" in said
-    assert f"{RATE}=0.001, 0.002, 0.004; 6 attempts; then 4 runs with the best values" in said
-    assert f"tuned: low {RATE}=0.001 (edge); high {RATE}=0.002" in said
-    assert f"[1/6] {FIRST[0]}: finished after" in said
-
-
-def test_two_at_a_time_are_worked_off_alike(asked: Callable[..., Experiment]):
-    train_all(asked("seeds=1", "jobs=2"))
-    assert sorted(Pretends.started) == sorted([*FIRST, "low/seed0", "high/seed0"])
+    assert {run.arm for run in train_all(asked("seeds=1", "jobs=2")).runs} == {"low", "high"}
+    assert sorted(Pretends.started) == sorted([*FIRST[:3], "low/seed0"])
 
 
 def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
     asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
 ):
-    Pretends.diverges |= {attempt("high", "0.002")}
-    train_all(asked("seeds=1"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{FIRST[4]}: diverged, which counts as the worst" in said
-    assert f"diverged, and counted as the worst: high {RATE}=0.002" in said
-    assert rates(asked("seeds=1"))["high"] in (1e-3, 4e-3)
-    del Pretends.started[:]
-    train_all(asked("seeds=1"))
-    assert Pretends.started == []
-    train_all(asked("seeds=1", "optimizer.weight_decay=0.2"))
-    assert attempt("high", "0.002") in Pretends.started, "of another configuration"
-
-
-def test_an_arm_all_of_whose_attempts_diverge_is_named_and_stops_no_other(
-    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
-):
-    Pretends.diverges |= {".tuning/low"}
+    Pretends.diverges |= {attempt("high", "0.002"), ".tuning/low"}
     with pytest.raises(SystemExit) as stopped:
         train_all(asked("seeds=1"))
-    assert stopped.value.code == 1 and "high/seed0" in Pretends.started and "low/seed0" not in Pretends.started
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004" in said
+    assert stopped.value.code == 1 and Pretends.started[6:] == ["high/seed0"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{FIRST[4]}: diverged, which counts as the worst" in printed
+    assert f"high {RATE}=0.002" in printed[printed.index("diverged, and counted as the worst: ") :]
+    assert f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004" in printed
+    assert rates(asked("seeds=1"))["high"] in (1e-3, 4e-3)
+    del Pretends.started[:]
+    train_all(asked("seeds=1", "arm=high"))
+    assert Pretends.started == []
+    train_all(asked("seeds=1", "arm=high", "optimizer.weight_decay=0.2"))
+    assert attempt("high", "0.002") in Pretends.started, "of another configuration"
 
 
 def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
@@ -263,7 +221,7 @@ def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
     assert Pretends.started == [attempt("high", "0.002"), "high/seed0"]
 
 
-@pytest.mark.parametrize("after", [0, 2, 6])
+@pytest.mark.parametrize("after", [2, 6])
 def test_what_was_stopped_goes_on_where_it_was(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, after: int
 ):
@@ -320,59 +278,65 @@ def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_report
         "/data: ruler, data.template: short, trainer.max_steps: 1}}"
     )
     made = real(TUNE, runs, BY_MODEL)
-    tried: Any = made.attempts(["gsm"])[0].runs
+    tried: Any = made.attempts("gsm")[0].runs
     assert list(tried) == ["train", "extend"]
     assert {run.config["data"]["held_out"] for run in tried.values()} == {"tuning"}
     assert tried["extend"].config["data"]["template"] == "short"
-    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts(["gsm"])[0].runs
+    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts("gsm")[0].runs
     assert list(only) == ["train"]
 
 
+RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
+
+
 @pytest.mark.parametrize(
-    ("tune", "said"),
+    ("tune", "sentence"),
     [
-        ([1], r"tune is \[1\], but maps keys to values to try"),
-        ({"by": "val_loss"}, "tune names no key to try values of"),
-        ({RATE: 1e-3}, "tune.optimizer.learning_rate is 0.001, but takes a list of different values"),
-        ({RATE: [1e-3, 1e-3]}, "takes a list of different values to try"),
-        ({RATE: []}, "takes a list of different values to try"),
-        ({"seed": [1, 2]}, "tune sets seed, which is the experiment's"),
-        ({"data.held_out": ["tuning"]}, "tune sets data.held_out, which is the experiment's"),
-        ({"optimizer": [{"learning_rate": 1}]}, "tune.optimizer has a mapping among its values"),
-        ({RATE: [1, 2], "by": "cache_bytes"}, "tune.by is 'cache_bytes', but takes a key of summary.json with its way"),
-        ({RATE: [1, 2], "by": {"accuracy": "best"}}, "tune.by is {'accuracy': 'best'}, but takes a key"),
-        (
-            {RATE: [1, 2], "by": {"ppl/loss": "lowest"}},
-            "tune.by is ppl/loss, which evaluations measure on what is report",
-        ),
-        ({RATE: [1, 2], "grow": 1}, "tune.grow=1 is not allowed .* Use a wider list"),
-        ({RATE: [1, 2], "seeds": []}, r"seeds is \[\], but takes a list"),
+        ([1], r"tune=\[1\] is not allowed because it maps keys"),
+        ({"by": "val_loss"}, "no key to try values of"),
+        ({RATE: 1e-3}, "tune.optimizer.learning_rate=0.001 .* a list of different values"),
+        ({RATE: [1e-3, 1e-3]}, "a list of different values"),
+        ({RATE: []}, "a list of different values"),
+        (RANGED, "tune.optimizer.learning_rate.low=0.001 .* tune.tuner=optuna for a range"),
+        ({RATE: [1, 2], "attempts": 6}, "tune.attempts=6 .* a list"),
+        ({RATE: [1, 2], "grow": 1}, "tune.grow=1 is not allowed"),
+        ({"seed": [1, 2]}, "tune sets seed"),
+        ({"data.held_out": ["tuning"]}, "tune sets data.held_out"),
+        ({"optimizer": [{"learning_rate": 1}]}, "tune.optimizer has a mapping"),
+        ({RATE: [1, 2], "by": "cache_bytes"}, "tune.by=cache_bytes .* no better direction"),
+        ({RATE: [1, 2], "by": {"accuracy": "best"}}, "tune.by={'accuracy': 'best'}"),
+        ({RATE: [1, 2], "by": {"ppl/loss": "lowest"}}, "tune.by=ppl/loss .* evaluations measure"),
+        ({RATE: [1, 2], "seeds": []}, r"seeds is \[\]"),
         ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
+        ({RATE: [1, 2], "tuner": "optna"}, "unknown tuner 'optna'; did you mean optuna"),
     ],
 )
-def test_what_cannot_be_tuned_is_said(tune: Any, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_tuned_is_refused(tune: Any, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
         read_tune(tune, ["val_loss"], {"train": {}, "extend": {"after": "train"}})
 
 
 def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_one():
-    with pytest.raises(ConfigError, match=r"of the table's \(cache_bytes\) none is known to be better"):
+    with pytest.raises(ConfigError, match="no better direction is known of cache_bytes"):
         read_tune({RATE: [1, 2]}, ["cache_bytes"])
     found = read_tune({RATE: [1, 2]}, ["cache_bytes", "runs.a.accuracy", "val_loss"])
-    assert found and found.by == {"runs.a.accuracy": True, "val_loss": False}, "of which a run may lack the first"
+    assert found and found.by == {"runs.a.accuracy": "highest", "val_loss": "lowest"}
 
 
-def test_what_does_not_compose_is_named_before_anything_trains(real: Callable[..., Experiment]):
-    with pytest.raises(ConfigError, match="^arm low: optimizer.betas is 3"):
-        train_all(real("tune={optimizer.betas: [3, 4]}", ARMS))
-    with pytest.raises(ConfigError, match="^arm gsm: it starts from /nowhere, where there is no checkpoint yet"):
-        train_all(real(TUNE, BY_MODEL, "start_from=/nowhere"))
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tune={optimizer.betas: [3, 4]}", ARMS], "^arm low: optimizer.betas is 3"),
+        ([TUNE, BY_MODEL, "start_from=/nowhere"], "^arm gsm: start_from=/nowhere .* no checkpoint there"),
+        ([TUNE, ARMS, "~data.held_out"], "tune is not allowed because .* has no data.held_out"),
+    ],
+)
+def test_what_cannot_be_trained_is_named_before_anything_trains(
+    real: Callable[..., Experiment], words: list[str], sentence: str
+):
+    with pytest.raises(ConfigError, match=sentence):
+        train_all(real(*words))
     assert Pretends.started == []
-
-
-def test_data_without_a_tuning_split_are_refused(real: Callable[..., Experiment]):
-    with pytest.raises(ConfigError, match="tune needs data that can hold out a part of what is trained on"):
-        train_all(real(TUNE, ARMS, "~data.held_out"))
 
 
 def test_a_cluster_gets_every_attempt_as_a_job_of_its_own_and_then_the_runs(

@@ -12,6 +12,7 @@ docs/experiments.md has the entries ``arms``, ``seeds``, ``runs`` and ``tune`` o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -36,9 +38,9 @@ from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.entries import differing
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.remaining import Remaining
-from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
+from gsm.experiments.runs import TUNING, Experiment, Run, Trial, expand, in_order, naming
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
-from gsm.experiments.tune import EDGE, OPTUNA, listed
+from gsm.experiments.tune import EDGE, lines, listed
 from gsm.files import read_json, write_json
 from gsm.tables import WIDTH
 from gsm.training import folder
@@ -103,13 +105,15 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
     """Move earlier runs away at once, so that an interrupted command can go on without being forced again."""
     force = experiment.config["force"]
-    tuned = {arm for arm in experiment.chosen if experiment.choice(arm)}
-    for trial in [*experiment.tried, *(trial for trial in trials if force or trial.arm in tuned)]:
-        if force or not trial.finished():
+    for trial in trials:
+        if force or (experiment.choice(trial.arm) and not trial.finished()):
             with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
                 folder.prepare({**trial.config, "resume": "never", "start_from": None})  # it may have moved already
     for arm in experiment.chosen if force else ():
-        experiment.journal(arm).unlink(missing_ok=True)
+        if (attempts := experiment.tuning(arm)).is_dir():
+            target = Path(experiment.config["logs"]) / ".replaced" / str(experiment.config["name"]) / TUNING
+            target.mkdir(parents=True, exist_ok=True)
+            attempts.rename(next(place for n in itertools.count(1) if not (place := target / f"{arm}-{n}").exists()))
 
 
 def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
@@ -118,43 +122,25 @@ def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
     A grid has one round. Optuna has several, each of which follows from those before.
     """
     failed: dict[str, list[str]] = {}
+    tune = experiment.tune
     later = [trial for trial in experiment.trials() if not (experiment.choice(trial.arm) and trial.finished())]
-    first = True
-    while attempts := experiment.attempts([arm for arm in experiment.chosen if arm not in failed]):
+    while attempts := [one for arm in experiment.chosen if arm not in failed for one in experiment.attempts(arm)]:
+        assert tune is not None  # or there were no attempts
+        arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
+        tried = f"{listed(tune.space)}; {len(attempts)} attempts now"
+        print(_filled([f"tuning {arms} on a part of the training data, by {tune.decides()}: {tried}"]), flush=True)
         work = _Work(experiment, attempts, later)
-        print(_filled([_round(experiment, attempts, first, len(later))]), flush=True)
         work.execute(hand_to)
         for attempt in attempts:
-            lines = [line for run in attempt.runs.values() for line in work.failed.get(run.name, [])]
-            if not lines and not attempt.finished():  # a callback has ended it
-                lines = [f"{_name(attempt)} has ended before its last step, and so cannot be compared"]
-            failed |= {attempt.arm: [*failed.get(attempt.arm, []), *lines]} if lines else {}
-        first = False
+            words = [line for run in attempt.runs.values() for line in work.failed.get(run.name, [])]
+            if not words and not attempt.finished():  # a callback has ended it
+                words = [f"{attempt.folder} has ended before its last step, and so cannot be compared"]
+            failed |= {attempt.arm: [*failed.get(attempt.arm, []), *words]} if words else {}
     for arm in experiment.chosen:
         choice = experiment.choice(arm) if arm not in failed else None
         if choice and not choice.found:
             failed[arm] = [f"{arm}: every value that was tried has diverged: {listed(choice.tried)}"]
     return failed
-
-
-def _round(experiment: Experiment, attempts: Sequence[Trial], first: bool, later: int) -> str:
-    """Return a sentence on the values that a round tries, and by which number."""
-    tune, names = experiment.tune, ", ".join(map(_name, attempts))
-    assert tune is not None  # or there were no attempts
-    if not first:
-        return f"Optuna chooses: {names}"
-    count = f"{len(attempts)} attempts"
-    if tune.tuner == OPTUNA:
-        count = f"{tune.attempts * len(tune.seeds)} attempts of each arm, which Optuna chooses, {names} first"
-    arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
-    return (
-        f"experiment {experiment.config['name']} tunes {arms} first, on a part of the training data, by "
-        f"{tune.decides()}: {listed(tune.space)}; {count}; then {later} runs with the best values"
-    )
-
-
-def _name(attempt: Trial) -> str:
-    return f"{attempt.arm} {listed({key: [value] for key, value in (attempt.values or {}).items()})}"
 
 
 class _Work:
@@ -366,7 +352,8 @@ def _notes(experiment: Experiment, table: Table) -> list[str]:
             f"tuned on a part of the training data, which no number above is of, by {tune.decides()}, {seeds}: the "
             f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of what was tried"
         )
-        lost = [_name(attempt) for attempt in experiment.tried if attempt.diverged]
+        choices = experiment.choices.items()
+        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices for values in choice.diverged]
         notes += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
     others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
     names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)

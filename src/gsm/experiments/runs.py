@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,13 @@ from gsm.experiments.entries import (
     read_seeds,
 )
 from gsm.experiments.table import RunSummary, Table, read_runs, summarise
-from gsm.experiments.tune import (
-    JOURNAL,
-    OPTUNA,
-    Choice,
-    Grid,
-    Range,
-    Study,
-    Values,
-    high,
-    lines,
-    low,
-    read_tune,
-    search,
-)
+from gsm.experiments.tune import OPTUNA, Choice, Grid, Study, Values, ends, lines, read_tune, search
 from gsm.files import read_json, write_json
 from gsm.training import folder, weights
 from gsm.training.trainer import refuse_early
 
 TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
+JOURNAL = "optuna.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +82,6 @@ class Run:
     def measure(self) -> Measure:
         """The measure that its words ask for. Raises ConfigError."""
         return commands.asked(self.words)
-
-    @property
-    def identity(self) -> str | None:
-        """A hash of everything that decides its training but the weights that it starts from."""
-        return folder.identity({**self.config, "start_from": None}) if self.config else None
 
     @property
     def diverged(self) -> bool:
@@ -189,7 +172,7 @@ class Trial:
         curves = where[trained[0]] if trained else ""
         self.note(**{**facts, "status": "finished", "runs": runs, "curves": curves, "run": None})
 
-    def cost(self, by: Mapping[str, bool]) -> float:
+    def cost(self, by: Mapping[str, str]) -> float:
         """Return the number that decides between attempts, lower is better; infinite if it has diverged.
 
         Raises ConfigError where its summary has no such number.
@@ -197,12 +180,13 @@ class Trial:
         if self.diverged:
             return math.inf
         summary = RunSummary(self.arm, self.seed, self.folder, read_json(self.folder / "summary.json") or {})
-        for column, higher_is_better in by.items():
+        for column, way in by.items():
             value = summary.number(column)
             if value is not None:
-                return math.inf if not math.isfinite(value) else -value if higher_is_better else value
+                return math.inf if not math.isfinite(value) else -value if way == "highest" else value
         raise ConfigError(
-            f"tune decides by {' or '.join(by)}, which {self.folder} has no number of in its summary.json: say tune.by"
+            f"tune.by={' or '.join(by)} is not allowed because {self.folder}/summary.json has no such number. Use a "
+            "number that it has"
         )
 
     def _trained(self) -> list[str]:
@@ -250,7 +234,7 @@ class Experiment:
         chosen: the names of those to train.
         seeds: to train them with.
         tune: the values that each arm tries first; None: nothing.
-        choices: the values that won, of the arms for which the search has ended.
+        choices: the best values of the arms for which the search has ended.
 
     Raises:
         ConfigError: arms, seeds, runs or table cannot be used.
@@ -274,7 +258,7 @@ class Experiment:
         self.choices: dict[str, Choice] = {}
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides: composing takes a third of a second
         self._costs: dict[Trial, float] = {}  # of finished attempts
-        self._studies: dict[str, Study] = {}
+        self._tuners: dict[str, Grid | Study] = {}
 
     @property
     def folder(self) -> Path:
@@ -319,13 +303,13 @@ class Experiment:
         return replace(summarise(mine, self.columns, self.arms), tuned=tuned)
 
     def contents(self) -> dict[str, Any]:
-        """Return the folder's description: arms with their tuned values, the table's columns, the search."""
+        """Return the folder's description: arms with their tuned values, and the table's columns."""
         values = {arm: lines(choice.values) for arm, choice in self.won.items()}
         arms = {arm: [*own, *values.get(arm, ())] for arm, own in self.arms.items()}
-        tuned = {arm: choice.plain() for arm, choice in self.won.items()}
+        tuned = {arm: {key: {"shown": text} for key, text in one.shown().items()} for arm, one in self.won.items()}
         return {"arms": arms, "table": self.columns, **({"tuned": tuned} if self.tune else {})}
 
-    def space(self, arm: str) -> dict[str, list[Any] | Range]:
+    def space(self, arm: str) -> dict[str, Any]:
         """Return the values that an arm tries, without the keys that the arm or the command line sets."""
         fixed = {key_of(line) for line in [*self.arms[arm], *self.given]}
         space = self.tune.space if self.tune else {}
@@ -335,29 +319,41 @@ class Experiment:
         """Return all attempts of the arms' grids, tried or not; none where Optuna chooses them. Raises ConfigError."""
         if self.tune is None or self.tune.tuner == OPTUNA:
             return []
-        spaces = {arm: space for arm in self.chosen if (space := self.space(arm))}
         return [
             self.trial(arm, seed, values)
-            for arm, space in spaces.items()
+            for arm in self.chosen
+            if (space := self.space(arm))
             for values in Grid(space).proposed
             for seed in self.tune.seeds
         ]
 
+    def attempts(self, arm: str) -> list[Trial]:
+        """Return the attempts that an arm has to train next. Without any, its best values are in ``choices``.
+
+        Raises ConfigError.
+        """
+        space, tune = self.space(arm), self.tune
+        if arm in self.choices or not tune or not space:
+            self.choices.setdefault(arm, Choice({}, {}))
+            return []
+
+        def cost(values: Values) -> float | None:
+            costs = [self._cost(self.trial(arm, seed, values)) for seed in tune.seeds]
+            known = [one for one in costs if one is not None]
+            return math.fsum(known) / len(known) if len(known) == len(costs) else None
+
+        if arm not in self._tuners:  # made once: a study reads a file
+            self._tuners[arm] = Grid(space) if tune.tuner != OPTUNA else self._study(arm, space)
+        missing, choice = search(self._tuners[arm], cost)
+        if choice:
+            self.choices[arm] = choice
+        tried = [self.trial(arm, seed, values) for values in missing for seed in tune.seeds]
+        return [attempt for attempt in tried if self._cost(attempt) is None]
+
     def choice(self, arm: str) -> Choice | None:
         """Return the values that an arm is trained with; None: something is left to be tried."""
-        if arm not in self.choices:
-            choice = self._search(arm)[1]
-            if choice is None:
-                return None
-            self.choices[arm] = choice
-        return self.choices[arm]
-
-    def attempts(self, arms: Collection[str]) -> list[Trial]:
-        """Return the next attempts of these arms, given the finished ones. Raises ConfigError."""
-        seeds = self.tune.seeds if self.tune else []
-        missing = {arm: self._search(arm)[0] for arm in arms if not self.choice(arm)}
-        tried = [self.trial(arm, seed, values) for arm, some in missing.items() for values in some for seed in seeds]
-        return [attempt for attempt in tried if self._cost(attempt) is None]
+        self.attempts(arm)
+        return self.choices.get(arm)
 
     @property
     def won(self) -> dict[str, Choice]:
@@ -365,51 +361,30 @@ class Experiment:
         known = {arm: self.choices[arm] for arm in self.arms if arm in self.choices}
         return {arm: choice for arm, choice in known.items() if choice.values and choice.found}
 
-    @property
-    def tried(self) -> list[Trial]:
-        """All attempts that have begun."""
-        attempts = [trial for trial in self._trials.values() if trial.values is not None]
-        return [attempt for attempt in attempts if (attempt.folder / "summary.json").is_file()]
+    def _study(self, arm: str, space: Mapping[str, Any]) -> Study:
+        assert self.tune is not None
+        runs = self.trial(arm, self.tune.seeds[0], ends(space)[0]).runs.values()
+        trains = " ".join(folder.identity({**run.config, "start_from": None}) for run in runs if run.config)
+        return Study(self.tuning(arm) / JOURNAL, space, self.tune, trains)
 
-    def journal(self, arm: str) -> Path:
-        """Return the file of Optuna's study of an arm."""
-        return self.folder / TUNING / arm / JOURNAL
-
-    def _search(self, arm: str) -> tuple[list[Values], Choice | None]:
-        """Return the values that an arm has to try next, or if there are none, the best."""
-        space, tune = self.space(arm), self.tune
-        if not tune or not space:
-            return [], Choice({}, {})
-
-        def cost(values: Values) -> float | None:
-            costs = [self._cost(self.trial(arm, seed, values)) for seed in tune.seeds]
-            known = [one for one in costs if one is not None]
-            return math.fsum(known) / len(known) if len(known) == len(costs) else None
-
-        if tune.tuner != OPTUNA:
-            return search(Grid(space), cost)
-        if arm not in self._studies:  # made once, as it reads a file
-            first = self.trial(arm, tune.seeds[0], self._end(arm, low))
-            identity = " ".join(str(run.identity) for run in first.runs.values())
-            self._studies[arm] = Study(self.journal(arm), space, tune, identity)
-        return search(self._studies[arm], cost)
+    def tuning(self, arm: str) -> Path:
+        """Return the folder of an arm's attempts."""
+        return self.folder / TUNING / arm
 
     def _check_tuning(self, arm: str) -> None:
         """Raise ConfigError where an arm cannot be tuned: no tuning split, or a value that cannot be trained."""
-        if not self.tune or not self.space(arm):
+        space, tune = self.space(arm), self.tune
+        if not tune or not space:
             return
         first = self.trial(arm, self.seeds[0])
         with naming(f"arm {arm}"):
             _require_tunable(first.config)
-        if self.tune.tuner != OPTUNA:
+        if tune.tuner != OPTUNA:
             self.choice(arm)  # composes every attempt
             return
-        for values in (self._end(arm, low), self._end(arm, high)):
+        for values in ends(space):
             with naming(f"arm {arm} with {', '.join(lines(values))}"):
-                instantiate(self.trial(arm, self.tune.seeds[0], values).config["optimizer"], "optimizer")
-
-    def _end(self, arm: str, end: Any) -> Values:
-        return {key: end(values) for key, values in self.space(arm).items()}
+                instantiate(self.trial(arm, tune.seeds[0], values).config["optimizer"], "optimizer")
 
     def _cost(self, attempt: Trial) -> float | None:
         """Return None for an attempt that is not finished."""
@@ -428,9 +403,9 @@ class Experiment:
         one += [f"arm={quoted(arm)}", f"seed={seed}", f"name={quoted(self.config['name'])}"]
         tuned = values
         if tuned is None:
-            tuned = self.choices[arm].values if arm in self.choices else self._end(arm, low)
+            tuned = self.choices[arm].values if arm in self.choices else ends(self.space(arm))[0]
         if values is not None:
-            place = self.folder / TUNING / arm / label(values) / f"seed{seed}"
+            place = self.tuning(arm) / label(values) / f"seed{seed}"
             last += ["data.held_out=tuning", "ngrams=false", "sample=false", f"folder={quoted(place)}"]
         return (*first, *one, *self.arms[arm], *lines(tuned), *last)
 
@@ -524,12 +499,14 @@ def _require_tunable(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for data without a tuning split, and for an arm that starts from one that is not there yet."""
     if "held_out" not in config["data"]:
         raise ConfigError(
-            f"tune needs data that can hold out a part of what is trained on, and {config['data'].get('_target_')} has "
-            "no data.held_out (see docs/data.md): give it one, or leave tune out"
+            f"tune is not allowed because {config['data'].get('_target_')} has no data.held_out, so that no part of "
+            "the training data decides. Use other data, or tune=null"
         )
     start = config.get("start_from")
     if start and not checkpoint_file(start).is_file():
-        raise ConfigError(f"it starts from {start}, where there is no checkpoint yet: train that first, with arm=...")
+        raise ConfigError(
+            f"start_from={start} is not allowed because tuning finds no checkpoint there. Use arm=... to train it first"
+        )
 
 
 @contextlib.contextmanager
