@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -87,6 +88,27 @@ def started(processes: Any, given: list[str], log: Path, death: Callable[[], Non
 def composed(given: tuple[str, ...]) -> dict[str, Any]:
     """Once for all runs that are given the same."""
     return compose(given)
+
+
+def composed_in(
+    place: Path, make: Callable[[tuple[str, ...]], dict[str, Any]] = composed
+) -> Callable[[Iterable[str]], dict[str, Any]]:
+    """Return ``compose``, whose results tests share that differ only in the folder ``place``; ``make`` keeps them."""
+    stand_in = "/place/of/a/test"
+
+    def moved(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: moved(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [moved(value) for value in node]
+        return node.replace(stand_in, str(place)) if isinstance(node, str) else node
+
+    return lambda given: moved(make(tuple(word.replace(str(place), stand_in) for word in given)))
+
+
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let matplotlib be missing: to draw takes longer than all else."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 def run_here(config: dict[str, Any], log: Path, death: Callable[[], None]) -> None:

@@ -10,16 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from short_runs import composed_in, without_pictures
 
-from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.experiments import execute as experiments
+from gsm.experiments import runs as planned
 from gsm.experiments.entries import read_arms
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment
@@ -68,13 +70,20 @@ def configs(folder: Path, text: str = TOY) -> Path:
     return folder / "configs"
 
 
+@cache
+def of_text(text: str, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return a configuration of this yaml, which lies where GSM_CONFIGS says."""
+    return compose(given)
+
+
 def composed(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) -> Experiment:
-    """As the command line makes it; every configuration takes half a second."""
+    """Return the experiment as the command line makes it; every configuration takes half a second."""
     directory = configs(folder, text)
     overrides = ["experiment=toy", f"logs={folder / 'logs'}", *given]
     with pytest.MonkeyPatch.context() as patch:  # as --config-dir is noted
         patch.setenv("GSM_CONFIGS", str(directory))
-        experiment = Experiment(compose(overrides), overrides, script)
+        patch.setattr(planned, "compose", composed_in(folder, partial(of_text, text)))
+        experiment = Experiment(planned.compose(overrides), overrides, script)
         experiment.trials()
     return experiment
 
@@ -92,7 +101,7 @@ def toy(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) 
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command that takes a tenth of a second in place of a training."""
     monkeypatch.setenv("GSM_CONFIGS", str(configs(tmp_path)))
-    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
+    without_pictures(monkeypatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "fake.py").write_text(FAKE)
     return [sys.executable, "-S", str(tmp_path / "fake.py")]

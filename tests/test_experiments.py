@@ -54,10 +54,11 @@ def test_the_papers_adaptations_take_the_optimizer_of_their_rates_at_any_size():
 def test_the_residual_ablation_compares_what_it_says():
     given = ["experiment=ablate_residual"]
     experiment = Experiment(compose(given), given)
-    assert (experiment.chosen, experiment.seeds) == (["mhc", "mhc_two_pass", "plain"], [0, 1, 2])
+    assert experiment.chosen == ["mhc", "mhc_two_pass", "plain", "plain_equal_time"] and experiment.seeds == [0, 1, 2]
     jobs = [experiment.trial(arm, 1) for arm in experiment.chosen]
     kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
-    assert kinds == ["HyperConnection", "TwoPassHyperConnection", "Plain"]
-    rest = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs]
-    pairs = zip(rest, experiment.chosen, strict=True)
+    assert kinds == ["HyperConnection", "TwoPassHyperConnection", "Plain", "Plain"]
+    assert jobs[3].config["trainer"]["max_steps"] > jobs[2].config["trainer"]["max_steps"]
+    rest = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs[:3]]
+    pairs = zip(rest, experiment.chosen, strict=False)
     assert len({str(config).replace(f"/{arm}/seed", "/seed") for config, arm in pairs}) == 1, "nothing else differs"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
-from short_runs import BY_MODEL, TINY, composed
+from short_runs import BY_MODEL, TINY, composed_in, without_pictures
 
-from gsm import plots
 from gsm.config.check import ConfigError
+from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, digest, read_checkpoint
 from gsm.evaluation import checkpoints, commands
 from gsm.evaluation.ruler import Ruler
@@ -36,12 +36,14 @@ ARMS = "arms={one: [], two: ['++runs.extend.data.batch_size=2']}"
 class InThisProcess:
     """In place of a child process."""
 
+    compose: Any = staticmethod(compose)
+
     def __init__(self, run: Run, environment: object = None, follow: bool = False) -> None:
         self.code = self.run(run)
 
     def run(self, run: Run) -> int:
         if run.config:
-            train(composed(run.command))
+            train(self.compose(run.command))
         else:
             commands.call(run.command[2:])
         return 0
@@ -71,7 +73,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 return 3
             names.append(run.name)
             if run.config:
-                pretend(composed(run.command))
+                pretend(self.compose(run.command))
             else:
                 measured = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
                 measured |= {"place": "document", "by_position": []}
@@ -99,16 +101,17 @@ def pretend(config: dict[str, Any]) -> None:
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Experiment]:
     """What a command with these overrides asks for."""
-    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
+    without_pictures(monkeypatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(planned, "compose", lambda overrides: composed(tuple(overrides)))
+    monkeypatch.setattr(planned, "compose", composed_in(tmp_path))
+    monkeypatch.setattr(InThisProcess, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
     def make(*given: str) -> Experiment:
         of_model = [] if any(word.startswith("arms=") for word in given) else [BY_MODEL]
         overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *of_model, *given]
-        return Experiment(composed(tuple(overrides)), overrides)
+        return Experiment(composed_in(tmp_path)(overrides), overrides)
 
     return make
 

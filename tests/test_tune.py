@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import tiny_text
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from short_runs import BY_MODEL, TINY, composed
+from short_runs import BY_MODEL, TINY, composed, composed_in, without_pictures
 from test_runs import InThisProcess, pretend
 
-from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.load import read_checkpoint
 from gsm.evaluation import checkpoints
@@ -118,15 +117,16 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exper
         monkeypatch.setattr(Pretends, name, set())
     monkeypatch.setattr(Pretends, "started", [])
     monkeypatch.setattr(experiments, "Child", Pretends)
-    monkeypatch.setattr(plots, "png", lambda figure: b"")  # to draw takes longer than all else
+    without_pictures(monkeypatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(planned, "compose", lambda overrides: composed(tuple(overrides)))
+    monkeypatch.setattr(planned, "compose", composed_in(tmp_path))
+    monkeypatch.setattr(Pretends, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
     def make(*given: str) -> Experiment:
         overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
-        return Experiment(composed(tuple(overrides)), overrides)
+        return Experiment(composed_in(tmp_path)(overrides), overrides)
 
     return make
 
