@@ -101,7 +101,7 @@ def test_a_job_that_fails_loses_no_other_and_a_second_command_sends_it_alone(
         train_all(toy(tmp_path, script=fake), "submitit_slurm")
     assert stopped.value.code == 1
     printed = capsys.readouterr().out
-    assert "[1/4] mhc/seed0: ended with exit code 1\n" in printed
+    assert "[1/4] mhc/seed0: has not come to its end\n" in printed
     assert "failed: mhc/seed0, mhc/seed1; to try again" in printed
     assert "  it broke, as told" in printed
     assert [row["arm"] for row in read_csv(tmp_path)] == ["plain", "plain"]
@@ -133,8 +133,8 @@ def test_what_another_submission_has_finished_is_not_trained_again(tmp_path: Pat
     """The parent was killed while its jobs waited in the queue, and the same command put them there once more."""
     trial = toy(tmp_path, script=fake).trials()[0]
     task = launcher.Task({trial.overrides: [trial.runs[""]]})
-    outcomes = [InTurn(task).run(list(trial.overrides)) for _ in range(2)]
-    assert [outcome.return_value for outcome in outcomes] == [{"mhc/seed0": 0}] * 2
+    for _ in range(2):
+        InTurn(task).run(list(trial.overrides))
     assert starts(tmp_path) == {"mhc/seed0": 1}
 
 
@@ -151,12 +151,11 @@ def test_the_launchers_own_handler_is_called_once_the_run_has_saved(tmp_path: Pa
     try:
         warning.start()
         one = Run("mhc", tmp_path, (sys.executable, "-S", "-c", run, str(tmp_path)))
-        outcome = InTurn(launcher.Task({("arm=mhc",): [one]})).run(["arm=mhc"])
+        InTurn(launcher.Task({("arm=mhc",): [one]})).run(["arm=mhc"])
     finally:
         warning.join()
         signal.signal(signal.SIGUSR2, before)
     assert heard == [True]
-    assert outcome.return_value == {"mhc": 140}
 
 
 def test_what_starts_after_one_another_is_one_part_with_all_arms_that_share_it(tmp_path: Path):

@@ -165,33 +165,20 @@ class _Work:
             self._conclude(trial)  # a command that was killed has not
 
     def execute(self, hand_to: str | None) -> None:
-        """Start all runs. Raises SystemExit after a signal."""
-        stopped = self._hand_over(hand_to) if hand_to and self.waiting else self._start_here()
+        """Start all runs here, or give them to a launcher of Hydra's. Raises SystemExit after a signal."""
+        if hand_to and self.waiting:
+            parts = _parts(self.trials, self.waiting)
+            print(f"{len(parts)} runs go to {hand_to}; their output: <arm>/seed<k>/train.log", flush=True)
+            for run in self.waiting:
+                self._note(run, "running")
+            launcher.launch(parts)
+            for run in self.waiting:
+                self._ended(run, 0 if run.finished() else None)
+            return
+        stopped = work_off(self.waiting, self.at_once, self._start, self._ended, self._watch)
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
-
-    def _start_here(self) -> int | None:
-        """Start processes of this machine; return the signal that has ended them, if one has."""
-        stopped = work_off(self.waiting, self.at_once, self._start, self._ended, self._watch)
-        for run in self.waiting if stopped is not None else []:
-            if run.name in self.failed:
-                self._note(run, "interrupted", "was stopped")
-        return stopped
-
-    def _hand_over(self, hand_to: str) -> None:
-        """Give all runs to a launcher of Hydra's, and wait until all of them have ended."""
-        parts = _parts(self.trials, self.waiting)
-        print(f"{len(parts)} runs go to {hand_to}; their output: <arm>/seed<k>/train.log", flush=True)
-        for run in self.waiting:
-            self._note(run, "running")
-        try:
-            codes = launcher.launch(parts)
-        except launcher.GaveUp as error:
-            print(error, flush=True)
-            codes = {run.name: 0 for run in self.waiting if run.finished()}
-        for run in self.waiting:
-            self._ended(run, codes.get(run.name))
 
     def header(self) -> str:
         """Return sentences on the arms and seeds, the finished runs, and the tuned values."""
@@ -237,8 +224,8 @@ class _Work:
         if code == 0:
             self.done[run] = None
             numbers = "".join(map(self._conclude, trials))
-        elif (code or 0) >= 0 and any(trial.diverged for trial in trials):
-            how = "diverged, which counts as the worst" if code else "not started, as a run before has diverged"
+        elif any(trial.diverged for trial in trials):
+            how = "diverged, which counts as the worst" if run.diverged else "not started, as a run before has diverged"
         elif run.after and run.after.name in self.failed:
             how = f"not started, as {run.after.name} has failed"
             self.failed[run.name] = [f"{run.name}: {how}"]
@@ -246,7 +233,7 @@ class _Work:
             words = child.tail() if child else tail(run.log)
             where = f"the end of {shown_path(run.log)}:" if words else "it has written no log"
             self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
-            self._note(run, "failed", how)
+            self._note(run, "interrupted" if code and not 0 < code < 128 else "failed", how)
         after = f" after {clock(child.seconds())}" if child else ""
         left = self.remaining.sentence(list(self.left))
         print(f"{self._label(run)}: {how}{after}{numbers}{f'; {left}' if left else ''}", flush=True)

@@ -33,10 +33,6 @@ HERE = "basic"  # Hydra's default, in whose place jobs are processes of this mac
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
-class GaveUp(Exception):
-    """A launcher has ended with an error, so that the ends of its jobs are unknown; the message is its reason."""
-
-
 def chosen() -> str | None:
     """Return the launcher of the command line; None for processes of this machine."""
     name = HydraConfig.get().runtime.choices.get(GROUP)
@@ -57,32 +53,28 @@ def check_available(overrides: Sequence[str]) -> None:
             )
 
 
-def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> dict[str, int | None]:
-    """Hand all parts over at once, and wait until they have ended.
+def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
+    """Hand all parts over at once, and wait until they have ended. ``Run.finished`` answers how.
+
+    A launcher gives up at the first job that the cluster has killed, whatever the others have done. Its reason is
+    printed.
 
     Args:
         parts: the runs of one job of the cluster, one after another, by the overrides from which Hydra composes the
             job's configuration and folder.
-
-    Returns:
-        The exit code of each run by its name; None: it was not started.
-
-    Raises:
-        GaveUp: a launcher gives up at the first job that the cluster has killed, whatever the others have done.
     """
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     try:
         composed = cast(DictConfig, HydraConfig.instance().cfg)
         launcher = Plugins.instance().instantiate_launcher(context, Task(parts), composed)
-        returned = launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
-        return {name: code for result in returned for name, code in result.return_value.items()}
+        launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
     except KeyboardInterrupt:
         print(
             f"\njobs that {chosen()} has accepted go on there; when they have ended, the same command makes the table"
         )
         raise
     except Exception as error:  # a plugin, and the cluster behind it, may raise anything
-        raise GaveUp(f"{chosen()} ended with {type(error).__name__}: {error}".strip()) from error
+        print(f"{chosen()} ended with {type(error).__name__}: {error}".strip(), flush=True)
 
 
 class Task:
@@ -91,18 +83,12 @@ class Task:
     def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
         self.parts = dict(parts)
 
-    def __call__(self, config: DictConfig) -> dict[str, int | None]:
-        """Return the exit codes of the runs by name."""
-        codes: dict[str, int | None] = {}
-        stopped = work_off(
-            self.parts[tuple(HydraConfig.get().overrides.task)],
-            at_once=1,
-            start=Child,
-            ended=lambda run, code, child: codes.update({run.name: code}),
-        )
+    def __call__(self, config: DictConfig) -> None:
+        """Start the runs of the job that Hydra has composed, one after another."""
+        part = self.parts[tuple(HydraConfig.get().overrides.task)]
+        stopped = work_off(part, at_once=1, start=Child, ended=lambda run, code, child: None)
         if stopped is not None and callable(signal.getsignal(stopped)):
             signal.raise_signal(stopped)  # the run has saved what it has; now the launcher may queue the job once more
-        return codes
 
 
 def _installed() -> bool:

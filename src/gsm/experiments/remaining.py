@@ -29,7 +29,7 @@ class Remaining:
     _sizes: dict[Run, int] = field(default_factory=dict)
 
     def watch(self, run: Run, now: float) -> bool:
-        """Read which step a run has logged at the time ``now``, in seconds; True if this gives the first rate."""
+        """Read the step that a run has logged at the time ``now``, in seconds; True if this gives the first rate."""
         if run.config is None:
             return False
         path = run.folder / METRICS
@@ -64,7 +64,7 @@ class Remaining:
 
 
 def _logged(run: Run) -> int:
-    """The last step in a run's metrics."""
+    """Return the last step in a run's metrics."""
     return max((step for values in read_metrics(run.folder / METRICS).values() for step in values), default=0)
 
 
