@@ -57,7 +57,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # it is done, here within the same second; 10 would then be read before 9.
         patch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
         for arm, overrides in RUNS.items():
-            train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
+            config = compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides])
+            train(config, differing(config))
     return folder / "logs" / "default"
 
 

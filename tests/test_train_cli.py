@@ -224,10 +224,14 @@ def test_a_model_says_why_it_refuses_its_values():
         gsm.build_model("gsm", overrides=["model.stages=[9]"])
 
 
-def test_a_second_run_keeps_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_second_run_keeps_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
     first = train(config)
-    assert train(config) == first and "is finished already" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("gsm.training.run.build_model", lambda _: pytest.fail("weights are drawn for a finished run"))
+        assert train(config) == first and "is finished already" in capsys.readouterr().out
     second = train({**config, "resume": "never"})
     assert first["val_loss"] == second["val_loss"], "the same configuration trains the same"
     assert "An earlier run in this folder was moved to" in capsys.readouterr().out

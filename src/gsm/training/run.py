@@ -1,4 +1,4 @@
-"""A training run, from its configuration to its summary: model, Trainer, folder, data, fit, conclusion.
+"""A training run, from its configuration to its summary: Trainer, folder, model, data, fit, conclusion.
 
 `train` is the whole path. The functions below it follow in the order in which it calls them.
 """
@@ -46,6 +46,7 @@ from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted, Interruption
 from gsm.training.callbacks.summary import Summary
+from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.folder import Start, identity, locked, moving_back, prepare, sequences_a_step
@@ -94,10 +95,9 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
     values = {key: value for key, value in flat(config).items() if key not in LOCAL}
     ranks.compare(lambda: values, lambda key: (not decides(key), key))
 
-    # These refuse their values before anything is read or moved.
-    model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
+    optimizer = instantiate(config["optimizer"], "optimizer")
     summary = Summary(folder / "summary.json", {})
-    trainer = build(config, summary, model.parameter_report().total, differ)
+    trainer = build(config, summary)
     data = functools.cache(lambda: open_data(config))
 
     with contextlib.ExitStack() as stack:
@@ -114,8 +114,9 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
             return read_json(folder / "summary.json") or {}
         if leads:
             stack.enter_context(moving_back(start, folder))
+        model = build_model(config)  # before data are read: it may refuse its values
         ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
-        parts = assemble(config, start, data(), model, optimizer, trainer, summary)
+        parts = assemble(config, start, data(), model, optimizer, trainer, summary, differ)
         if leads:
             sentences = [start.sentence]
             if config.get("start_from") and not start.checkpoint:
@@ -157,6 +158,7 @@ def assemble(
     optimizer: AdamW,
     trainer: lightning.Trainer,
     summary: Summary,
+    differ: Sequence[str] = (),
 ) -> Parts:
     """Put the parts together: the weights to start from, the facts of the summary, the loggers' place.
 
@@ -180,6 +182,9 @@ def assemble(
         measures_accuracy=data.measures_accuracy,
         compile=config["compile"],
     )
+    size = model.parameter_report().total
+    callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
+    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size, differ))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),
@@ -189,7 +194,7 @@ def assemble(
         "model": config["choices"]["model"],
         "size": config["choices"]["size"],
         "choices": config["choices"],
-        "parameters": model.parameter_report().total,
+        "parameters": size,
         "data": data.description(),
         "fingerprint": task.notes["fingerprint"],
         "kernels": explain(),

@@ -22,7 +22,6 @@ from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
 from gsm.training.callbacks.summary import Summary
-from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks
 from gsm.training.distributed.ranks import sharing
 from gsm.training.distributed.sharded import Sharded
@@ -74,29 +73,22 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "num_sanity_val_steps": (-1, None),
 }
 UNTRIED = ((), "this version of Lightning is newer than the project. Leave it out")
-PLACES = ("accelerator", "devices", "num_nodes", "strategy", "plugins")  # what the number of ranks depends on
 MACHINE = ("accelerator", "context")  # where another machine may train
-SILENT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-def build(
-    config: Mapping[str, Any], summary: Summary, parameters: int, differ: Sequence[str] = ()
-) -> lightning.Trainer:
+def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
     """Build the Trainer. Every run is long enough to be logged at least once, and no checkpoint is half written.
 
     Args:
         config: the composed configuration.
         summary: the callback that writes ``summary.json``.
-        parameters: number of parameters of the model.
-        differ: paths in the configuration in which arms of its experiment differ.
 
     Raises ConfigError for values that Lightning refuses, for a step that cannot be divided among the devices, for
     blocks that would be compiled on a CPU, and for a Hopper GPU whose kernels cannot be built.
     """
     chosen = settings(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    columns = Hyperparameters(config, parameters, differ)
-    parts += [Interruption(), columns, summary, ResumeState()]
+    parts += [Interruption(), summary, ResumeState()]
     # Else Lightning adds a checkpoint callback of its own.
     chosen["enable_checkpointing"] = any(isinstance(part, Checkpoint) for part in parts)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its logger would send facts of this machine
@@ -142,19 +134,28 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def world_size(config: Mapping[str, Any]) -> int:
-    """Among how many ranks sequences are shared out: ``devices``, also ``auto``, times nodes, as Lightning itself
-    counts them, over the ranks that divide the same sequences (``trainer.context``).
+def ranks_in(config: Mapping[str, Any]) -> int | None:
+    """Return the number of ranks that take different sequences, from the configuration alone, without a Trainer.
 
-    Raises ConfigError where the machine has not what the configuration asks for.
+    None: only the Trainer of the run can count them.
     """
-    quiet()
-    asked = {name: node for name, node in settings(config).items() if name in PLACES}
-    return shares(instantiate({"_target_": "lightning.Trainer", **asked, **SILENT}, "trainer"))
+    chosen = config["trainer"]
+    devices, strategy = chosen.get("devices", "auto"), chosen.get("strategy")
+    if devices == "auto":
+        devices = 1 if chosen.get("accelerator") == "cpu" else max(torch.cuda.device_count(), 1)
+    context = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
+    if type(devices) is not int:
+        return None
+    world = devices * (chosen.get("num_nodes") or 1)
+    return None if world % context else world // context
 
 
 def shares(trainer: lightning.Trainer) -> int:
-    """The same of a trainer. Raises ConfigError where the ranks that divide sequences do not divide all ranks."""
+    """Return the number of ranks that take different sequences: all ranks over those that divide the same sequences
+    (``trainer.context``).
+
+    Raises ConfigError where the ranks that divide sequences do not divide all ranks.
+    """
     context: int = getattr(trainer.strategy, "context", 1)
     if trainer.world_size % context:
         fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
@@ -179,13 +180,8 @@ def refuse_early(config: Mapping[str, Any], divides: bool = True) -> None:
     if chosen := config.get("trainer"):
         refuse_numbers(chosen)
         refuse_arguments({name: value for name, value in chosen.items() if name not in MACHINE})
-    if config.get("global_batch") is None or not divides:
-        return
-    try:
-        world = world_size(config)
-    except ConfigError:  # another machine trains; there it is said
-        return
-    batches_a_step(config, world)
+    if config.get("global_batch") is not None and divides and (world := ranks_in(config)):
+        batches_a_step(config, world)
 
 
 def batches_a_step(config: Mapping[str, Any], world: int) -> int:
