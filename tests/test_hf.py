@@ -322,7 +322,7 @@ def test_a_run_starts_from_a_folder(folder: Path):
     model = gsm.build_model()
     weights.take(model, str(folder), config)
     assert torch.equal(model.state_dict()["norm.weight"], gsm.load_model("nano").state_dict()["norm.weight"])
-    assert weights.told(str(folder)).endswith("step 480.") and digest(folder) != digest("nano")
+    assert weights.describe_start(str(folder)).endswith("step 480.") and digest(folder) != digest("nano")
 
 
 def test_the_card_has_the_numbers_of_the_run_and_how_it_is_used(folder: Path):

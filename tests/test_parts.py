@@ -34,7 +34,9 @@ def in_parts(folder: Path, value: float = 1.0, **changes: Any) -> tuple[Path, Pa
 
 def test_parts_that_are_missing_are_named(tmp_path: Path):
     path = tmp_path / "last.ckpt"
-    with pytest.raises(shards.Broken, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"):
+    with pytest.raises(
+        shards.DamagedParts, match=r"last.ckpt stands for parts in .*0012-ab, which are not there: move"
+    ):
         shards.whole({shards.FOLDER: {"folder": "0012-ab", "names": []}}, path)
     assert shards.whole({"state_dict": {}}, path) == {"state_dict": {}}
 
@@ -57,7 +59,7 @@ def test_a_part_that_is_spoilt_inside_is_an_error_like_any_other(tmp_path: Path)
     path, part = in_parts(tmp_path)
     small = read_checkpoint(path, mmap=True)
     part.write_bytes(b"\0" * part.stat().st_size)
-    with pytest.raises(shards.Broken, match=f"^the parts in {part.parent} cannot be read: "):
+    with pytest.raises(shards.DamagedParts, match=f"^the parts in {part.parent} cannot be read: "):
         shards.whole(small, path)
     with pytest.raises(CheckpointError, match=f"^{part}, a part of {path}, is damaged, or another one in its place$"):
         read_checkpoint(path)

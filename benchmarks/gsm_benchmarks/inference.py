@@ -142,7 +142,7 @@ def run(
     file, served = how.open("inference", where), _served(chosen, protocol, where)
     by_row = {case.name(protocol): case for case in cases}
     file.given = {name: model.given for name, case in by_row.items() for model in chosen if model.name == case.model}
-    with file.shown(show):
+    with file.showing(show):
         left = [by_row[name] for name in file.left(by_row, asdict(protocol), how.force)]
         for _, group in groupby(left, key=lambda case: (case.tokens, case.kind == "decode")):
             _measure([*group], file, served, protocol)

@@ -82,7 +82,7 @@ class Results:
         Raises:
             Exception: the first that a measurement raised, once the other rows were measured.
         """
-        with self.shown(show):
+        with self.showing(show):
             for name in self.left(rows, protocol, force):
                 about, measure = rows[name]
                 about = {**about, "protocol": protocol}
@@ -111,7 +111,7 @@ class Results:
                 torch.cuda.synchronize()
 
     @contextmanager
-    def shown(self, show: Show) -> Iterator[None]:
+    def showing(self, show: Show) -> Iterator[None]:
         """Show the file behind the block, also after an interruption, and raise the first error of `measuring`."""
         try:
             yield

@@ -5,7 +5,7 @@ mode (training or generation) or on the kind of memory:
     training     stores nothing                   ``Forget``             ``Forget``          ``Forget``
     growing      immutable values                 ``Window``             ``Column``          ``State``
     static       buffers at fixed addresses       ``StaticWindow``       ``StaticColumn``    ``State``
-    in pieces    on several ranks                 ``Halo``               ``Shared``          ``Relay``
+    in pieces    on several ranks                 ``Halo``               ``AllSlots``        ``Relay``
 
 Stores of sequences in pieces are in ``gsm.context.pieces``. Extending a store returns the next one. Stores are pure,
 so that activations can be recomputed and a prefix can be forked. A static memory copies the next stores into its

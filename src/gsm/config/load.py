@@ -275,7 +275,7 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     try:
         shards.check(checkpoint, path, verify=verify)
         return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
-    except shards.Broken as error:
+    except shards.DamagedParts as error:
         raise CheckpointError(str(error)) from error
 
 

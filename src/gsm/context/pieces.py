@@ -4,7 +4,7 @@ changes.
 
     training on one rank      on several ranks, each with its pieces
     all entries are here      ``Halo``     the last entries of the previous pieces, from their ranks
-    all slots are here        ``Shared``   the slots of all pieces, on every rank; their gradients go to their owners
+    all slots are here        ``AllSlots`` the slots of all pieces, on every rank; their gradients go to their owners
     a state begins empty      ``Relay``    the state after the previous piece, from its rank
 
 Each rank has two pieces of a sequence, one from its front and one from its end, because a row at the end searches more
@@ -170,7 +170,7 @@ class Pieces:
 
     def concluded(self, after: Memory) -> Memory:
         """Return the memory after all pieces, equal on all ranks, given the memory after this rank's call."""
-        kinds = (BankCache, DenseCache, Halo, Shared, Relay, Tensor)
+        kinds = (BankCache, DenseCache, Halo, AllSlots, Relay, Tensor)
         caches = {name: map_nodes(getattr(after, name), kinds, self._unwrapped) for name in CACHES}
         return Memory(**self.last_token, **caches, ledger=after.ledger)
 
@@ -212,13 +212,13 @@ class Pieces:
     def _store(self, node: Any) -> Any:
         """Return the replacement of a cache, or of a store outside of any cache."""
         if isinstance(node, DenseCache):
-            return DenseCache(Shared(self, None, self._inner(node.entry)), self.places(None, node.count_B).before_Y)
+            return DenseCache(AllSlots(self, None, self._inner(node.entry)), self.places(None, node.count_B).before_Y)
         if isinstance(node, BankCache):
             key = None if node.key is None else self._store(node.key)
             before_Y = self.places(_ratio(node), node.count_B).before_Y
             return BankCache(self._store(node.pending), self._store(node.entry), key, before_Y)
         if isinstance(node, Column | StaticColumn):
-            return Shared(self, node.ratio, self._inner(node))
+            return AllSlots(self, node.ratio, self._inner(node))
         return Halo(self, node.size, self._inner(node)) if isinstance(node, Window) else Relay(self, self._inner(node))
 
     def _inner(self, store: Any) -> Any:
@@ -231,7 +231,7 @@ class Pieces:
         if isinstance(node, BankCache):
             key, count_B = None if node.key is None else self._unwrapped(node.key), self._count(_ratio(node))
             return BankCache(self._unwrapped(node.pending), self._unwrapped(node.entry), key, count_B)
-        return node.inner if isinstance(node, Halo | Shared | Relay) else node
+        return node.inner if isinstance(node, Halo | AllSlots | Relay) else node
 
     def _count(self, ratio: int | None) -> Tensor:
         """Return the slots of a bank with this ratio after all pieces; a copy for each bank."""
@@ -361,7 +361,7 @@ class Halo:
 
 
 @dataclass(frozen=True)
-class Shared:
+class AllSlots:
     """One value for each slot of a bank, on every rank: the slots of ``inner``, followed by the slots of all pieces."""
 
     pieces: Pieces

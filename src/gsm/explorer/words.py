@@ -79,10 +79,10 @@ def visible(text: str) -> str:
 
     Controls become their pictures; direction marks and line breaks other than a newline become their code points.
     """
-    return "".join(map(_shown, text))
+    return "".join(map(_visible, text))
 
 
-def _shown(character: str) -> str:
+def _visible(character: str) -> str:
     code = ord(character)
     if character in "\n\t" or 0x20 <= code < 0x7F:
         return character

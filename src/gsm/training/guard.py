@@ -21,7 +21,7 @@ NONE = -1
 
 
 @dataclass(frozen=True)
-class Broken:
+class NotFinite:
     """A step with a loss or gradient that is not finite.
 
     Attributes:
@@ -60,7 +60,7 @@ class NonFiniteGuard:
         alone = module.trainer.world_size == 1  # several ranks have to stop at the same place: at their gradients
         if alone and loss.device.type == "cpu" and not bool(loss.detach().isfinite()):
             number = module.trainer.fit_loop.total_batch_idx
-            refuse(Broken("loss", module.global_step, number, number, dict(batch)), module.trainer)
+            refuse(NotFinite("loss", module.global_step, number, number, dict(batch)), module.trainer)
 
     def see_gradients(self, module: lightning.LightningModule, norms: Sequence[Tensor]) -> None:
         """Note the norms of a step's gradients, which end the step. Raises FloatingPointError."""
@@ -92,7 +92,7 @@ class NonFiniteGuard:
         elif bool(first) or self.found() is None:  # another shape: only a look at the values can compare them
             self._kept = batch
 
-    def found(self) -> Broken | None:
+    def found(self) -> NotFinite | None:
         """The first broken step of all that have ended; makes a GPU wait."""
         if self._noted_4 is None:
             return None
@@ -100,13 +100,13 @@ class NonFiniteGuard:
         if step == NONE:
             return None
         if which == NONE:
-            return Broken("gradient norm", step, number - count + 1, number, self._kept)
+            return NotFinite("gradient norm", step, number - count + 1, number, self._kept)
         parts = {name: value.chunk(count)[which] for name, value in self._kept.items()}
         place = number - count + 1 + which
-        return Broken("loss", step, place, place, parts)
+        return NotFinite("loss", step, place, place, parts)
 
 
-def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
+def refuse(broken: NotFinite, trainer: lightning.Trainer) -> NoReturn:
     """Write the batch to ``broken_batch.pt`` in the run's folder and raise FloatingPointError, which names the file.
 
     Several ranks come here together, and all raise the sentence of the rank with the loss.
@@ -120,7 +120,7 @@ def refuse(broken: Broken, trainer: lightning.Trainer) -> NoReturn:
     raise FloatingPointError(trainer.strategy.broadcast(sentence, src=speaker))
 
 
-def _written(broken: Broken, trainer: lightning.Trainer) -> str:
+def _written(broken: NotFinite, trainer: lightning.Trainer) -> str:
     """Write the batch; return a sentence with the places of its sequences in the order of the data.
 
     Their numbers come with it if the data have an ``order``. With several ranks, it is the rank's share of each batch.

@@ -120,7 +120,7 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
         if leads:
             sentences = [start.sentence]
             if config.get("start_from") and not start.checkpoint:
-                sentences.append(weights.told(config["start_from"]))
+                sentences.append(weights.describe_start(config["start_from"]))
             if start.checkpoint and not parts.data.resumes:
                 sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
             note = " ".join(filter(None, sentences))
@@ -244,7 +244,7 @@ def _fit(parts: Parts, start: Start) -> None:
         else:
             say_farewell()
         raise SystemExit(_exit_code(stop)) from stop
-    except shards.Broken as error:
+    except shards.DamagedParts as error:
         raise CheckpointError(
             f"{error}; resume=PATH goes on from another checkpoint, resume=never starts over"
         ) from error

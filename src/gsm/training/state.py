@@ -47,7 +47,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         found = shards.kinds(checkpoint, path) if shards.FOLDER in checkpoint else _described(tensors)
         if len(ordered) != len(own):
             raise LookupError(f"it is of {len(ordered)} parameters, and this model trains {len(own)}")
-    except (shards.Broken, LookupError, TypeError, AttributeError) as error:
+    except (shards.DamagedParts, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
     half, state = HALVES.get(precision or ""), model.state_dict().items()
     wanted = {
@@ -103,7 +103,7 @@ def _wrong_tensors(found: shards.Described, wanted: shards.Described) -> Iterato
         elif key not in found:
             yield f"{name} is missing"
         elif found[key] != wanted[key]:
-            yield f"{name} is {_shown(*found[key])}, but has to be {_shown(*wanted[key])}"
+            yield f"{name} is {_kind(*found[key])}, but has to be {_kind(*wanted[key])}"
 
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -161,5 +161,5 @@ def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
         yield f"{place} is {saved!r:.40}, but has to be a number"
 
 
-def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

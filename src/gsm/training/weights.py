@@ -46,8 +46,8 @@ def tokenizer(path: str) -> Tokenizer | None:
     return tokenizer_of(saved, path) if saved.get("tokenizer") else None
 
 
-def told(path: str) -> str:
-    """A sentence on where a run starts. Raises as `take` does."""
+def describe_start(path: str) -> str:
+    """Return the sentence that names the start of a run. Raises as `take` does."""
     return f"Starting from the weights of {path}, step {read_checkpoint(path, mmap=True)['global_step']}."
 
 

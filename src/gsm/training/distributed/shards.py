@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor]
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class Broken(RuntimeError):
+class DamagedParts(RuntimeError):
     """Parts of a checkpoint are missing, or cannot be read."""
 
 
@@ -74,17 +74,17 @@ def put_together(rest: Mapping[str, Any], tensors: Tensors, names: Sequence[str]
 
 
 def kinds(checkpoint: Mapping[str, Any], path: Path) -> Described:
-    """Return shape and dtype of every tensor in the parts, by name. Raises Broken."""
+    """Return shape and dtype of every tensor in the parts, by name. Raises DamagedParts."""
     folder = _folder(checkpoint, path)
     try:
         tensors = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
         kinds = {name: (tuple(metadata.size), metadata.properties.dtype) for name, metadata in tensors.items()}  # pyright: ignore
         pieces = {name: [tuple(chunk.sizes) for chunk in metadata.chunks] for name, metadata in tensors.items()}  # pyright: ignore
     except Exception as error:  # whatever safetensors and json say to a header
-        raise Broken(f"the parts in {folder} cannot be read: {error!r:.200}") from error
+        raise DamagedParts(f"the parts in {folder} cannot be read: {error!r:.200}") from error
     for name, (size, _) in kinds.items():
         if sum(map(math.prod, pieces[name])) != math.prod(size) or min(size, default=0) < 0:
-            raise Broken(f"the parts in {folder} do not hold the whole of {name!r:.60}")
+            raise DamagedParts(f"the parts in {folder} do not hold the whole of {name!r:.60}")
     return kinds
 
 
@@ -96,7 +96,7 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
         path: of that file.
         weights_alone: leave out the optimiser's state, which is twice as large as the weights.
 
-    Raises Broken: its parts are not beside it, or not all of them, or one cannot be read.
+    Raises DamagedParts: its parts are not beside it, or not all of them, or one cannot be read.
     """
     if FOLDER not in checkpoint:
         return dict(checkpoint)
@@ -112,36 +112,36 @@ def whole(checkpoint: Mapping[str, Any], path: Path, weights_alone: bool = False
 
 
 def fill(tensors: Tensors, checkpoint: Mapping[str, Any], path: Path, **options: Any) -> None:
-    """Read tensors from the parts of the checkpoint at ``path``, in place. Raises Broken."""
+    """Read tensors from the parts of the checkpoint at ``path``, in place. Raises DamagedParts."""
     folder = _folder(checkpoint, path)
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
     except CheckpointException as error:  # a BaseException, not an Exception
         causes = [cause for cause, _ in error.failures.values()]
-        raise Broken(f"the parts in {folder} cannot be read: {causes[0]}") from error
+        raise DamagedParts(f"the parts in {folder} cannot be read: {causes[0]}") from error
 
 
 def check(checkpoint: Mapping[str, Any], path: Path, verify: bool = False) -> None:
     """Compare the files of the parts with the small file: names and sizes; with ``verify`` also contents.
 
-    Raises Broken, which names a part that is missing, cut off or damaged.
+    Raises DamagedParts, which names a part that is missing, cut off or damaged.
     """
     if FOLDER not in checkpoint:
         return
     folder, files = _folder(checkpoint, path), checkpoint[FOLDER]["files"]
     for part in folder.glob("*.safetensors"):
         if part.name not in files:
-            raise Broken(f"{part} is no part of {path}. Remove it.")
+            raise DamagedParts(f"{part} is no part of {path}. Remove it.")
     for name, (size, checksum) in sorted(files.items()):
         part = folder / name
         if part.name != name:
-            raise Broken(f"{path} has a part called {name!r:.60}, which is no file in {folder}")
+            raise DamagedParts(f"{path} has a part called {name!r:.60}, which is no file in {folder}")
         length = part.stat().st_size if part.is_file() else None
         if length != size:
             harm = "is missing" if length is None else f"has {length} bytes instead of {size}"
-            raise Broken(f"{part}, a part of {path}, {harm}")
+            raise DamagedParts(f"{part}, a part of {path}, {harm}")
         if verify and _checksum(part) != checksum:
-            raise Broken(f"{part}, a part of {path}, is damaged, or another one in its place")
+            raise DamagedParts(f"{part}, a part of {path}, is damaged, or another one in its place")
 
 
 def described(folder: Path, rank: int) -> dict[str, list[int]]:
@@ -178,16 +178,16 @@ def sweep(checkpoints: Path) -> None:
 
 
 def _folder(checkpoint: Mapping[str, Any], path: Path) -> Path:
-    """Return the folder of the parts. Raises Broken if it is missing, or written by an earlier version."""
+    """Return the folder of the parts. Raises DamagedParts if it is missing, or written by an earlier version."""
     name = str(checkpoint[FOLDER]["folder"])
     folder = path.parent / FOLDER / name
     if name in ("", "..") or Path(name).name != name or not folder.is_dir():
-        raise Broken(
+        raise DamagedParts(
             f"{path} stands for parts in {folder}, which are not there: move both together, or make one file of them "
             "first with python -m gsm.experiments.consolidate"
         )
     if "files" not in checkpoint[FOLDER]:
-        raise Broken(
+        raise DamagedParts(
             f"{path} stands for parts of an earlier version, which this version does not read. Use commit 7ec9846 to "
             "make one file of them with python -m gsm.experiments.consolidate."
         )
