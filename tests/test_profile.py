@@ -37,5 +37,5 @@ def test_training_that_ends_too_early_says_so(home: Path, capsys: pytest.Capture
 
 
 def test_numbers_out_of_range_are_named():
-    with pytest.raises(ValueError, match="callbacks.profile.steps is 0"):
+    with pytest.raises(ValueError, match="steps=0 is not allowed because it is below 1"):
         Profile(True, "anywhere", steps=0)

@@ -125,5 +125,5 @@ def test_a_number_out_of_range_is_refused_with_its_path_and_its_range(words):
 
 
 def test_what_is_monitored_is_what_validations_find(tmp_path):
-    with pytest.raises(ValueError, match="callbacks.best.monitor=nothing is not allowed because"):
+    with pytest.raises(ValueError, match="^monitor=nothing is not allowed because"):
         Best(tmp_path / "best.ckpt", "nothing")

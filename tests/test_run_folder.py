@@ -357,7 +357,7 @@ def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("x")
     (tmp_path / "events.out.tfevents.1").write_text("x")
     for resume in ("auto", "never"):
-        with pytest.raises(ConfigError, match=r"holds thesis\.tex, but no run .* choose an empty folder="):
+        with pytest.raises(ConfigError, match=r"holds thesis\.tex, which no run has written\. Use an empty folder="):
             prepare(config(tmp_path, resume=resume))
     assert (tmp_path / "thesis.tex").is_file()
     (tmp_path / "thesis.tex").unlink()

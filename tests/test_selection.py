@@ -31,7 +31,7 @@ def test_a_bank_smaller_than_k_leaves_k_alone():
 
 @pytest.mark.parametrize(("until", "shrink"), [(-0.1, 0.2), (0.8, 0.3)])
 def test_fractions_that_cannot_be_are_refused(until, shrink):
-    with pytest.raises(ValueError, match="must not be negative, nor above 1 together"):
+    with pytest.raises(ValueError, match="^until=.* is not allowed because .* Use "):
         DenseFirst(until, shrink)
 
 

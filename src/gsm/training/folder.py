@@ -102,8 +102,8 @@ def prepare(
         return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
-            f"the unfinished run in {folder}, at step {step}, differs in {few(changes)}: give what it had to go on "
-            "with it, resume=never to move it aside and start over, or another name="
+            f"training cannot go on because the unfinished run in {folder}, at step {step}, differs in {few(changes)}. "
+            "Use its values to go on with it, resume=never to move it aside and start over, or another name=."
         )
     sentence = f"Going on with the unfinished run in {folder}{began} (resume=never starts over)."
     return Start(last, sentence, step, checkpoint.get("origin"))
@@ -165,7 +165,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another process is training in {folder}: choose another seed=, arm= or name="
+                f"training cannot start because another process is training in {folder}. Use another seed=, arm= or "
+                "name=."
             ) from error
         except OSError as error:  # some network file systems have no locks
             warning = f"{folder} cannot be locked ({error.strerror}): a second process in it is not noticed"
@@ -178,7 +179,9 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"folder {folder} cannot be made: choose another folder= or logs=") from error
+        raise ConfigError(
+            f"folder={folder} is not allowed because it cannot be made. Use another folder= or logs=."
+        ) from error
     refuse_pipes(folder, folder / "checkpoints")
 
 
@@ -260,7 +263,7 @@ def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | 
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
-            f"{path} cannot go on with this configuration: it differs in {few(changes)}; give what it had, or {remedy}"
+            f"{path} cannot go on with this configuration: it differs in {few(changes)}. Use its values, or {remedy}."
         )
     step, steps = checkpoint["global_step"], config["trainer"]["max_steps"]
     if step > steps:
@@ -285,7 +288,7 @@ def _read(path: Path, verify: bool = True) -> dict[str, Any]:
     checkpoint = read_checkpoint(path, mmap=True, verify=verify)
     for part, held, key in (("trainer", _config(checkpoint), "max_steps"), (STATE, checkpoint, "world")):
         if key not in held.get(part, {}):
-            raise CheckpointError(f"{path} can be loaded, but not gone on from: its {part}.{key} is missing")
+            raise CheckpointError(f"training cannot go on from {path} because its {part}.{key} is missing")
     return checkpoint
 
 
@@ -355,7 +358,8 @@ def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
     foreign = sorted(path.name for path in found if not LEFT.fullmatch(path.name))
     if foreign and not any(path.name in MARKS for path in found):
         raise ConfigError(
-            f"folder {folder} holds {few(foreign)}, but no run that could be moved aside: choose an empty folder="
+            f"folder={folder} is not allowed because it holds {few(foreign)}, which no run has written. Use an empty "
+            "folder=."
         )
     parent = Path(config["logs"]) / ".replaced" / str(config["name"]) / str(config["arm"])
     taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from gsm.errors import ConfigError, within
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -39,23 +41,19 @@ class AdamW:
     shardable: ClassVar[bool] = True  # whether a rank that has its share of every parameter can take a step
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("learning_rate", 0, 1e3),
-            ("final_fraction", 0, 1),
-            ("weight_decay", 0, math.inf),
-            ("decay_fraction", 0, 1),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}, but has to lie between {low} and {high}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}, but has to be 0 or more")
+        within(0, 1000, learning_rate=self.learning_rate)
+        within(0, 1, final_fraction=self.final_fraction, decay_fraction=self.decay_fraction)
+        within(0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         if self.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
-            raise ValueError(
-                f"optimizer.schedule={self.schedule} is not allowed because there is no such schedule. Use {names}."
+            raise ConfigError(
+                f"schedule={self.schedule} is not allowed because there is no such schedule. Use {names}."
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas is {list(self.betas)}, but has to be two numbers from 0 to below 1")
+            betas = ",".join(map(str, self.betas))
+            raise ConfigError(
+                f"betas=[{betas}] is not allowed because it is not two numbers from 0 to below 1. Use [0.9,0.95]."
+            )
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """One parameter group per non-empty entry of ``groups``, carrying its name; frozen parameters are left out."""
@@ -131,11 +129,11 @@ class Muon(AdamW):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"optimizer.momentum is {self.momentum}, but has to be from 0 to below 1")
-        if not 1 <= self.iterations < 100:
-            raise ValueError(f"optimizer.iterations is {self.iterations}, but has to be from 1 to 99")
-        if not 0 <= self.adamw_factor <= 1e3:
-            raise ValueError(f"optimizer.adamw_factor is {self.adamw_factor}, but has to lie between 0 and 1000.0")
+            raise ConfigError(
+                f"momentum={self.momentum} is not allowed because a moment must decay. Use a number from 0 to below 1."
+            )
+        within(1, 99, iterations=self.iterations)
+        within(0, 1000, adamw_factor=self.adamw_factor)
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """The group ``decay`` goes to Muon where it is a matrix, all else to AdamW, as there."""

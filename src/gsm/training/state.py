@@ -63,8 +63,8 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(
-            f"{path} cannot be gone on from: {few(wrong)}; resume=PATH goes on from another checkpoint, resume=never "
-            "starts over"
+            f"training cannot go on from {path} because {few(wrong)}. Use resume=PATH for another checkpoint, or "
+            "resume=never to start over."
         )
 
 

@@ -34,8 +34,8 @@ def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
     wrong = misfits(model, checkpoint)
     if wrong:
         raise CheckpointError(
-            f"start_from={path} holds the weights of another model: it differs in "
-            f"{few(_other_fields(checkpoint, config) or wrong)}, and so do parameters ({few(wrong)}); give what it had"
+            f"start_from={path} is not allowed because it holds the weights of another model: it differs in "
+            f"{few(_other_fields(checkpoint, config) or wrong)}, and so do parameters ({few(wrong)}). Use its values."
         )
     load_weights(model, checkpoint)
 

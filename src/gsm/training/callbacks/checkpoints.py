@@ -43,10 +43,9 @@ class Latest(Checkpoint):
     """
 
     def __init__(self, path: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
-        if minutes <= 0:
-            raise ValueError(f"callbacks.latest.minutes is {minutes}, but has to be above 0")
-        if share <= 0:
-            raise ValueError(f"callbacks.latest.share is {share}, but has to be above 0")
+        for name, value in (("minutes", minutes), ("share", share)):
+            if value <= 0:
+                raise ConfigError(f"{name}={value} is not allowed because it is not positive. Use a number above 0.")
         self.path, self.minutes, self.share = Path(path), minutes, share
         self.saved: int | None = None
         self.settled = True
@@ -105,9 +104,7 @@ class Best(Checkpoint):
 
     def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
         if not monitor.startswith("val/"):
-            raise ValueError(
-                f"callbacks.best.monitor={monitor} is not allowed because its name must begin with val/. Use val/loss."
-            )
+            raise ConfigError(f"monitor={monitor} is not allowed because it must begin with val/. Use val/loss.")
         self.path, self.monitor = Path(path), monitor
         self.lowest = math.inf
 

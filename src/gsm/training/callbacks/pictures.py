@@ -25,6 +25,7 @@ from gsm.analysis.attention import selected_distances
 from gsm.analysis.state import state_facts
 from gsm.analysis.views import TAPS as VIEWED
 from gsm.analysis.views import shares, views
+from gsm.errors import within
 from gsm.models.gsm import GSM
 from gsm.observe import Seen, record
 from gsm.training.distributed.sharded import Sharded
@@ -57,9 +58,7 @@ class Pictures(lightning.Callback):
     """
 
     def __init__(self, every: int = 1, sequences: int = 4, rows: int = 64) -> None:
-        for name, value in (("every", every), ("sequences", sequences), ("rows", rows)):
-            if value < 1:
-                raise ValueError(f"callbacks.pictures.{name} is {value}, but has to be 1 or more")
+        within(1, every=every, sequences=sequences, rows=rows)
         self.every, self.sequences, self.rows = every, sequences, rows
         self._batch: dict[str, Tensor] | None = None
         self._drawn: int | None = None

@@ -9,6 +9,8 @@ import lightning
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gsm.errors import within
+
 WIDTH = 60  # letters of an operation in the table
 ROWS = 15
 
@@ -29,9 +31,8 @@ class Profile(lightning.Callback):
     """
 
     def __init__(self, enabled: bool, folder: str, after: int = 5, steps: int = 3) -> None:
-        for name, value, least in (("after", after, 0), ("steps", steps, 1)):
-            if value < least:
-                raise ValueError(f"callbacks.profile.{name} is {value}, but has to be {least} or more")
+        within(0, after=after)
+        within(1, steps=steps)
         self.enabled, self.folder, self.after, self.steps = enabled, Path(folder), after, steps
         self._watching: profile | None = None
         self._first: int | None = None

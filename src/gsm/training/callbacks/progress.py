@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning
 
+from gsm.errors import within
 from gsm.training.callbacks import find
 from gsm.training.callbacks.throughput import Throughput
 from gsm.training.resume import ends_step
@@ -24,8 +25,7 @@ class Progress(lightning.Callback):
     """
 
     def __init__(self, every: int = 10) -> None:
-        if every < 1:
-            raise ValueError(f"callbacks.progress.every is {every}, but has to be 1 or more")
+        within(1, every=every)
         self.every = every
         self._terminal = sys.stdout.isatty()
         self._start = (0, 0.0)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import lightning
 from torch import nn
 
+from gsm.errors import ConfigError, within
 from gsm.models.base import LanguageModel
 from gsm.training.module import LanguageModeling
 
@@ -31,9 +32,11 @@ class DenseFirst(lightning.Callback):
     """
 
     def __init__(self, until: float = 0.5, shrink: float = 0.25) -> None:
-        if min(until, shrink) < 0 or until + shrink > 1:
-            raise ValueError(
-                f"callbacks.selection.until {until} and shrink {shrink} must not be negative, nor above 1 together"
+        within(0, until=until, shrink=shrink)
+        if until + shrink > 1:
+            raise ConfigError(
+                f"until={until} is not allowed because with shrink={shrink} it is above the whole run. Use {1 - shrink:g} "
+                "or less."
             )
         self.until, self.shrink = until, shrink
         self._own: dict[nn.Module, int] = {}
