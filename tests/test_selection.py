@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning
 import pytest
 import torch
@@ -42,7 +44,7 @@ class Spy(lightning.Callback):
         self.training: list[set[int]] = []
         self.validation: list[set[int]] = []
 
-    def on_before_zero_grad(self, trainer, pl_module, optimizer) -> None:
+    def on_before_zero_grad(self, trainer, pl_module: Any, optimizer) -> None:
         self.training.append({module.top_k for module in selecting(pl_module.model)})
 
     def on_validation_batch_start(self, trainer, pl_module, *_) -> None:

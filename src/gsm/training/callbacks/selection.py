@@ -35,8 +35,8 @@ class DenseFirst(lightning.Callback):
         within(0, until=until, shrink=shrink)
         if until + shrink > 1:
             raise ConfigError(
-                f"until={until} is not allowed because with shrink={shrink} it is above the whole run. Use {1 - shrink:g} "
-                "or less."
+                f"until={until} is not allowed because with shrink={shrink} it is longer than the run. "
+                f"Use {1 - shrink:g} or less."
             )
         self.until, self.shrink = until, shrink
         self._own: dict[nn.Module, int] = {}

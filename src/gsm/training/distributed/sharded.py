@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from gsm.errors import ConfigError, within
+from gsm.errors import within
 from gsm.files import save_whole
 from gsm.layers.block import Block
 from gsm.layers.experts import Experts
@@ -73,9 +73,7 @@ class Sharded(ModelParallelStrategy):
         within(1, experts=experts, context=context)
         for name, value in (("gathered", gathered), ("reduced", reduced)):
             if value not in (None, *DTYPES):
-                raise ConfigError(
-                    f"{name}={value} is not allowed because it is no dtype for this. Use null, float32 or bfloat16."
-                )
+                raise ValueError(f"trainer.strategy.{name} is {value!r}, but has to be null, float32 or bfloat16")
         super().__init__(process_group_backend=process_group_backend)
         self.policy = MixedPrecisionPolicy(
             param_dtype=gathered and DTYPES[gathered], reduce_dtype=reduced and DTYPES[reduced]
