@@ -2,9 +2,9 @@
 numbers of the streams' dtype per token, for four streams; all figures are derived, none is measured.
 
 Forward reads 4 + 1 and writes 4 + 1: 10, the least there is, if the second sweep over a tile's streams finds them in
-the L2 cache, else 14. At D = 2048 in bfloat16, 16 tokens on each of 132 processors are 35 MB, in a cache of 50; in
-float32 they are too many. In smaller tiles phi would be read too often: every program reads all of it, from L2 (400 MB
-for 16,384 tokens, beside 670 MB of streams).
+the L2 cache, else 14. At D = 2048 in bfloat16, two programs of 16 tokens on each of 132 processors are 69 MB, beside a
+cache of 50: a part of the second sweep reads memory again, while another program computes. In smaller tiles phi would
+be read too often: every program reads all of it, from L2 (400 MB for 16,384 tokens, beside 670 MB of streams).
 
 Of up to 64 tokens, as in decoding, each tile would be one program that goes through phi alone, 32 tiles of its columns
 one after the other at D = 2048, then twice through memory, then through 8 tiles of columns. So there the columns of phi
@@ -65,8 +65,9 @@ class Blocks(NamedTuple):
     """How the kernels cut their work.
 
     Attributes:
-        width: columns of a tile of `forward`, 16 tokens, and of `products`, 8 tokens: 16 and 8 numbers of every stream
-            in a thread's registers.
+        width: columns of a tile of `products`, 8 tokens: 8 numbers of every stream in a thread's registers. A tile of
+            `forward`, 16 tokens, has half of these columns: 100 registers a thread in bfloat16, not 227, so that a
+            processor has two programs, one of which loads while the other normalises.
         column: columns of a program of `stream_gradients`: with four streams, 64 of the sums for phi a thread.
         warps: of `stream_gradients`.
         padded: numbers of a token, as a power of two that a matrix product can have.
@@ -113,9 +114,10 @@ def _forward(*arguments):
         _few_tokens(shares, inputs, results)
         return results
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
-    sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.width, "PADDED": tile.padded, "PRECISION": tile.precision}
+    columns = max(tile.width // 2, TILE)
+    sizes = {"X": count, "TOKENS": TILE, "WIDTH": columns, "PADDED": tile.padded, "PRECISION": tile.precision}
     grid = (cdiv(tokens, TILE),)
-    launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8)
+    launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8, num_stages=5)
     return results
 
 
