@@ -62,6 +62,14 @@ def test_entries_of_another_dtype_than_the_queries_learn_too():
         assert torch.equal(grads[name], expected_grads[name].float())
 
 
+def test_window_and_bank_of_two_dtypes_are_read_as_the_queries_dtype():
+    call = to_device(cast(picked(rows=70, entries=70, width=3, k=1), torch.float32))
+    low = {**call, "query_BRHC": call["query_BRHC"].half(), "bank_BFC": call["bank_BFC"].half()}
+    with torch.no_grad():
+        out = with_triton(attend)(**low)
+        assert torch.equal(out, with_triton(attend)(**{**low, "window_BEC": call["window_BEC"].half()}))
+
+
 @pytest.mark.parametrize("op", [attend, attend_band], ids=lambda op: op.name)
 def test_in_float16_they_err_no_more_than_eager(op):
     """The tiles, and what is rounded where, are those of bfloat16, which the interpreter does not have."""

@@ -62,37 +62,17 @@ def absorb(product, entry, high, total, mixed, scale):
     return higher, total * fade + tl.sum(weight, 1), mixed
 
 
-@triton.jit
-def whole_tiles(low, stop, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """Return the end of the whole tiles of entries low..stop, so that the rest fits a smaller edge tile.
-
-    Two queries see 129 entries with a window of 128: two tiles of 64 and one entry. A third tile would be almost empty.
-    """
-    return low + (tl.maximum(stop - low, 0) + BLOCK - EDGE - 1) // BLOCK * BLOCK
-
-
-@triton.jit
-def absorb_window(
-    query, window_ptr, batch, low, begin, end, high, total, mixed, scale, E,
-    C: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Add SIZE entries of the window, from `low` on, to the online softmax."""
-    place, channel = low + tl.arange(0, SIZE), tl.arange(0, C)[None, :]
-    entry = tl.load(window_ptr + (batch * E + place)[:, None] * C + channel, mask=(place < E)[:, None], other=0.0)
-    entry = entry.to(query.dtype)  # a memory may have a wider dtype than the rows
-    product = tl.dot(query, tl.trans(entry), input_precision="ieee")
-    seen = (place[None, :] >= begin[:, None]) & (place[None, :] <= end[:, None])
-    return absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
-
-
 @triton.jit(do_not_specialize=["R", "E", "F"])  # they change while a memory grows
 def forward(
     query_ptr, window_ptr, bank_ptr, index_ptr, bias_ptr, position_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, lse_ptr,
     scale, width, R, E, F, K,
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, QUERIES:
-    tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+    tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse = log2( sum exp(z) + exp(sink) ) of a tile of rows: window, then selections, then sinks."""
+    """Compute out and lse = log2( sum exp(z) + exp(sink) ) of a tile of rows: window, then selections, then sinks.
+
+    Window and selections are one loop, so that the first selected entries are loaded while the window is computed.
+    """
     tiles = tl.cdiv(R, QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * QUERIES
@@ -107,33 +87,30 @@ def forward(
     mixed = tl.zeros([QUERIES * HEADS, C], tl.float32)
 
     begin, end = reach(position_ptr, batch, row, R, E, width, inside)
-    start, stop = tl.min(begin), tl.minimum(E - R + first + QUERIES, E)
-    edge = whole_tiles(start, stop, BLOCK, EDGE)
-    for low in range(start, edge, BLOCK):
-        high, total, mixed = absorb_window(
-            query, window_ptr, batch, low, begin, end, high, total, mixed, scale, E, C, BLOCK
-        )
-    if EDGE:
-        if edge < stop:
-            high, total, mixed = absorb_window(
-                query, window_ptr, batch, edge, begin, end, high, total, mixed, scale, E, C, EDGE
-            )
-
-    if PICKS:
-        steps = tl.cdiv(K, BLOCK)
-        for step in range(tl.minimum(R - first, QUERIES) * steps):
-            owner = first + step // steps
-            pick = step % steps * BLOCK + tl.arange(0, BLOCK)
-            valid = pick < K
-            pick_at = (batch * R + owner) * K + pick
+    low, stop = tl.min(begin), tl.minimum(E - R + first + QUERIES, E)
+    near = tl.cdiv(tl.maximum(stop - low, 0), BLOCK)
+    far = tl.minimum(R - first, QUERIES) * tl.cdiv(K, BLOCK) if PICKS else 0
+    for number in range(near + far):
+        place = low + number * BLOCK + tl.arange(0, BLOCK)
+        line = batch * E + tl.minimum(place, E - 1)
+        source_ptr, lowest, highest = window_ptr, begin, end
+        if PICKS:  # from tile `near` on, entries are the picks of a row, and their place is this row, or -1
+            step, steps = tl.maximum(number - near, 0), tl.cdiv(K, BLOCK)
+            owner, pick = first + step // steps, step % steps * BLOCK + tl.arange(0, BLOCK)
+            valid, pick_at = pick < tl.where(number < near, 0, K), (batch * R + owner) * K + pick
             slot = tl.load(index_ptr + pick_at, mask=valid, other=-1).to(tl.int32)
-            entry = tl.load(bank_ptr + (batch * F + tl.maximum(slot, 0))[:, None] * C + channel).to(loaded.dtype)
-            product = tl.dot(query, tl.trans(entry), input_precision="ieee")
-            if BIASED:
-                bias = tl.load(bias_ptr + pick_at, mask=valid, other=0.0).to(tl.float32)
-                product += bias[None, :] * (LOG2_E / scale)
-            seen = (row == owner)[:, None] & (slot >= 0)[None, :]
-            high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
+            place = tl.where(number < near, place, tl.where(slot >= 0, owner, -1))
+            line = tl.where(number < near, line, batch * F + tl.maximum(slot, 0))
+            source_ptr = tl.where(number < near, window_ptr, bank_ptr)
+            lowest, highest = tl.where(number < near, begin, row), tl.where(number < near, end, row)
+        entry = tl.load(source_ptr + line[:, None] * C + channel)
+        entry = entry.to(loaded.dtype)  # a memory may have a wider dtype than the rows
+        product = tl.dot(query, tl.trans(entry), input_precision="ieee")
+        if BIASED:
+            bias = tl.load(bias_ptr + pick_at, mask=valid, other=0.0).to(tl.float32)
+            product += bias[None, :] * (LOG2_E / scale)
+        seen = (place[None, :] >= lowest[:, None]) & (place[None, :] <= highest[:, None])
+        high, total, mixed = absorb(tl.where(seen, product, float("-inf")), entry, high, total, mixed, scale)
 
     sink = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
     higher = tl.maximum(high, sink)

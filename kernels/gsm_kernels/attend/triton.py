@@ -3,8 +3,9 @@
 Forward is one kernel; a few rows without gradients, as in decoding, use two others (`few_rows`). A program processes a
 few neighbouring queries with all their heads. They share the window's entries, each of which is loaded once as key and
 value of all heads. The online softmax (Dao et al. 2022, "FlashAttention") then continues with the selection of one
-query after the other. Rotation, scale, sink and the inverse rotation are applied to the tile in registers. Backward
-recomputes the softmax from the logarithm of its denominator, without atomics, so that it is deterministic:
+query after the other, in the same loop: its first entries are loaded while the window is computed. Rotation, scale,
+sink and the inverse rotation are applied to the tile in registers. Backward recomputes the softmax from the logarithm
+of its denominator, without atomics, so that it is deterministic:
 
 1. `query_gradient` processes a few queries; for each pick, it stores the contribution to its bank slot;
 2. `gsm_kernels.inverse` sums the contributions to every slot, with a stable sort of the selection, chunk by chunk of
@@ -21,10 +22,8 @@ autograd sums over them. With W + K visible entries, H heads of C channels and 2
 The 8 H C above the floor are the rotated query and gradient, written and read; they save a rotation in each of the
 W / 64 + 1 programs that read a row. The 4 C K are the contributions of picks, written and read. Gathered entries come
 from L2: at 5.5 TB/s a tile of them takes as long as its products with 73 rows at 798 TFLOP/s. So the 64 rows that wgmma
-requires cost no more than the gather, even for H < 64, when the rows of other queries are masked. Neighbouring queries
-together see a few entries more than one query: forward processes these as an edge of 16, not as another tile of 64.
-Backward does not, because the edge's registers would spill, and it is memory-bound. All of this is derived, not
-measured.
+requires cost no more than the gather, even for H < 64, when the rows of other queries are masked. All of this is
+derived, not measured.
 
 These kernels exist because no library has one entry as key and value of all heads, two sources, a sink, and gradients.
 """
@@ -46,7 +45,6 @@ from .inputs import LEARNED, Inputs
 LOG2_E = 1.4426950408889634
 PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
 PROCESSORS = 132  # multiprocessors of an H100
-EDGE = 16  # entries of the window's last tile, the smallest size of a matrix product
 SHARE = 32  # columns per program of `few_rows`
 
 
@@ -98,15 +96,18 @@ def attend(inputs: Inputs) -> Tensor:
     learning = learns(*inputs.learned)
     if not learning and (shares := splits(inputs)) > 1:
         return _few_rows(*inputs, shares)
-    if learning:
+    if learning or inputs.bank_BFC is not None and inputs.bank_BFC.dtype != inputs.window_BEC.dtype:
         inputs = _in_one_dtype(inputs)
-        if inputs.query_BRHC.numel():
-            _build_backward(inputs)
+    if learning and inputs.query_BRHC.numel():
+        _build_backward(inputs)
     return _operator(*inputs)[0]
 
 
 def _in_one_dtype(inputs: Inputs) -> Inputs:
-    """Convert window and bank to the dtype of the queries, as backward needs them; forward converts while loading."""
+    """Convert window and bank to the dtype of the queries, as backward needs them.
+
+    Forward takes any dtype that both have, and converts while loading.
+    """
     dtype = inputs.query_BRHC.dtype
     bank = None if inputs.bank_BFC is None else inputs.bank_BFC.to(dtype)
     return inputs._replace(window_BEC=inputs.window_BEC.to(dtype), bank_BFC=bank)
@@ -152,7 +153,8 @@ def _sizes(inputs: Inputs) -> tuple[float | int, ...]:
 def _constants(inputs: Inputs) -> dict[str, int | bool]:
     heads, channels = inputs.query_BRHC.shape[2:]
     sizes = {"H": heads, "C": channels, "PAIRS": inputs.cos_BRP.shape[2]}
-    return sizes | {"PICKS": inputs.slots > 0, "BIASED": inputs.slots > 0 and inputs.bias_BRK is not None}
+    picks = inputs.slots > 0 and inputs.picks > 0
+    return sizes | {"PICKS": picks, "BIASED": picks and inputs.bias_BRK is not None}
 
 
 def _forward(*arguments):
@@ -163,7 +165,7 @@ def _forward(*arguments):
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows, cut = *inputs.query_BRHC.shape[:2], tile("forward", inputs)
     tensors = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH)
-    options = {**_constants(inputs), **cut._asdict(), "EDGE": EDGE}
+    options = {**_constants(inputs), **cut._asdict()}
     launch(forward, (batch * cdiv(rows, cut.QUERIES),), *tensors, *_sizes(inputs), **options)
     return out_BRHC, lse_BRH
 
