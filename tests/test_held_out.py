@@ -199,7 +199,7 @@ def test_measuring_one_split_does_not_read_the_other(tmp_path: Path, monkeypatch
     written(tmp_path, "text/train.txt", "text/validation.txt")
     read: list[str] = []
     pieces = Corpus.pieces
-    monkeypatch.setattr(Corpus, "pieces", lambda self, split, moved: read.append(split) or pieces(self, split, moved))
+    monkeypatch.setattr(Corpus, "pieces", lambda self, split: read.append(split) or pieces(self, split))
     for split in ("validation", "train"):
         made = data(tmp_path, cache_dir=str(tmp_path / split))
         assert len(getattr(made, f"{split}_set")) and made.bytes_of_tokens(split).shape == (257,)

@@ -167,38 +167,19 @@ def test_the_ids_of_a_text_are_those_of_the_text_alone(way: str, setting: str, t
     assert read.encode_batch([*TEXTS, "x"]) == expected
 
 
-def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def many(part: dict[str, Any], key: str, count: int = 9) -> dict[str, Any]:
-    return {"type": "Sequence", key: [part] * count}
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"normalizer": {"type": "Prepend", "prepend": "x" * 10_000}}, "prepend 'xxx.* has 10,000 characters"),
-        ({"normalizer": many(replaced({"String": "a"}, "aa"), "normalizers")}, "512 times as long"),
-        ({"normalizer": replaced({"Regex": "x*"}, "y" * 500)}, "501 times as long"),
-        ({"decoder": many(replaced({"String": "a"}, "aa"), "decoders")}, "decoder can make a text 512 times"),
-        ({"normalizer": many({"type": "NFC"}, "normalizers", 65)}, "65 parts"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////////w=="}}, "charsmap is damaged"),
-        ({"normalizer": {"prepend": "x"}}, "without a type"),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "length is 0, out of range"),
-        ({"decoder": {"type": "Strip", "content": " ", "start": 1 << 62, "stop": 0}}, "start is 4611.*out of range"),
         ({"model": {"vocab": {"a": 1 << 30}}}, "the id 1073741824"),
         ({"model": {"vocab": {"a": -1}}}, "the id -1"),
-        ({"model": {"max_input_chars_per_word": 1 << 40}}, "max_input_chars_per_word"),
-        ({"added_tokens": [{"id": 5, "content": "x" * 10_000}]}, "piece 'xxx.* has 10,000 characters"),
-        ({"added_tokens": "x"}, "added_tokens are no list"),
+        ({"added_tokens": [{"id": 1 << 30, "content": "x"}]}, "the id 1073741824"),
         ({"model": []}, "holds no 'model'"),
     ],
 )
-def test_a_description_that_would_end_the_process_is_refused_before_the_library_sees_it(
+def test_a_damaged_number_that_would_end_the_process_is_refused_before_the_library_sees_it(
     changes: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger's tokenizer.json made the library ask for all memory, or work without an end."""
     plain = json.loads(sentence_piece_like().to_str())
     model = changes.get("model")
     content = {**plain, **changes, **({"model": {**plain["model"], **model}} if isinstance(model, dict) else {})}

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from gsm.data.cache import file_digest
-from gsm.data.reading import SUFFIXES, Moved, Piece, holds_many, is_text, read_pieces, without_packing
+from gsm.data.reading import SUFFIXES, Piece, holds_many, is_text, read_pieces, without_packing
 from gsm.files import open_regular
 from gsm.paths import at_home
 
@@ -114,11 +114,11 @@ class Corpus:
                 yield "".join(parts)
                 parts = []
 
-    def pieces(self, split: str, moved: Moved | None = None) -> Iterator[Piece]:
-        """Yield the texts in pieces of bounded size; `moved` is called with the bytes of `size` that were read."""
+    def pieces(self, split: str) -> Iterator[Piece]:
+        """Yield the texts in pieces of bounded size."""
         if self._divided:
-            return self._divided(split, moved)
-        return (piece for name in self.files[split] for piece in self._read(name, moved))
+            return self._divided(split)
+        return (piece for name in self.files[split] for piece in self._read(name))
 
     def size(self, split: str) -> int | None:
         """Return the bytes on the disk of the files that `pieces` reads; None if they are unknown."""
@@ -173,8 +173,8 @@ class Corpus:
 
     # A file. A corpus that does not lie on this disk overrides these.
 
-    def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
-        return read_pieces(self._path(name), self.text_field, moved)
+    def _read(self, name: str) -> Iterator[Piece]:
+        return read_pieces(self._path(name), self.text_field)
 
     def _path(self, name: str) -> Path:
         return self.root if self.root.is_file() and name == self.root.name else self.root / name
@@ -332,20 +332,20 @@ class Corpus:
     # One file, divided inside
 
     @cached_property
-    def _divided(self) -> Callable[[str, Moved | None], Iterator[Piece]] | None:
+    def _divided(self) -> Callable[[str], Iterator[Piece]] | None:
         if self.held_out is not None or self.files["train"] != self.files["validation"]:
             return None
         return self._by_document if holds_many(self.files["train"][0]) else self._by_place
 
-    def _by_document(self, split: str, moved: Moved | None) -> Iterator[Piece]:
+    def _by_document(self, split: str) -> Iterator[Piece]:
         below = self._threshold
-        return (piece for value, piece in self._hashed(moved) if (value < below) == (split == "validation"))
+        return (piece for value, piece in self._hashed() if (value < below) == (split == "validation"))
 
-    def _hashed(self, moved: Moved | None = None) -> Iterator[tuple[float, Piece]]:
+    def _hashed(self) -> Iterator[tuple[float, Piece]]:
         """Yield the pieces of the only file, each with the hash of its document's first piece."""
         (name,) = self.files["train"]
         value = None
-        for piece in self._read(name, moved):
+        for piece in self._read(name):
             value = _hash(piece.text) if value is None else value
             yield value, piece
             value = None if piece.last else value
@@ -362,10 +362,10 @@ class Corpus:
         wanted = self.validation_share if hashes[0] < self.validation_share else hashes[1]
         return min(wanted, hashes[-1])
 
-    def _by_place(self, split: str, moved: Moved | None) -> Iterator[Piece]:
+    def _by_place(self, split: str) -> Iterator[Piece]:
         (name,) = self.files[split]
         place, length = 0, self._train_length
-        for text, last in self._read(name, moved):
+        for text, last in self._read(name):
             inside = min(max(0, length - place), len(text))
             part = text[:inside] if split == "train" else text[inside:]
             place += len(text)

@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-from tqdm import tqdm
 
 from gsm.data.ids import Encoded
 from gsm.data.reading import Piece
@@ -55,49 +54,6 @@ def encode_parcel(parcel: list[Piece], tokenizer: Tokenizer) -> Encoded:
 def id_type(tokenizer: Tokenizer) -> str:
     """Return the numpy type of the ids: two bytes while they fit."""
     return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
-
-
-class Bar:
-    """A bar on stderr, where that is a terminal: the place in the text, and tokens a second.
-
-    Args:
-        name: of the split.
-        size: bytes of all files; None: unknown.
-        limit: tokens wanted. If given, the bar counts tokens rather than bytes.
-        done: tokens that were there before.
-    """
-
-    def __init__(self, name: str, size: int | None, limit: int | None = None, done: int = 0) -> None:
-        self._by_tokens, self._first, self._tokens = limit is not None, done, done
-        total, unit = (limit, "tok") if limit is not None else (size, "B")
-        self._bar = tqdm(
-            total=total,
-            initial=done if self._by_tokens else 0,
-            desc=f"encoding {name}",
-            unit=unit,
-            unit_scale=True,
-            disable=None,
-            mininterval=1,
-            leave=False,
-        )
-
-    def moved(self, count: int) -> None:
-        """Count bytes that were read."""
-        if not self._by_tokens:
-            self._bar.update(count)
-
-    def wrote(self, tokens: int) -> None:
-        """Show the number of tokens so far."""
-        if self._by_tokens:
-            self._bar.update(tokens - self._tokens)
-        self._tokens = tokens
-        elapsed = self._bar.format_dict["elapsed"] if not self._bar.disable else 0
-        if elapsed:
-            self._bar.set_postfix_str(f"{(tokens - self._first) / elapsed:,.0f} tokens/s", refresh=False)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
 
 
 def _parcels(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

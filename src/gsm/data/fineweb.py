@@ -16,7 +16,7 @@ from typing import Any
 from gsm.data.cache import write_json
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.reading import Damaged, Moved, Piece, damage_named, documents_of, needed
+from gsm.data.reading import Damaged, Piece, damage_named, documents_of, needed
 from gsm.files import read_json
 
 REMOTE = "hf://"
@@ -140,9 +140,9 @@ class FineWeb(Corpus):
             ) from error
         return sorted(str(file) for files in (builder.config.data_files or {}).values() for file in files)
 
-    def _read(self, name: str, moved: Moved | None = None) -> Iterator[Piece]:
+    def _read(self, name: str) -> Iterator[Piece]:
         """Yield the documents of one file; those of the hub are streamed."""
-        return self._stream(name) if name.startswith(REMOTE) else super()._read(name, moved)
+        return self._stream(name) if name.startswith(REMOTE) else super()._read(name)
 
     def _stream(self, address: str) -> Iterator[Piece]:
         with damage_named(address):

@@ -13,7 +13,7 @@ import json
 import logging
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -31,8 +31,6 @@ LONGEST_LINE = 1 << 25  # bytes of a line of JSON, unpacked: a line is read as a
 WHOLE = 1 << 24  # characters of a piece: a longer document is cut
 ILLEGIBLE, ODD = 0.3, 0.001  # shares of NUL and U+FFFD among the characters: refused; named in a warning
 MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-
-Moved = Callable[[int], None]
 
 
 class Damaged(ValueError):
@@ -56,7 +54,7 @@ def is_text(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> Iterator[Piece]:
+def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
     """Yield the documents of one file in order, without empty ones.
 
     In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell. In
@@ -65,7 +63,6 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
     Args:
         path: the file.
         field: the field of a JSON line, or the column of parquet, that holds the text.
-        moved: called after each piece with the number of bytes of the file that were read since the last call.
 
     Raises:
         Damaged: the file is cut short, cannot be unpacked, or is hardly text; a line is not JSON or too long; `field`
@@ -73,7 +70,7 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
         OSError: the file cannot be opened, or is not a regular file.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
-    kind, place = without_packing(path.name).lower(), 0
+    kind = without_packing(path.name).lower()
     with damage_named(path), open_regular(path) as file:
         if kind.endswith(".parquet"):
             pieces = _parquet(path, file, field)
@@ -81,11 +78,7 @@ def read_pieces(path: Path, field: str = "text", moved: Moved | None = None) -> 
             pieces = _json_lines(path, _unpacked(path, file), field)
         else:
             pieces = _plain(path, _unpacked(path, file))
-        for piece in _legible(path, pieces):
-            if moved:
-                moved(max(0, file.tell() - place))
-                place = max(place, file.tell())
-            yield piece
+        yield from _legible(path, pieces)
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gsm.data.cache import locked, write_json
 from gsm.data.corpus import Corpus
-from gsm.data.encode import Bar, encode_pieces, id_type
+from gsm.data.encode import encode_pieces, id_type
 from gsm.data.ids import IdWriter, open_ids, read_index
 from gsm.data.tokenizer import Tokenizer
 from gsm.files import read_json
@@ -180,19 +181,20 @@ def _encode(
     corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit: int | None, workers: int | None
 ) -> dict[str, Any]:
     """Write the ids and return their index."""
-    started, size = time.perf_counter(), corpus.size(split)
-    little = min(size or FEW, 4 * limit if limit else FEW) < FEW
+    started = time.perf_counter()
+    little = min(corpus.size(split) or FEW, 4 * limit if limit else FEW) < FEW
     workers = workers or (1 if little else cores())
     log.info("Encoding the %s split of %s, once.", split, corpus.name)
     with IdWriter(path, lengths_V=tokenizer.token_lengths_V, dtype=id_type(tokenizer), limit=limit) as writer:
         before = writer.done.tokens
-        bar = Bar(split, size, limit, before)  # log lines are written above it
-        with closing(bar), logging_redirect_tqdm():
-            pieces = islice(corpus.pieces(split, bar.moved), writer.done.pieces, None)
+        shown: dict[str, Any] = {"initial": before, "total": limit, "unit": "tok", "unit_scale": True, "mininterval": 1}
+        bar = tqdm(desc=f"encoding {split}", disable=None, leave=False, **shown)
+        with bar, logging_redirect_tqdm():  # log lines are written above the bar
+            pieces = islice(corpus.pieces(split), writer.done.pieces, None)
             with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
                 for encoded in parcels:
                     writer.write(encoded)
-                    bar.wrote(writer.done.tokens)
+                    bar.update(writer.done.tokens - bar.n)
                     if writer.full:
                         break
         index = writer.finish()
