@@ -1,6 +1,6 @@
 """Register a forward that PyTorch cannot trace, and its backward, as opaque operators.
 
-    swiglu = register("swiglu", forward, fake, backward, learned=("gate", "up"))
+    swiglu = register("swiglu", forward, backward=backward, learned=("gate", "up"))
 
 `torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses.
 """
@@ -26,11 +26,11 @@ _thread = threading.local()  # `note`: the function of `notes` in this thread
 def register(
     name: str,
     forward: Function,
-    fake: Function,
+    fake: Function | None = None,
     backward: Function | None = None,
     *,
     learned: tuple[str, ...] = (),
-    takes: str | None = None,
+    takes: Any = None,
     outputs: int = 1,
     results: int = 1,
     saved: int = 0,
@@ -41,18 +41,20 @@ def register(
     Args:
         name: name of the operator.
         forward: takes the arguments; returns the results, then tensors for backward.
-        fake: takes the arguments; returns tensors like those of forward, without data.
+        fake: takes the arguments; returns tensors like those of forward, without data. None: one like the first
+            argument.
         backward: takes gradients of the results, the saved outputs and the arguments; returns a gradient for each name
             in `learned`, without elements if that argument is None. It has no derivative of its own.
         learned: the arguments that get a gradient.
-        takes: schema of the arguments, as returned by `schema`; None: from the annotations of `forward`.
+        takes: the `Inputs` or the schema of the arguments; None: from the annotations of `forward`.
         outputs: number of tensors that forward returns.
         results: number of the first outputs, which callers use and autograd differentiates.
         saved: number of the last outputs, which backward gets.
         on_cpu: register for CPUs, and call `forward` directly without a gradient and without an observer. For a decoded
             token, PyTorch's dispatcher takes longer than the operation.
     """
-    parameters = takes or schema(forward)
+    parameters = takes if isinstance(takes, str) else schema(takes or forward)
+    fake = fake or _like_first
     names = [parameter.split()[1] for parameter in parameters.split(", ")]
     options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu" if on_cpu else None}
     full_name = f"gsm_kernels::{name}_cpu" if on_cpu else f"gsm_kernels::{name}"
@@ -82,6 +84,10 @@ def register(
 
 def _tensors(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def _like_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
 
 
 def _like_learned(arguments: tuple[Any, ...], names: list[str], learned: tuple[str, ...]) -> Any:

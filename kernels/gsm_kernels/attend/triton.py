@@ -276,10 +276,6 @@ def _empty_gradients(grad_BRHC: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
 
-def _like_query(query, *_):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
 TAKES = schema(Inputs)
 _operator = register("attend", _forward, _outputs, _backward, learned=LEARNED, takes=TAKES, outputs=2, saved=2)
-_few_rows = register("attend_few_rows", few_rows, _like_query, takes=f"{TAKES}, int shares")
+_few_rows = register("attend_few_rows", few_rows, takes=f"{TAKES}, int shares")

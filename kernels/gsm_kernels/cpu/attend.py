@@ -17,7 +17,6 @@ from ..attend.inputs import LEARNED, Inputs
 from ..attend_band import attend_band as over_band
 from ..device import in_dtype
 from ..dispatch import Impl
-from ..inputs import schema
 from ..register import register
 from .native import loops, missing, places, run, unfit, wide
 
@@ -131,11 +130,7 @@ def _sum(parts: Tensor) -> Tensor:
     return total
 
 
-def _like(query, *_):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-_operator = register("attend", _forward, _like, _backward, takes=schema(Inputs), learned=LEARNED, on_cpu=True)
+_operator = register("attend", _forward, backward=_backward, takes=Inputs, learned=LEARNED, on_cpu=True)
 
 for operation in (over_selection, over_band):
     operation.add(Impl("numba", attend, unfit, missing))

@@ -13,7 +13,7 @@ from ..attend_range import attend_range as operation
 from ..attend_range.inputs import Inputs
 from ..device import in_dtype
 from ..dispatch import Impl
-from ..inputs import learns, schema
+from ..inputs import learns
 from ..register import register
 from .native import loops, missing, places, run, unfit, wide
 
@@ -66,10 +66,6 @@ def _side_by_side(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key.contiguous(), value.contiguous()
 
 
-def _like(query, *_):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-_operator = register("attend_range", _forward, _like, takes=schema(Inputs), on_cpu=True)
+_operator = register("attend_range", _forward, takes=Inputs, on_cpu=True)
 
 operation.add(Impl("numba", attend_range, refuses, missing, narrow=NARROW), before="sdpa")

@@ -13,7 +13,6 @@ from ..index_top_k import candidate_pool as pooling
 from ..index_top_k import index_top_k as selection
 from ..index_top_k.inputs import Inputs
 from ..index_top_k.reference import row_slices
-from ..inputs import schema
 from ..register import noted, register
 from .native import loops, missing, places, run, unfit
 
@@ -72,8 +71,8 @@ def _shape(*arguments: Any) -> Tensor:
     return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)
 
 
-_index_top_k = register("index_top_k", _slots, _shape, takes=schema(Inputs), on_cpu=True)
-_candidate_pool = register("candidate_pool", _blocks, _shape, takes=schema(Inputs), on_cpu=True)
+_index_top_k = register("index_top_k", _slots, _shape, takes=Inputs, on_cpu=True)
+_candidate_pool = register("candidate_pool", _blocks, _shape, takes=Inputs, on_cpu=True)
 
 selection.add(Impl("numba", index_top_k, unfit, missing))
 pooling.add(Impl("numba", candidate_pool, unfit, missing))

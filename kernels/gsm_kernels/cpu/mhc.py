@@ -12,7 +12,6 @@ from torch.nn.functional import linear
 
 from ..device import in_dtype
 from ..dispatch import Impl
-from ..inputs import schema
 from ..mhc import mhc_boundary as operation
 from ..mhc.inputs import LEARNED, Inputs
 from ..register import register
@@ -70,14 +69,13 @@ def _results(streams, update, phi, *_):
     return torch.empty_like(streams, memory_format=whole), mixed, number, number.new_empty(tokens)
 
 
-TAKES = schema(Inputs)
 _operator = register(
     "mhc_boundary",
     _forward,
     _results,
     _backward,
     learned=LEARNED,
-    takes=TAKES,
+    takes=Inputs,
     outputs=4,
     results=2,
     saved=2,

@@ -40,10 +40,6 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
 
 
-def _like(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_operator = register("rms_norm", _forward, _like, _backward, learned=("x", "weight"), on_cpu=True)
+_operator = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"), on_cpu=True)
 
 operation.add(Impl("numba", rms_norm, unfit, missing))

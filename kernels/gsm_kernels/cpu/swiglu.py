@@ -33,10 +33,6 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     return in_dtype(gate_grad, gate.dtype), in_dtype(up_grad, up.dtype)
 
 
-def _like(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-_operator = register("swiglu", _forward, _like, _backward, learned=("gate", "up"), on_cpu=True)
+_operator = register("swiglu", _forward, backward=_backward, learned=("gate", "up"), on_cpu=True)
 
 operation.add(Impl("numba", swiglu, unfit, missing))

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from ..indexer import Indexer
-from ..inputs import schema
 from ..launch import cdiv, in_float32, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
@@ -100,8 +99,8 @@ def _chosen(*arguments: Any) -> Tensor:
     return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
 
 
-_slots = register("index_top_k", _index_top_k, _chosen, takes=schema(Inputs))
-_blocks = register("candidate_pool", _candidate_pool, _chosen, takes=schema(Inputs))
+_slots = register("index_top_k", _index_top_k, _chosen, takes=Inputs)
+_blocks = register("candidate_pool", _candidate_pool, _chosen, takes=Inputs)
 
 
 class Search(NamedTuple):

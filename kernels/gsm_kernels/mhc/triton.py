@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import contiguous, learns, schema
+from ..inputs import contiguous, learns
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
 from ..register import register
 from .inputs import LEARNED, Inputs
@@ -238,5 +238,5 @@ def _results(*arguments):
 
 
 _operator = register(
-    "mhc_boundary", _forward, _results, _backward, learned=LEARNED, takes=schema(Inputs), outputs=5, results=2, saved=3
+    "mhc_boundary", _forward, _results, _backward, learned=LEARNED, takes=Inputs, outputs=5, results=2, saved=3
 )

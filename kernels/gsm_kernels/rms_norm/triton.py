@@ -72,8 +72,4 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x_grad, partial_PD.sum(0).to(weight.dtype)
 
 
-def _like(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_operator = register("rms_norm", _forward, _like, _backward, learned=("x", "weight"))
+_operator = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"))

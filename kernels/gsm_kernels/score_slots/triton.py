@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..indexer import Indexer
-from ..inputs import learns, schema
+from ..inputs import learns
 from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, launch, power_of_two
 from ..register import register
@@ -65,7 +65,7 @@ def _shape(query, weight, key, index):
 
 
 LEARNED = ("query_BRJI", "weight_BRJ", "key_BFI")
-_operator = register("score_slots", _forward, _shape, _backward, takes=schema(Inputs), learned=LEARNED)
+_operator = register("score_slots", _forward, _shape, _backward, takes=Inputs, learned=LEARNED)
 
 
 def zeros_for(x: Tensor) -> Tensor:

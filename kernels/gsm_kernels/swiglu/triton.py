@@ -47,8 +47,4 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     return gate_grad, up_grad
 
 
-def _like(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-_operator = register("swiglu", _forward, _like, _backward, learned=("gate", "up"))
+_operator = register("swiglu", _forward, backward=_backward, learned=("gate", "up"))
